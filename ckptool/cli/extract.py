@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckptool.cli.completion import complete_names
 from ckptool.cli.parameters import AsJson, Debug, Quiet, SourcePath, parse_place
 from ckptool.commands.options.extract import ExtractOptions
+
+if TYPE_CHECKING:
+    from ckptool.storage.url import Location
 
 
 def extract(
@@ -43,29 +47,53 @@ def extract(
     Works with every format and reads only the bytes it needs. Without a FILE, prints up to 1,000
     elements in full and abbreviates larger tensors; --json prints up to 1,000,000.
     """
-    from ckptool.commands.extract import SUFFIXES, open_slices, prepare_extract, read_values
-    from ckptool.render.extract import (
-        MOST_IN_JSON,
-        show_extract,
-        show_values,
-        values_json,
-    )
-    from ckptool.render.messages import print_json, show_notes
-    from ckptool.render.progress import progress
+    from ckptool.commands.extract import SUFFIXES
+    from ckptool.commands.verify.salvage.offer import offering_salvage
 
     place = parse_place(source, "SRC")
     if out is None and len(names) > 1 and names[-1].endswith(SUFFIXES):
         *names, out = names
-    if out is None:
-        taken = open_slices(place, names, options)
-        if not quiet:
-            show_notes(taken.notes)
-        if as_json:
-            print_json(values_json(taken, read_values(taken, MOST_IN_JSON)))
+    with offering_salvage(place, options.read):
+        if out is None:
+            _print(place, names, options, as_json=as_json, quiet=quiet)
         else:
-            show_values(read_values(taken))
-        return
-    planned = prepare_extract(place, names, parse_place(out, "--out"), options)
+            target = parse_place(out, "--out")
+            _write(place, names, target, options, as_json=as_json, quiet=quiet)
+
+
+def _print(
+    source: Location, names: Sequence[str], options: ExtractOptions, *, as_json: bool, quiet: bool
+) -> None:
+    """Print tensors or slices."""
+    from ckptool.commands.extract import open_slices, read_values
+    from ckptool.render.extract import MOST_IN_JSON, show_values, values_json
+    from ckptool.render.messages import print_json, show_notes
+
+    taken = open_slices(source, names, options)
+    if not quiet:
+        show_notes(taken.notes)
+    if as_json:
+        print_json(values_json(taken, read_values(taken, MOST_IN_JSON)))
+    else:
+        show_values(read_values(taken))
+
+
+def _write(
+    source: Location,
+    names: Sequence[str],
+    target: Location,
+    options: ExtractOptions,
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Write tensors or slices to a file."""
+    from ckptool.commands.extract import prepare_extract
+    from ckptool.render.extract import show_extract
+    from ckptool.render.messages import print_json, show_notes
+    from ckptool.render.progress import progress
+
+    planned = prepare_extract(source, names, target, options)
     if not quiet:
         show_notes(planned.report.notes)
     with progress(planned.nbytes, quiet=quiet) as advance:

@@ -39,9 +39,11 @@ def convert(
     the work under torchrun, or with --part and --finish.
     """
     from ckptool.commands.convert import ConvertReport, prepare
+    from ckptool.commands.verify.salvage.offer import offering_salvage
+
+    places = parse_place(source, "SRC"), parse_place(target, "DST")
 
     def plan(ranks: Ranks) -> Transfer[ConvertReport]:
-        places = parse_place(source, "SRC"), parse_place(target, "DST")
         return prepare(*places, options, ranks=ranks.size)
 
     def show(report: ConvertReport) -> None:
@@ -49,7 +51,8 @@ def convert(
 
         show_convert(report)
 
-    _run_transfer(plan, options.transfer, show, as_json=as_json, quiet=quiet)
+    with offering_salvage(places[0], options.read):
+        _run_transfer(plan, options.transfer, show, as_json=as_json, quiet=quiet)
 
 
 def reshard(
@@ -72,17 +75,21 @@ def reshard(
     source's own placements, conventional mesh dim names, fsdp. Needs no GPU and no model.
     """
     from ckptool.commands.reshard.reshard import Reshard, ReshardReport, prepare_reshard
+    from ckptool.commands.verify.salvage.offer import offering_salvage
+
+    place = parse_place(source, "SRC")
 
     def plan(ranks: Ranks) -> Reshard:
-        place = None if target is None else parse_place(target, "DST")
-        return prepare_reshard(parse_place(source, "SRC"), place, options, ranks=ranks.size)
+        written = None if target is None else parse_place(target, "DST")
+        return prepare_reshard(place, written, options, ranks=ranks.size)
 
     def show(report: ReshardReport) -> None:
         from ckptool.render.reshard import show_reshard
 
         show_reshard(report)
 
-    _run_transfer(plan, options.transfer, show, as_json=as_json, quiet=quiet)
+    with offering_salvage(place, options.read):
+        _run_transfer(plan, options.transfer, show, as_json=as_json, quiet=quiet)
 
 
 def merge(

@@ -47,10 +47,9 @@ def _hint(error: CkptoolError) -> str | None:
     """Return the next step: for damage without a hint of its own, verify's hint for its code."""
     if error.hint is not None or not isinstance(error, Damaged):
         return error.hint
-    from ckptool.commands.verify.codes import CODES
+    from ckptool.commands.verify.codes import next_step
 
-    code = error.message.code
-    return CODES[code].hint if code != UNCODED and code in CODES else None
+    return next_step(error)
 
 
 def show_notes(notes: Iterable[str]) -> None:

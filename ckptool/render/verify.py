@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -15,6 +14,7 @@ from rich.text import Text
 from ckptool.commands.document import document
 from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.commands.verify.findings import SIDES, Finding, VerifyReport
+from ckptool.commands.verify.salvage.offer import salvage_offer
 from ckptool.core.text import plural
 from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
 
@@ -38,10 +38,8 @@ def show_verify(report: VerifyReport) -> None:
     tensors = f"{plural(report.tensors, 'tensor')} in " if report.tensors else ""
     say(screen, f"  [dim]{tensors}{plural(report.files, 'file')}{read}[/]")
     show_findings(report.findings, screen)
-    if 0 < (lost := len(report.lost)) < report.tensors:
-        intact = f"at most {report.tensors - lost:,} of {plural(report.tensors, 'tensor')}"
-        command = f"ckptool verify {quote(str(report.path))} --salvage DST"
-        say(screen, f"\n[cyan]hint:[/] `{escaped(command)}` writes what is intact: {intact}")
+    if offer := salvage_offer(report):
+        say(screen, f"\n[cyan]hint:[/] {escaped(offer)}")
     _show_summary(report, screen)
 
 

@@ -277,6 +277,27 @@ def test_damage_names_the_salvage_and_how_much_it_keeps(place: Path) -> None:
     assert "--salvage" not in whole
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("convert", "out.pt"), ("reshard", "out", "--mesh", "2"), ("extract", "lm_head.weight")],
+    ids=" ".join,
+)
+def test_who_asks_for_all_of_what_is_damaged_is_told_what_is_left(
+    words: tuple[str, ...], place: Path
+) -> None:
+    shutil.copytree(place / "runs" / "step-1000", place / "cut")
+    data = place / "cut" / "__0_0.distcp"
+    os.truncate(data, data.stat().st_size * 3 // 4)
+    command, *rest = words
+    said = ckptool(place, command, "cut", *rest, code=3).stderr
+    ckptool(place, "verify", "cut", "--salvage", "kept", code=1)
+    kept = len(catalog(place / "kept").tensors)
+    offer = (
+        f"`ckptool verify cut --salvage DST` writes what is intact: at most {kept} of 22 tensors"
+    )
+    assert said.endswith(f"; {offer}\n")
+
+
 def test_the_parts_of_a_step_are_no_steps(place: Path) -> None:
     for step in ("run/step-7", "run/step-8"):
         for part, selects in (("model", "--no-optimizer"), ("optim", "--select=optim")):

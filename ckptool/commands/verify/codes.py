@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from ckptool.core.text import did_you_mean
-from ckptool.errors import UsageError
+from ckptool.errors import UNCODED, CkptoolError, Damaged, UsageError
 
 
 class Severity(Enum):
@@ -341,6 +341,14 @@ CHECKS = {name: check for check, codes in _CODES.items() for name in codes}
 """The check that reports each code."""
 ALWAYS = ("files", "save", "structure", "tensors", "pickles", "limits")
 """The checks that are always made."""
+
+
+def next_step(error: CkptoolError) -> str | None:
+    """Return the hint of an error: for damage without one of its own, that of its code."""
+    if error.hint is not None or not isinstance(error, Damaged):
+        return error.hint
+    codes = {error.message.code, *(problem.code for problem in error.problems)} - {UNCODED}
+    return CODES[codes.pop()].hint if len(codes) == 1 and codes <= CODES.keys() else None
 
 
 def require_codes(codes: Iterable[str]) -> None:
