@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from importlib import import_module
 from inspect import cleandoc
 from typing import Annotated, Any
@@ -37,6 +38,18 @@ SUMMARIES = {
 MODULES = {"convert": "transfer", "reshard": "transfer", "merge": "transfer", "maps": "formats"}
 """Commands whose modules have a different name."""
 
+OTHERS_WORDS = {
+    "inspect": "show info list ls print view stat head summary tree keys",
+    "verify": "check validate test audit fsck doctor",
+    "diff": "compare cmp",
+    "convert": "export merge consolidate transform save copy cp",
+    "reshard": "split shard redistribute repartition",
+    "extract": "get cat dump read",
+    "prune": "clean cleanup gc rm remove delete",
+    "bench": "benchmark measure time",
+}
+"""What other tools call commands, after what it is here."""
+
 
 class CommandGroup(TyperGroup):
     """The commands by name. Each is imported, with its options, when it runs."""
@@ -57,11 +70,14 @@ class CommandGroup(TyperGroup):
         if args[0] not in self.commands and _is_place(args[0]):
             args = ["inspect", *args]
         if args[0] not in self.commands and not args[0].startswith("-"):
-            otherwise = "`ckptool --help` lists the commands"
-            hint = did_you_mean(args[0], self.commands, otherwise)
+            hint = _command_meant(args[0], self.commands)
             raise UsageError(f"no such command, file or folder: {args[0]!r}", hint=hint)
         name, _, rest = super().resolve_command(ctx, args)
         return name, name and load_command(name), rest
+
+    def commands_with(self, flag: str) -> list[str]:
+        """Return the commands that have an option of this flag."""
+        return [name for name in self.commands if _has(load_command(name), flag)]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words before the command; UsageError if they are wrong."""
@@ -72,6 +88,20 @@ class CommandGroup(TyperGroup):
 def _is_place(word: str) -> bool:
     """Return whether a word is a path or a URL, existing or not, and not a misspelled command."""
     return "/" in word or os.path.lexists(word)
+
+
+def _command_meant(word: str, commands: Iterable[str]) -> str | None:
+    """Return the hint with what a word that is no command stands for: a command, or a file here."""
+    for ours, theirs in OTHERS_WORDS.items():
+        if word in theirs.split():
+            return f"did you mean {ours}?"
+    here = (name for name in os.listdir() if not name.startswith("."))
+    return did_you_mean(word, [*commands, *here], "`ckptool --help` lists the commands")
+
+
+def _has(command: Any, flag: str) -> bool:
+    """Return whether a command has an option of this flag."""
+    return any(flag in (*each.opts, *each.secondary_opts) for each in command.params)
 
 
 def load_command(name: str) -> Any:

@@ -10,10 +10,76 @@ from typing import Any, NoReturn
 
 from typer.core import TyperCommand
 
+from ckptool.cli.examples import EXAMPLES
+from ckptool.core.text import list_some
 from ckptool.errors import UsageError
 
 RENAMED = {"--map": "--shards", "--ranks": "--rank-bytes", "--junit": "--format junit"}
 """New names of options by former ones, which other commands still have."""
+OTHERS_WORDS = {
+    "--out": "--output --output-dir --output-path --save -o",
+    "--to": "--format --target-format --output-format --out-format --type",
+    "--format": "--output-format",
+    "--from": "--input-format --source-format --from-format",
+    "--overwrite": "--force --replace --clobber -f",
+    "--yes": "--force --delete -f -y",
+    "--select": "--include --only --keep --filter --tensors --keys",
+    "--tensors": "--select --include --only --filter --keys --layers",
+    "--drop": "--exclude --skip --remove --without",
+    "--dtype": "--torch-dtype --precision --cast",
+    "--dtype bf16": "--bf16 --bfloat16",
+    "--dtype fp16": "--fp16 --half",
+    "--dtype fp32": "--fp32 --float",
+    "--mesh dp=2,tp=4": "--tp --dp --pp --ep --fsdp --tp-size --dp-size --tensor-parallel-size"
+    " --tensor-model-parallel-size --data-parallel-size --target-tensor-parallel-size",
+    "--mesh 8": "--ranks --world --nproc --nproc-per-node --num-gpus --gpus --num-ranks",
+    "--workers": "--threads --jobs --num-workers --num-threads --processes -j",
+    "--salvage": "--fix --repair --recover",
+    "--keep-last": "--keep --max-to-keep --save-total-limit --last",
+    "--against": "--compare --reference --expected --baseline",
+    "--write-manifest": "--hash --sha256 --checksum --checksums",
+    "--dry-run": "--plan-only --dryrun --simulate -n",
+    "--budget": "--memory --max-memory --memory-limit",
+    "--map": "--mapping --key-map --key-mapping --keymap",
+    "--values": "--metadata --hyperparameters --config",
+    "--sort size": "--top --largest --by-size",
+    "--all": "--recursive --all-steps -r",
+    "--quiet": "--silent -s",
+    "--debug": "--verbose --traceback -v",
+}
+"""What other tools call options, after what it is here, where a command has that."""
+_TARGETS = (
+    "--output",
+    "--output-dir",
+    "--output-path",
+    "--out",
+    "-o",
+    "--dst",
+    "--dest",
+    "--target",
+)
+_SOURCES = ("--input", "--checkpoint", "--ckpt", "--path", "--src", "--source", "--model", "-i")
+"""What other tools call the words that have no option's name here."""
+_SAID = (
+    (r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", r"unexpected words: \1"),
+    (r"Missing (argument|option) '(.*)'", r"missing \1 \2"),
+    (r"Option '(.*)' requires an argument", r"\1 needs a value"),
+    (r"Option '(.*)' does not take a value", r"\1 takes no value"),
+    (
+        r"Invalid value for '(.*?)': ('.*') is not a valid int.*",
+        r"invalid \1 \2: not a whole number",
+    ),
+    (r"Invalid value for '(.*?)': ('.*') is not a valid.*", r"invalid \1 \2: not a number"),
+    (
+        r"Invalid value for '(.*?)': (.*) is not in the range x>=(.*)",
+        r"invalid \1 \2: less than \3",
+    ),
+    (
+        r"Invalid value for '(.*?)': (.*) is not in the range (.*)<=x<=(.*)",
+        r"invalid \1 \2: not \3 to \4",
+    ),
+)
+"""Typer's sentences, and ours."""
 _HELP = "NoArgsIsHelpError"
 """The name of the error with which typer shows the help of a command without words."""
 
@@ -41,31 +107,34 @@ def answering(ctx: Any) -> Iterator[None]:
 def _raise(error: Any, ctx: Any) -> NoReturn:
     """Raise UsageError for one of typer's."""
     wrong = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
-    message = f"no such option: {wrong}" if wrong else _lower(error.format_message())
+    message = f"no such option: {wrong}" if wrong else _said(error.format_message())
     raise UsageError(message, hint=_hint(error, wrong, ctx)) from None
 
 
-def _lower(message: str) -> str:
-    """Return a sentence of typer's as ours begin and end."""
-    if extra := re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)\.?", message):
-        return f"unexpected words: {extra[1]}"
-    text = message.strip().removesuffix(".").replace("int range", "integer")
+def _said(message: str) -> str:
+    """Return a sentence of typer's in our words."""
+    text = message.strip().removesuffix(".")
+    for theirs, ours in _SAID:
+        if match := re.fullmatch(theirs, text):
+            return match.expand(ours)
     return f"{text[:1].lower()}{text[1:]}"
 
 
 def _hint(error: Any, wrong: str, ctx: Any) -> str:
     """Return what works: the option that was meant, what an option takes, or how it is called."""
     called = " ".join(["ckptool", *([ctx.info_name] if ctx.parent else [])])
+    words = [piece.strip("{}") for piece in ctx.command.collect_usage_pieces(ctx)]
+    usage = " ".join([called, *words])
     if wrong:
-        meant = _option_meant(wrong, ctx)
-        return f"did you mean {meant}?" if meant else f"`{called} --help` lists the options"
+        return _hint_for(wrong, called, usage, ctx)
     name = getattr(error, "option_name", None)
     option = getattr(error, "param", None) or _option(name, ctx)
     if option is not None and option.opts[0].startswith("-"):
         takes = f" {option.metavar}" if option.metavar else ""
-        return f"{option.opts[0]}{takes}: {option.help}"
-    words = [piece.strip("{}") for piece in ctx.command.collect_usage_pieces(ctx)]
-    return " ".join([called, *words])
+        usage = f"{option.opts[0]}{takes}: {option.help}"
+    example = min(EXAMPLES.get(ctx.info_name, ()), key=len, default="")
+    lacks = type(error).__name__.startswith("Missing")
+    return f"{usage.removesuffix('.')}; such as `{example}`" if lacks and example else usage
 
 
 def _option(flag: str | None, ctx: Any) -> Any:
@@ -73,11 +142,36 @@ def _option(flag: str | None, ctx: Any) -> Any:
     return next((each for each in ctx.command.params if flag in each.opts), None)
 
 
-def _option_meant(wrong: str, ctx: Any) -> str | None:
-    """Return the flag that a former or misspelled one stands for, None if there is none."""
-    params = ctx.command.params
-    flags = [flag for each in params for flag in (*each.opts, *each.secondary_opts)]
-    renamed = RENAMED.get(wrong, "")
-    if renamed.partition(" ")[0] in flags:
-        return renamed
-    return next(iter(get_close_matches(wrong, flags, n=1, cutoff=0.75)), None)
+def _hint_for(wrong: str, called: str, usage: str, ctx: Any) -> str:
+    """Return what a wrong flag stands for, or where it is one."""
+    flags = [flag for each in ctx.command.params for flag in (*each.opts, *each.secondary_opts)]
+    meant = [RENAMED.get(wrong, ""), *_called_by_others(wrong)]
+    for word in meant:
+        if word.partition(" ")[0] in flags:
+            return f"did you mean {word}?"
+    arguments = [each.metavar for each in ctx.command.params if not each.opts[0].startswith("-")]
+    if (wrong in _TARGETS and "DST" in arguments) or (wrong in _SOURCES and arguments):
+        return f"it is a word of its own, without an option: {usage}"
+    close = get_close_matches(wrong, flags, n=1, cutoff=0.75)
+    for word in (wrong, *meant, *close):
+        if word in flags:
+            return f"did you mean {word}?"
+        if elsewhere := _commands_with(word, ctx):
+            after = (
+                "it comes after the command"
+                if ctx.parent is None
+                else f"`{called} --help` lists those it has"
+            )
+            return f"{word} is an option of {elsewhere}; {after}"
+    return f"`{called} --help` lists the options"
+
+
+def _called_by_others(wrong: str) -> list[str]:
+    """Return what a word of other tools may be here."""
+    return [ours for ours, theirs in OTHERS_WORDS.items() if wrong in theirs.split()]
+
+
+def _commands_with(word: str, ctx: Any) -> str:
+    """Return the other commands that have an option, in words; empty if none has."""
+    group = ctx.find_root().command
+    return list_some(group.commands_with(word.partition(" ")[0]), 3) if word else ""
