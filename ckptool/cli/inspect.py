@@ -195,7 +195,10 @@ def _require_printable(form: str, views: Sequence[str], export: Path | None) -> 
     from ckptool.storage.disk import require_marked
 
     if form in TABLES and len(views) > 1:
-        raise UsageError(f"--format {form} prints one table, not {' and '.join(views)}")
+        raise UsageError(
+            f"--format {form} prints one table, not {' and '.join(views)}",
+            hint="one command for each, or --json for all",
+        )
     if export is None:
         return
     if form != "text":

@@ -149,5 +149,5 @@ def parse_place(text: str, argument: str) -> Location:
     from ckptool.storage.url import location
 
     if not text:
-        raise UsageError(f"{argument}: empty path")
+        raise UsageError(f"{argument}: empty path", hint="is a variable of the shell not set?")
     return location(text)

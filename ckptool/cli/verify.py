@@ -123,7 +123,8 @@ def verify(
     )
     _require_possible(questions, options, comparison, rewrite)
     if like.like is None and (flags := changed(like)):
-        raise UsageError(f"{flags[0]} says what to compare: it needs --like OTHER")
+        hint = f"`ckptool verify SRC --like OTHER {flags[0]} ...`"
+        raise UsageError(f"{flags[0]} says what to compare: it needs --like OTHER", hint=hint)
     from ckptool.render.progress import started_progress
     from ckptool.storage.url import location
 
@@ -173,6 +174,13 @@ class _Questions(NamedTuple):
     salvage: str | None
 
 
+_FLAGS = (
+    *("--against", "--recipe", "--like", "--write-manifest", "--manifest"),
+    *("--latest-good or --all", "--salvage"),
+)
+"""The options of the questions."""
+
+
 def _require_possible(
     questions: _Questions,
     options: VerifyOptions,
@@ -180,11 +188,11 @@ def _require_possible(
     rewrite: RewriteOptions,
 ) -> None:
     """Raise UsageError for questions and options that cannot be combined."""
-    if sum(each not in (None, False) for each in questions) > 1:
-        raise UsageError(
-            "--against, --recipe, --like, --write-manifest, --manifest, --latest-good or --all, and"
-            " --salvage: one at a time"
-        )
+    asked = [
+        flag for flag, each in zip(_FLAGS, questions, strict=True) if each not in (None, False)
+    ]
+    if len(asked) > 1:
+        raise UsageError(f"{' and '.join(asked)}: one at a time", hint="one command for each")
     against, recipe, like, write_manifest, manifest, of_run, _ = questions
     if options.allow_nonfinite and not of_run:
         raise UsageError(
@@ -194,7 +202,8 @@ def _require_possible(
     other = "--against" if against is not None else "--recipe" if recipe is not None else None
     if other is not None and (options.quick or options.sample < 1):
         raise UsageError(
-            f"{other} compares every byte: it cannot be combined with --quick or --sample"
+            f"{other} compares every byte: it cannot be combined with --quick or --sample",
+            hint="leave them out; `ckptool diff` compares names, shapes and types only",
         )
     if options.part is not None and any(questions):
         raise UsageError(
@@ -203,11 +212,13 @@ def _require_possible(
         )
     flags = [flag for flag in changed(comparison) if like is None or flag != "--other-format"]
     if other is None and flags:
-        raise UsageError(f"{flags[0]} says what to compare: it needs --against OTHER")
+        hint = f"`ckptool verify SRC --against OTHER {flags[0]} ...`"
+        raise UsageError(f"{flags[0]} says what to compare: it needs --against OTHER", hint=hint)
     none = all(each is None for each in (other, like, write_manifest, manifest))
     if none and (flags := changed(rewrite)):
         needs = "it needs --against OTHER, --like OTHER, --manifest or --write-manifest"
-        raise UsageError(f"{flags[0]} says what to compare: {needs}")
+        hint = f"such as `ckptool verify SRC --against OTHER {flags[0]}`"
+        raise UsageError(f"{flags[0]} says what to compare: {needs}", hint=hint)
 
 
 def _check(
@@ -334,7 +345,8 @@ def _salvage(
     from ckptool.render.verify import show_salvage
 
     if output.form == "junit":
-        raise UsageError("--format junit cannot be combined with --salvage")
+        hint = "one command for each: a salvage tells what is lost, --format junit what is wrong"
+        raise UsageError("--format junit cannot be combined with --salvage", hint=hint)
     if output.page is not None:
         raise UsageError("--html cannot be combined with --salvage, which writes a list of its own")
     planned = plan_salvage(source, target, salvage_options(options, overwrite=overwrite))

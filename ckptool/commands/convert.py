@@ -190,7 +190,10 @@ def require_some(opened: OpenedCheckpoint, kept: Catalog) -> None:
     """Raise if what was selected may not be written, or is nothing."""
     require_writable(opened, kept)
     if not kept.tensors and not kept.objects:
-        raise UsageError("no tensors or values left to convert")
+        raise UsageError(
+            "no tensors or values left to convert: all are excluded",
+            hint="what --select names is kept, without what --drop names",
+        )
 
 
 def writer_for(to: str | None, target: Location) -> Format:

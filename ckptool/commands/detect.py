@@ -263,7 +263,10 @@ def _detect_below(path: Location, source: Files) -> Candidate:
         raise _several(path, candidates)
     require_listed(unlisted_problems(source.unlisted))
     if not source.files:
-        raise Unrecognized(f"{path}: the folder is empty")
+        raise Unrecognized(
+            f"{path}: the folder is empty",
+            hint=f"`ckptool inspect {path.parent}` shows what is beside it",
+        )
     require_packed(path.resolve(), source.files)
     raise _nothing_found(path, source)
 

@@ -172,6 +172,12 @@ def _of_model(catalog: Catalog, name: str, names: Sequence[str]) -> tuple[list[s
 def _no_tensor(catalog: Catalog, name: str) -> UsageError:
     if "[" in name and "]" not in name:
         return UsageError(f"{name!r}: the bracket is not closed", hint=f"'{name}]'")
+    head, bracket, inner = name.rpartition("[")
+    if bracket and head in catalog.tensors and name not in catalog.objects:
+        return UsageError(
+            f"{name!r}: {f'[{inner}'!r} is no subscript",
+            hint=f"whole numbers and slices, one for each dim: '{head}[0:4, -1]'",
+        )
     return unknown_tensor(f"no tensor named {name!r}", name, catalog)
 
 
@@ -200,7 +206,10 @@ def prepare_extract(
     target = resolve_target(target)
     suffix = target.suffix
     if suffix not in _LAYOUTS:
-        raise UsageError(f"{target}: file name must end in {' or '.join(_LAYOUTS)}")
+        raise UsageError(
+            f"{target}: file name must end in {' or '.join(_LAYOUTS)}",
+            hint=f"--out {target.with_name(target.name.removesuffix(suffix) + '.npy')}",
+        )
     if target.exists():
         raise Unsupported(f"{target} already exists", hint="extract never overwrites a file")
     taken = open_slices(source, asked, options)

@@ -149,7 +149,11 @@ def rename(catalog: Catalog, change: Callable[[str], str]) -> Catalog:
         if not new:
             raise UsageError(f"renaming {name!r} gives an empty name")
         if new in former:
-            raise UsageError(f"renaming gives {former[new]!r} and {name!r} the same name {new!r}")
+            raise UsageError(
+                f"renaming gives {former[new]!r} and {name!r} the same name {new!r}",
+                hint="each needs its own: a group in the left side keeps what differs,"
+                " '(a|b)=new.\\1'; or --drop one",
+            )
         former[new] = name
     new_names = {name: new for new, name in former.items()}
 
@@ -262,7 +266,10 @@ def strip_prefix(catalog: Catalog, prefix: str) -> Catalog:
     """Strip ``prefix`` (and the dot after it) from names that have it; UsageError if none do."""
     head = prefix.rstrip(".") + "."
     if not any(name.startswith(head) for name in (*catalog.tensors, *catalog.objects)):
-        raise UsageError(f"--strip-prefix {prefix!r}: no name begins with {head!r}")
+        raise UsageError(
+            f"--strip-prefix {prefix!r}: no name begins with {head!r}",
+            hint="`ckptool inspect CKPT --tensors '*'` lists all",
+        )
     return rename(catalog, lambda name: name.removeprefix(head))
 
 
@@ -305,15 +312,19 @@ def rename_by(catalog: Catalog, rule: str) -> Catalog:
     return rename(catalog, substitution(rule))
 
 
+_RENAMING = "such as '^module\\.=' (removes it) or '^model\\.(.*)=net.\\1'; \\( is a bracket"
+
+
 def _parse_rule(rule: str) -> tuple[re.Pattern[str], str]:
     pattern, equals, replacement = rule.rpartition("=")
     if not equals:
-        raise UsageError(f"invalid --rename {rule!r}: expected REGEX=REPLACEMENT")
+        raise UsageError(f"invalid --rename {rule!r}: expected REGEX=REPLACEMENT", hint=_RENAMING)
     try:
         compiled = re.compile(pattern)
         compiled.sub(replacement, "")
     except (re.error, IndexError) as error:
-        raise UsageError(f"--rename {rule!r}: {error}") from None
+        message = f"--rename {rule!r}: not a regular expression: {error}"
+        raise UsageError(message, hint=_RENAMING) from None
     return compiled, replacement
 
 

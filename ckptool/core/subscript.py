@@ -63,7 +63,10 @@ def picks(name: str, shape: Sequence[int], subscript: Subscript) -> list[Pick]:
     given = [item for item in subscript if item is not ...]
     missing = len(shape) - len(given)
     if missing < 0 or len(subscript) - len(given) > 1:
-        raise UsageError(f"{called}: {len(subscript)} subscripts for {len(shape)} dims")
+        raise UsageError(
+            f"{called}: {len(subscript)} subscripts for {len(shape)} dims",
+            hint=f"at most one for each dim: '{name}[{', '.join(':' for _ in shape)}]'",
+        )
     at = subscript.index(...) if ... in subscript else len(subscript)
     items = [*subscript[:at], *[slice(None)] * missing, *subscript[at + 1 :]]
     return [_pick(called, item, size) for item, size in zip(items, shape, strict=True)]
@@ -72,10 +75,15 @@ def picks(name: str, shape: Sequence[int], subscript: Subscript) -> list[Pick]:
 def _pick(called: str, item: int | slice | EllipsisType, size: int) -> Pick:
     if isinstance(item, slice):
         if item.step is not None and item.step < 1:
-            raise UsageError(f"{called}: step {item.step}: at least 1")
+            raise UsageError(
+                f"{called}: the step {item.step} is less than 1", hint="such as [0:8:2]"
+            )
         return Pick(range(*item.indices(size)))
     if not isinstance(item, int) or not -size <= item < size:
-        raise UsageError(f"{called}: index {item} is out of range for a dim of {size:,}")
+        raise UsageError(
+            f"{called}: index {item} is out of range for a dim of {size:,}",
+            hint=f"from 0 to {size - 1:,}, or from the end: -1 to -{size:,}",
+        )
     return Pick(range(item % size, item % size + 1), is_one=True)
 
 

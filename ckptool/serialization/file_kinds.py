@@ -37,6 +37,7 @@ class FileKind(NamedTuple):
 
 
 _AGAIN = "if this is a failed download, download it again; private files need a token"
+_NO_CHECKPOINT = "give the path of a checkpoint; if FILE should be one, copy or download it again"
 _NO_TENSORS = "give the path of a checkpoint"
 _ORIGINAL = "use the model that it was converted from"
 _TAR = "tar -xf FILE -C FOLDER, then run ckptool on FOLDER"
@@ -212,7 +213,7 @@ def _text_kind(head: bytes) -> FileKind | None:
     line = text.strip().partition("\n")[0][:_LONGEST_LINE]
     if not line or not all(char.isprintable() or char.isspace() for char in text):
         return None
-    return FileKind(f"a text file; its first line is {line!r}", _AGAIN)
+    return FileKind(f"a text file; its first line is {line!r}", _NO_CHECKPOINT)
 
 
 def _zip_kind(names: Collection[str], file: str) -> FileKind | None:

@@ -152,7 +152,10 @@ def nearest_folder(folder: Path) -> Path:
     """Return a folder, or the nearest around it that exists; Unsupported for a file in the way."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not nearest.is_dir():
-        raise Unsupported(f"{nearest}: not a folder to write into")
+        raise Unsupported(
+            f"{nearest}: not a folder to write into",
+            hint=f"it is a file: write beside it, in {nearest.parent}",
+        )
     return nearest
 
 

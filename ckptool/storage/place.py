@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptool.core.text import nearest
+from ckptool.core.text import list_some, nearest
 from ckptool.errors import Damaged, NotFound, Unrecognized
 from ckptool.storage.disk import write_whole
 from ckptool.storage.files import Files
@@ -37,7 +37,8 @@ def require_there(path: Location) -> None:
     except OSError as error:
         if path.is_symlink():
             target = os.readlink(path)
-            raise NotFound(f"{path}: link to {target}: {_reason(error)}") from None
+            hint = f"`ckptool inspect {path.parent}` shows what is beside it"
+            raise NotFound(f"{path}: link to {target}: {_reason(error)}", hint=hint) from None
         raise NotFound(f"{path}: {_reason(error)}", hint=_meant(path)) from None
     except ValueError:
         raise NotFound(f"{str(path)!r}: invalid path: contains a null character") from None
@@ -153,7 +154,7 @@ def _reason(error: OSError) -> str:
 def _meant(path: Path) -> str | None:
     """Return a hint at what may be meant by a path: the same without quotes, a similar name here.
 
-    If its folder is missing, also at a model of that name on the Hugging Face Hub.
+    Or at what is there; if its folder is missing, at a model of that name on the Hugging Face Hub.
     """
     plain = str(path).strip(_QUOTES)
     if plain != str(path) and os.path.lexists(plain):
@@ -164,4 +165,8 @@ def _meant(path: Path) -> str | None:
         model = _MODEL.fullmatch(str(path))
         return f"if it is a model on the Hugging Face Hub: hf://{model[1]}" if model else None
     close = nearest(path.name, names)
-    return f"did you mean {path.parent / close}?" if close else None
+    if close:
+        return f"did you mean {path.parent / close}?"
+    shown = sorted(name for name in names if not name.startswith("."))
+    where = "here" if str(path.parent) == "." else f"in {path.parent}"
+    return f"{where} are {list_some(shown, 3)}" if shown else f"nothing is {where}"

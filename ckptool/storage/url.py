@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import NotFound, UsageError
-from ckptool.storage.clients.schemes import WEB, redact_url, require_supported
+from ckptool.storage.clients.schemes import BUCKETS, WEB, redact_url, require_supported
 
 if TYPE_CHECKING:
     from ckptool.storage.clients.client import ObjectInfo
@@ -199,6 +199,9 @@ def location(text: str | Path) -> Location:
             scheme, _, rest = text.partition(":/")
             slashes = ":///" if scheme.lower() in _PATHS else "://"
             raise UsageError(f"{text}: not a URL", hint=f"did you mean {scheme}{slashes}{rest}?")
+        scheme, slashes, rest = text.partition("//")
+        if slashes and scheme.lower() in BUCKETS and not os.path.lexists(scheme):
+            raise UsageError(f"{text}: not a URL", hint=f"did you mean {scheme}://{rest}?")
         return _path(text, text)
     if match["scheme"].lower() in _PATHS:
         host, slash, path = match["rest"].partition("/")

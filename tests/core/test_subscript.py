@@ -111,8 +111,8 @@ def test_what_is_not_a_subscript_is_a_name(text: str) -> None:
         ("[..., ...]", "2 subscripts for 2 dims"),
         ("[4]", "index 4 is out of range for a dim of 4"),
         ("[:, -3]", "index -3 is out of range for a dim of 2"),
-        ("[::-1]", "step -1: at least 1"),
-        ("[::0]", "step 0: at least 1"),
+        ("[::-1]", "the step -1 is less than 1"),
+        ("[::0]", "the step 0 is less than 1"),
     ],
 )
 def test_a_subscript_that_does_not_fit(text: str, words: str) -> None:

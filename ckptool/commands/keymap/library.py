@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptool.commands.options.files import text_of
 from ckptool.core.keymap.model import KeyMap
-from ckptool.core.keymap.parse import parse_map
+from ckptool.core.keymap.parse import SEE_A_MAP, parse_map
 from ckptool.core.text import did_you_mean
 from ckptool.errors import UsageError
 
@@ -104,7 +104,7 @@ def _map_in(path: Path, shown: str, within: tuple[Path, ...], parsed: dict[Path,
     try:
         content = tomllib.loads(text_of(path, "--map"))
     except ValueError as error:
-        raise UsageError(f"--map {shown}: {error}") from None
+        raise UsageError(f"--map {shown}: not TOML: {error}", hint=SEE_A_MAP) from None
     except RecursionError:
         raise UsageError(f"--map {shown}: nested too deep") from None
 

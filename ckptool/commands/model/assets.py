@@ -150,7 +150,11 @@ def assets_in(folder: Path) -> tuple[LocalSource, dict[str, int]]:
     from ckptool.formats.companions import companions
 
     if not folder.is_dir():
-        raise UsageError(f"--hf-assets {folder}: no such folder")
+        raise UsageError(
+            f"--hf-assets {folder}: no such folder",
+            hint="it is a folder with the model's config.json and tokenizer, such as"
+            " `hf download OWNER/MODEL --exclude '*.safetensors' --local-dir FOLDER` makes",
+        )
     source = LocalSource.folder(folder)
     require_listed(unlisted_problems(source.unlisted))
     sizes = companions(source)

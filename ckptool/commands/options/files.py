@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ckptool.core.text import nearest
 from ckptool.errors import UsageError
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -15,12 +16,20 @@ def text_of(path: Path, option: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UsageError(f"{option} {path}: no such file") from None
+        raise UsageError(f"{option} {path}: no such file", hint=_meant(path, option)) from None
     except OSError as error:
         reason = (error.strerror or "unknown reason").lower()
         raise UsageError(f"{option} {path}: cannot be read: {reason}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{option} {path}: not UTF-8 text: {error.reason}") from None
+
+
+def _meant(path: Path, option: str) -> str:
+    """Return the file of a similar name and the same suffix, or else what the option takes."""
+    alike = path.parent.glob(f"*{path.suffix}") if path.parent.is_dir() else ()
+    close = nearest(path.stem, (each.stem for each in alike))
+    taken = f"{option} takes the path of a file that exists"
+    return taken if close is None else f"did you mean {path.with_name(close + path.suffix)}?"
 
 
 def flat_param_shapes(path: Path) -> Shapes:

@@ -65,10 +65,15 @@ class TransferOptions(OptionSet):
     def require_one_way(self) -> None:
         """Raise UsageError for options that cannot be combined."""
         if self.part is not None and self.finish:
-            raise UsageError("--part and --finish: one at a time; --finish once all parts are done")
+            raise UsageError(
+                "--part and --finish: one at a time",
+                hint="run each part with --part K/N, then once the same with --finish",
+            )
         if self.resume and (self.part is not None or self.finish):
             which = "--finish" if self.finish else "--part"
-            raise UsageError(f"--resume: leave it out; {which} always continues what is there")
+            raise UsageError(
+                f"--resume: {which} always continues what is there", hint="leave out --resume"
+            )
 
 
 def max_shard_size_option() -> Any:

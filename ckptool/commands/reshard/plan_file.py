@@ -16,9 +16,11 @@ from ckptool.core.sharding.placement import (
     rule_of,
     split_placements,
 )
+from ckptool.core.text import did_you_mean
 from ckptool.errors import UsageError
 
 _KEYS, _RULE_KEYS = ("mesh", "names", "rule"), ("tensor", "placements")
+_SHOWN = "`ckptool help reshard` shows a plan"
 
 
 def read_plan(path: Path, mesh: Mesh | None = None) -> tuple[Mesh | None, list[PlacementRule]]:
@@ -33,7 +35,7 @@ def read_plan(path: Path, mesh: Mesh | None = None) -> tuple[Mesh | None, list[P
     try:
         content = tomllib.loads(text_of(path, "--plan"))
     except ValueError as error:
-        raise UsageError(f"{where}: {error}") from None
+        raise UsageError(f"{where}: not TOML: {error}", hint=_SHOWN) from None
     _require_keys(content, _KEYS, where)
     mesh = mesh or _planned_mesh(content.get("mesh"), where)
     names = _planned_names(content.get("names"), where)
@@ -50,7 +52,8 @@ def read_plan(path: Path, mesh: Mesh | None = None) -> tuple[Mesh | None, list[P
 def _require_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     unknown = [key for key in table if key not in known]
     if unknown:
-        raise UsageError(f"{where}: {unknown[0]!r} is not one of {', '.join(known)}")
+        message = f"{where}: {unknown[0]!r} is not one of {', '.join(known)}"
+        raise UsageError(message, hint=did_you_mean(unknown[0], known, _SHOWN))
 
 
 def _planned_mesh(mesh: Any, where: str) -> Mesh | None:
@@ -84,7 +87,8 @@ def read_tp_plan(path: Path) -> list[PlacementRule]:
     try:
         content = json.loads(text_of(path, "--tp-plan"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--tp-plan {path}: {error}") from None
+        hint = "it is the config.json of a transformers model"
+        raise UsageError(f"--tp-plan {path}: not JSON: {error}", hint=hint) from None
     plan: Any = None
     if isinstance(content, Mapping):
         plan = content.get("base_model_tp_plan") or content.get("tp_plan")

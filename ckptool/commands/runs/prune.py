@@ -104,7 +104,10 @@ def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: No
             finish_strips(folder)
         opened = open_run(afresh(run), options.verify.read)
     if [step.path for step in opened.steps if step.parts] == [run]:
-        raise Unsupported(f"{run} is one checkpoint, not a run with several steps")
+        raise Unsupported(
+            f"{run} is one checkpoint, not a run with several steps",
+            hint=f"name the folder with the run's steps: ckptool prune {run.parent} --keep-last 3",
+        )
     folders = dict.fromkeys(entry.parent for step in opened.steps for entry in step.entries)
     left = tuple(path for folder in folders for path in leftovers(folder))
     steps = tuple(step for step in opened.steps if step.path not in left)

@@ -82,7 +82,10 @@ def require_apart(opened: OpenedCheckpoint, target: Location) -> None:
         except (OSError, RuntimeError) as error:
             raise Unsupported(f"{place}: cannot be followed: {error}") from None
         if inner == outer or outer in inner.parents or inner in outer.parents:
-            raise UsageError(f"{place}: target and source {source} must not contain one another")
+            raise UsageError(
+                f"{place}: target and source {source} must not contain one another",
+                hint="name a target beside the source, not in it",
+            )
 
 
 def _with_side(place: Location) -> list[Location]:

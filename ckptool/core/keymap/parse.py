@@ -12,6 +12,7 @@ from ckptool.core.keymap.axes import NAME, Dim, axes_of, parse_axes
 from ckptool.core.keymap.include import begin, is_about, kept_names, moved, with_included
 from ckptool.core.keymap.invertible import require_invertible
 from ckptool.core.keymap.model import Block, Kept, KeyMap, Pattern, Rule, Slot
+from ckptool.core.text import did_you_mean
 from ckptool.errors import CkptoolError, UsageError
 
 _NUMBER = re.compile(r"[0-9]+")
@@ -21,6 +22,7 @@ _PLAIN = re.compile(r"[^\s\d{}\[\]<>?#]*")
 _BEGINNING = re.compile(r"([^\s{}\[\]<>?#]|\{\w+( ?\+ ?\w+)?\})*")
 _BLOCKS = re.compile(r"([^|]*?)\((?:([^()|]*)\()?([^()]*\|[^()]*)(?:\)([^()|]*))?\)([^|]*)")
 _NAMED = re.compile(r"(?P<name>\S+?)(?P<optional>\?)?(?:\s+\[(?P<axes>[^\[\]]*)\])?")
+SEE_A_MAP = "`ckptool maps NAME` prints a map to begin with"
 _KEYS = frozenset(
     "name summary from to dims rule drop marks model_types unless facts keep detect include without"
     " within also".split()
@@ -134,7 +136,7 @@ def _parse_own(content: Mapping[str, Any], where: str, *, has_more: bool) -> Key
         except CkptoolError as error:
             raise UsageError(f"{where}: rule {number}: {error.message}") from None
     if not rules and not has_more:
-        raise UsageError(f"{where}: no [[rule]] found")
+        raise UsageError(f"{where}: no [[rule]] found", hint=SEE_A_MAP)
     drop, back_drop = _sides(content, "drop", where)
     marks, back_marks = _sides(content, "marks", where)
     return KeyMap(
@@ -161,7 +163,8 @@ def _parse_own(content: Mapping[str, Any], where: str, *, has_more: bool) -> Key
 def _require_keys(table: Mapping[str, Any], known: Set[str], where: str) -> None:
     unknown = sorted(table.keys() - known)
     if unknown:
-        raise UsageError(f"{where}: {unknown[0]!r} is not one of {', '.join(sorted(known))}")
+        message = f"{where}: {unknown[0]!r} is not one of {', '.join(sorted(known))}"
+        raise UsageError(message, hint=did_you_mean(unknown[0], known, SEE_A_MAP))
 
 
 def _kept(value: Any, where: str) -> Iterator[Kept]:

@@ -77,6 +77,7 @@ def _mesh_problem(names: Sequence[str] | None, sizes: Sequence[str]) -> str | No
     return None
 
 
+_PLACEMENTS = "Shard(0), StridedShard(0, 2) or Replicate() for each dim, or colwise or rowwise"
 _PLACEMENT = re.compile(r"\s*(?:(\w+)\s*(?:\(\s*([-\w\s,]*)\))?)\s*")
 
 
@@ -93,9 +94,7 @@ def parse_placement(text: str) -> Placement:
         return Replicate()
     if name == "partial":
         raise UsageError(f"{text.strip()!r}: each rank would hold an addend, not the values")
-    raise UsageError(
-        f"{text.strip()!r} is not a placement", hint="Shard(0), StridedShard(0, 2) or Replicate()"
-    )
+    raise UsageError(f"{text.strip()!r} is not a placement", hint=_PLACEMENTS)
 
 
 def parse_rule(text: str) -> PlacementRule:
@@ -105,7 +104,9 @@ def parse_rule(text: str) -> PlacementRule:
     """
     glob, equals, right = text.partition("=")
     if not equals or not glob.strip():
-        raise UsageError(f"--shard {text!r} is not NAME=PLACEMENTS")
+        raise UsageError(
+            f"--shard {text!r} is not NAME=PLACEMENTS", hint="such as '*.weight=Shard(0)'"
+        )
     return rule_of(glob.strip(), split_placements(right))
 
 
@@ -163,7 +164,8 @@ class Placer(Struct, frozen=True):
         if len(placements) != len(self.mesh.shape):
             raise UsageError(
                 f"the rule {rule.glob!r} has {plural(len(placements), 'placement')}, the mesh"
-                f" {'x'.join(map(str, self.mesh.shape))} has {plural(len(self.mesh.shape), 'dim')}"
+                f" {'x'.join(map(str, self.mesh.shape))} has {plural(len(self.mesh.shape), 'dim')}",
+                hint="one for each dim of the mesh, such as Shard(0),Replicate()",
             )
         return placements
 
@@ -223,7 +225,8 @@ def _require_fit(entry: TensorEntry, placements: Placements) -> None:
         dim = getattr(placement, "dim", None)
         if dim is not None and not -len(entry.shape) <= dim < len(entry.shape):
             raise UsageError(
-                f"{entry.name}: {placement} does not fit its shape {list(entry.shape)}"
+                f"{entry.name}: {placement} does not fit its shape {list(entry.shape)}",
+                hint=f"its dims are {', '.join(map(str, range(len(entry.shape))))}",
             )
 
 

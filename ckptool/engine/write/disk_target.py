@@ -16,6 +16,7 @@ from ckptool.engine.share import Share
 from ckptool.engine.write.commit import Commit, FileCommit, FolderCommit, aside_of, is_in_place
 from ckptool.engine.write.existing import (
     left_behind,
+    nothing_to_resume,
     refuse_existing,
     remove_own,
     remove_staged,
@@ -88,7 +89,7 @@ class DiskTarget(Target):
         if role.part is not None or not options.resume:
             require_space(self.path.parent, self._layout.nbytes, self.folder, self._sizes)
         elif not self.is_partial():
-            raise Unsupported(f"{self.path}: there is no partial output to resume")
+            raise nothing_to_resume(self.path)
 
     def _require_ours(self) -> None:
         """Raise Unsupported if a needed name is too long, or not ckptool's."""

@@ -206,11 +206,13 @@ def refuse_existing(target: Path, layout: Layout, options: StageOptions) -> None
     """Raise Unsupported if something exists where output goes, and may not be replaced."""
     paths = outputs(target, layout)
     existing = [path for path in (paths[-1:] if options.resume else paths) if os.path.lexists(path)]
+    for path in existing:
+        _require_kind(path, layout)
     if existing and not options.overwrite:
         exist, them = ("exists", "it") if len(existing) == 1 else ("exist", "them")
         raise Unsupported(
             f"{', '.join(map(str, existing))} already {exist}",
-            hint=f"--overwrite replaces {them} once all is written",
+            hint=f"--overwrite replaces {them} once all is written, if that is a checkpoint",
         )
     for path in existing:
         _require_replaceable(path, target, layout, options.own)
@@ -227,13 +229,20 @@ def outputs(target: Path, layout: Layout) -> list[Path]:
     return [target.with_name(side), *files]
 
 
+def _require_kind(path: Path, layout: Layout) -> None:
+    """Raise Unsupported for a file in the place of a folder, or a folder in that of a file."""
+    if path.is_dir() != layout.folder:
+        kinds = ("a folder", "a file") if path.is_dir() else ("a file", "a folder")
+        raise Unsupported(
+            f"{path}: is {kinds[0]}, but {kinds[1]} would be written",
+            hint=f"write elsewhere, or move it away: mv {path} ELSEWHERE",
+        )
+
+
 def _require_replaceable(
     path: Path, target: Path, layout: Layout, own: Collection[str] | None
 ) -> None:
     """Raise Unsupported if --overwrite would replace a file that is not a checkpoint's."""
-    if path.is_dir() != layout.folder:
-        kinds = ("a folder", "a file") if path.is_dir() else ("a file", "a folder")
-        raise Unsupported(f"{path}: is {kinds[0]}, but {kinds[1]} would be written")
     if not layout.folder:
         if own is None or path.name not in own:
             raise not_replaced(path, target)
@@ -272,6 +281,14 @@ def charged_note(remains: Mapping[str, int]) -> str:
         "remove what could not be deleted, as the store charges for it: at most"
         f" {sum(remains.values()):,} bytes of {list_some(list(remains))} (parts of unfinished"
         " files: abort their multipart uploads, or have a lifecycle rule do it)"
+    )
+
+
+def nothing_to_resume(target: object) -> Unsupported:
+    """Return the error for a --resume where no run was interrupted."""
+    return Unsupported(
+        f"{target}: there is no partial output to resume",
+        hint="leave out --resume to write it from the start",
     )
 
 

@@ -20,6 +20,7 @@ from ckptool.engine.write.existing import (
     charged_note,
     not_known,
     not_replaced,
+    nothing_to_resume,
     require_no_conflict,
 )
 from ckptool.engine.write.parts import PartState, run_head
@@ -101,7 +102,7 @@ class StoreTarget(Target):
         self._notes.require_left(note)
         if self._options.resume:
             if note is None:
-                raise Unsupported(f"{self.path}: there is no partial output to resume")
+                raise nothing_to_resume(self.path)
             expected = {"source": self._options.source, "plan": self._options.plan}
             require_same_run(self._notes.run, note, expected)
         self._take_noted(note)

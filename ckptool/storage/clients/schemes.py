@@ -13,14 +13,17 @@ WEB = ("http", "https")
 S3 = ("s3", "s3a")
 GOOGLE = ("gs", "gcs")
 AZURE = ("az", "abfs", "abfss")
-_BUCKETS = (*S3, *GOOGLE, *AZURE, "hf", *WEB)
+BUCKETS = (*S3, *GOOGLE, *AZURE, "hf", *WEB)
 """Schemes whose URLs begin with a bucket, container, repository or host."""
 
 
 def require_supported(scheme: str, rest: str) -> str:
     """Return a URL with its scheme in lower case; UsageError if it is not supported."""
-    if scheme in _BUCKETS and not rest.partition("/")[0]:
+    if scheme in BUCKETS and not rest.partition("/")[0]:
         raise UsageError(f"{scheme}://{rest}: names no bucket or host", hint=f"{scheme}://NAME/...")
+    if scheme == "hf" and "/" not in rest.strip("/"):
+        hint = f"hf://OWNER/{rest.strip('/')}, as its page on the Hugging Face Hub is called"
+        raise UsageError(f"hf://{rest}: a repository has an owner and a name", hint=hint)
     if "?versionid=" in rest.lower() and scheme not in WEB:
         raise UsageError(
             f"{scheme}://{rest}: versions of objects are not read",

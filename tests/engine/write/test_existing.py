@@ -336,13 +336,17 @@ def test_what_exists_is_not_replaced_unless_asked(tmp_path: Path) -> None:
         refuse_existing(
             tmp_path / "m.safetensors", file_of("m.safetensors"), options(overwrite=False)
         )
-    assert told.value.hint == "--overwrite replaces them once all is written"
+    assert (
+        told.value.hint == "--overwrite replaces them once all is written, if that is a checkpoint"
+    )
     (tmp_path / "m.safetensors").unlink()
     with pytest.raises(Unsupported, match=r"m\.extra\.pt already exists\n") as told:
         refuse_existing(
             tmp_path / "m.safetensors", file_of("m.safetensors"), options(overwrite=False)
         )
-    assert told.value.hint == "--overwrite replaces it once all is written"
+    assert told.value.hint == "--overwrite replaces it once all is written, if that is a checkpoint"
+    with pytest.raises(Unsupported, match="is a file, but a folder would be written"):
+        refuse_existing(tmp_path / "m.extra.pt", folder_of("a"), options(overwrite=False))
 
 
 def test_a_run_that_goes_on_may_have_put_its_side_file_in_place(tmp_path: Path) -> None:

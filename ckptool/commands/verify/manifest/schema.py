@@ -127,9 +127,14 @@ def read_manifest(path: Location) -> CheckpointManifest:
         raise Damaged(f"{path}: not a manifest: not text") from None
     try:
         content = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        raise Damaged(f"{path}: not a manifest: not JSON, or truncated") from None
+    except (ValueError, RecursionError) as error:
+        raise Damaged(
+            f"{path}: not a manifest: not JSON, or truncated: {error}", hint=_WRITES
+        ) from None
     return _parsed(content, path)
+
+
+_WRITES = "`ckptool verify CKPT --write-manifest FILE` writes one, where CKPT is good"
 
 
 def _refuse_constant(word: str) -> None:
