@@ -222,12 +222,16 @@ class SalvageKeywords(ReadKeywords, total=False):
     workers: int | None
 
 
-class PruneKeywords(ReadKeywords, total=False):
+class PruneKeywords(TypedDict, total=False):
     """Keywords of ``PruneOptions``."""
 
     keep_every: int | None
     no_optimizer: bool
     yes: bool
+    from_format: str | None
+    per_rank: bool
+    storage_option: Mapping[str, object]
+    world_size: int | None
     quick: bool
     allow_nonfinite: bool
     strict: bool

@@ -19,7 +19,7 @@ from ckptool.cli.parameters import (
     parse_place,
 )
 from ckptool.commands.options.declaration import OptionGroup
-from ckptool.commands.options.read import READING, ReadOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import NAMED
 from ckptool.errors import Several, UsageError, damaged
 from ckptool.storage.place import on_disk
@@ -96,7 +96,7 @@ def inspect(
         typer.Option("--export", metavar="FILE", help="Also save the screen as an .svg file."),
     ] = None,
     html: Html = None,
-    reading: Annotated[ReadOptions, OptionGroup(panel=READING, without=("split_stacked",))],
+    reading: Annotated[ReadOptions, OptionGroup(without=("split_stacked",))],
     verbose: Annotated[
         bool,
         typer.Option(

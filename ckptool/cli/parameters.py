@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 import typer
 
 from ckptool.cli.completion import complete_from
-from ckptool.cli.usage import RENAMED
-from ckptool.commands.options.declaration import Option, OptionGroup, build, options_of
+from ckptool.cli.usage import RENAMED, show_all_help
+from ckptool.commands.options.declaration import RARE, SPEED, Option, OptionGroup, build, options_of
 from ckptool.core.text import one_of
 from ckptool.errors import UsageError
 
@@ -42,12 +42,15 @@ def with_options(command: Command) -> Command:
             parameters.append(parameter.replace(annotation=hint))
     parameters += _screen_parameters()
     declared = {option.keyword: option for each in groups.values() for option in options_of(each)}
+    if any(option.panel == RARE for option in declared.values()):
+        parameters.append(_help_all())
     RENAMED.update({each.former: each.flag for each in declared.values() if each.former})
 
     @wraps(command)
     def run(**values: Any) -> None:
         from ckptool.storage.url import storage_options
 
+        values.pop("help_all", None)
         _set_screen(values.pop("color"), no_progress=values.pop("no_progress"))
         written = {name: values.pop(name) for name in declared}
         known = {name: v for name, v in written.items() if v is not None and v != []}
@@ -68,8 +71,14 @@ def with_options(command: Command) -> Command:
 
 def _screen_parameters() -> list[Parameter]:
     """Return the screen options that every command has."""
-    color = typer.Option("--color", metavar="WHEN", help="Use colors: auto, always or never.")
-    bar = typer.Option("--no-progress", help="Show no progress, neither a bar nor lines in a log.")
+    color = typer.Option(
+        "--color", metavar="WHEN", rich_help_panel=SPEED, help="Use colors: auto, always or never."
+    )
+    bar = typer.Option(
+        "--no-progress",
+        rich_help_panel=SPEED,
+        help="Show no progress, neither a bar nor lines in a log.",
+    )
     return [
         Parameter(
             "color", Parameter.KEYWORD_ONLY, default="auto", annotation=Annotated[str, color]
@@ -78,6 +87,19 @@ def _screen_parameters() -> list[Parameter]:
             "no_progress", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, bar]
         ),
     ]
+
+
+def _help_all() -> Parameter:
+    """Return the option that shows the help with what is rarely needed."""
+    shape = typer.Option(
+        "--help-all",
+        is_eager=True,
+        callback=show_all_help,
+        help="Show this message with what is rarely needed, and exit.",
+    )
+    return Parameter(
+        "help_all", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, shape]
+    )
 
 
 def _set_screen(color: str, *, no_progress: bool) -> None:
@@ -132,7 +154,9 @@ Quiet = Annotated[
     typer.Option("--quiet", "-q", help="Print only errors and the output that was asked for."),
 ]
 Silent = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing; see the exit code.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Debug = Annotated[
+    bool, typer.Option("--debug", rich_help_panel=SPEED, help="Show the traceback of an error.")
+]
 
 
 def parse_form(form: str | None, forms: Sequence[str], *, as_json: bool) -> str | None:

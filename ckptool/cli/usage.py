@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from operator import itemgetter
 from typing import Any, NoReturn
 
+import typer
 from typer.core import TyperCommand
 
 from ckptool.cli.examples import EXAMPLES
@@ -82,6 +84,8 @@ _SAID = (
 """Typer's sentences, and ours."""
 _HELP = "NoArgsIsHelpError"
 """The name of the error with which typer shows the help of a command without words."""
+_SHOWS_ALL = "ckptool.help_all"
+"""The key in a context whose help is shown with what is rarely needed."""
 
 
 class Command(TyperCommand):
@@ -91,6 +95,27 @@ class Command(TyperCommand):
         """Parse the words of the command line; UsageError if they are wrong."""
         with answering(ctx):
             return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Show the panels in their order; what is rarely needed only for ``--help-all``."""
+        from ckptool.commands.options.declaration import RARE, SPEED
+
+        order = {None: 0, SPEED: 2} | ({RARE: 3} if ctx.meta.get(_SHOWS_ALL) else {RARE: -1})
+        declared = self.params
+        placed = [(order.get(getattr(each, "rich_help_panel", None), 1), each) for each in declared]
+        self.params = [each for at, each in sorted(placed, key=itemgetter(0)) if at >= 0]
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.params = declared
+
+
+def show_all_help(ctx: typer.Context, asked: bool) -> None:
+    """Show the help with what is rarely needed, and exit, if that is asked."""
+    if asked:
+        ctx.meta[_SHOWS_ALL] = True
+        typer.echo(ctx.get_help())
+        raise typer.Exit
 
 
 @contextmanager

@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from ckptool.engine.ranks import Ranks
     from ckptool.storage.url import Location
 
-AGAINST = "Compare with another checkpoint"
-LIKE = "Compare with the model that it should be"
-REWRITING = "Compare SRC as `ckptool convert` rewrites it (with --against, --like or a manifest)"
-MANIFEST = "Manifests"
+AGAINST = "Compare with another checkpoint, or with the model that it should be"
+REWRITING = "What of SRC to compare, as `ckptool convert` would write it"
+BESIDE = "Manifests, and what is left of damage"
 RUN = "Runs (folders of steps)"
 
 
@@ -58,9 +57,9 @@ def verify(
         ),
     ] = None,
     comparison: Annotated[CompareOptions, OptionGroup(panel=AGAINST)],
-    like: Annotated[LikeOptions, OptionGroup(panel=LIKE)],
+    like: Annotated[LikeOptions, OptionGroup(panel=AGAINST)],
     rewrite: Annotated[RewriteOptions, OptionGroup(panel=REWRITING)],
-    manifest: Annotated[ManifestOptions, OptionGroup(panel=MANIFEST)],
+    manifest: Annotated[ManifestOptions, OptionGroup(panel=BESIDE)],
     latest_good: Annotated[
         bool,
         typer.Option(
@@ -77,7 +76,7 @@ def verify(
         typer.Option(
             "--salvage",
             metavar="DST",
-            rich_help_panel="Salvage a damaged checkpoint",
+            rich_help_panel=BESIDE,
             help="Write what is intact to DST (a DCP folder, or a .safetensors or .pt file), and"
             " next to it a list of what is lost.",
         ),

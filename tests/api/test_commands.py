@@ -62,7 +62,7 @@ ALL = [one for functions in FUNCTIONS.values() for one in functions] + [
 
 
 FOR_PEOPLE = {
-    *("json", "html", "quiet", "debug", "verbose", "color", "no_progress"),
+    *("json", "html", "quiet", "debug", "verbose", "color", "no_progress", "help_all"),
     *("inspect tensors", "inspect shards", "inspect rank_bytes", "inspect export"),
     *("inspect depth", "inspect sort", "inspect format"),
     *("verify format", "verify codes", "bench plot", "bench recommend"),

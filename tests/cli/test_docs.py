@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from ckptool.cli.app import MODULES, SUMMARIES, app, load_command
 from ckptool.cli.examples import EXAMPLES
+from ckptool.commands.options.declaration import RARE
 from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.formats import FORMATS
 
@@ -96,7 +97,9 @@ def test_every_option_exists(page: Path) -> None:
     named = set(OPTION.findall(page.read_text()))
     assert (
         named
-        <= flags | {"--help", "--version", "--plugins", "--install-completion"} | OTHER_PROGRAMS
+        <= flags
+        | {"--help", "--help-all", "--version", "--plugins", "--install-completion"}
+        | OTHER_PROGRAMS
     )
 
 
@@ -145,11 +148,15 @@ def flags_of(command: Any) -> list[str]:
 
 def option_tables() -> Iterator[str]:
     yield from ("# Options", "", "The options of every command; each also takes `--help`.")
+    yield from ("What is rarely needed comes last, and `--help-all` shows it, too.",)
     for name, summary in SUMMARIES.items():
         yield from ("", f"## {name}", "", summary)
         options = [each for each in load_command(name).params if each.opts[0].startswith("-")]
-        if options:
-            yield from ("", "| option | meaning |", "|---|---|", *map(row, options))
+        rare = [each for each in options if each.rich_help_panel == RARE]
+        often = [each for each in options if each not in rare]
+        for head, rows in (("option", often), ("rarely needed", rare)):
+            if rows:
+                yield from ("", f"| {head} | meaning |", "|---|---|", *map(row, rows))
 
 
 def row(option: Any) -> str:

@@ -14,9 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from ckptool.cli.app import SUMMARIES, app, load_command
+from ckptool.commands.options.declaration import RARE, SPEED
 from ckptool.render.help import first_sentence
 
 DOCS = Path(__file__).parents[2] / "ckptool" / "docs"
+WITH_RARE = ("inspect", "diff", "extract", "convert", "reshard", "verify", "prune")
 PAGES = {path.stem: path.read_text() for path in DOCS.glob("*.md")}
 
 
@@ -138,11 +140,50 @@ def test_a_page_named_after_a_command_says_where_its_options_are() -> None:
     assert "--help" not in on_terminal("stores")
 
 
+def panels(text: str) -> dict[str, list[str]]:
+    """The flags by the panels of a help, in their order."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if title := re.match("╭─ (.+?) ─", line):
+            found[title[1]] = []
+        elif flag := re.match("│ (--[a-z-]+)", line):
+            found[title_of(found)].append(flag[1])
+    return found
+
+
+def title_of(found: dict[str, list[str]]) -> str:
+    return next(reversed(found))
+
+
+RARELY = set(
+    "--tp-rule --flat-params --world-size --storage-option --split-stacked --per-rank --inverse"
+    " --seed --fsync --part --finish --budget".split()
+)
+
+
+@pytest.mark.parametrize("command", WITH_RARE)
+def test_what_is_rarely_needed_comes_last_and_only_on_request(command: str) -> None:
+    short, whole = (
+        panels(CliRunner().invoke(app, [command, flag], env={"COLUMNS": "100"}).stdout)
+        for flag in ("--help", "--help-all")
+    )
+    rare = whole.pop(RARE)
+    assert short == whole
+    assert next(reversed(short)) == SPEED
+    assert not RARELY & {flag for flags in short.values() for flag in flags}
+    assert {*rare} >= RARELY & {*flags_of(command)}
+
+
+def flags_of(command: str) -> list[str]:
+    return [flag for each in load_command(command).params for flag in each.opts]
+
+
 @pytest.mark.parametrize("command", SUMMARIES)
 def test_help_shows_every_word_and_wraps_by_the_terminal(command: str) -> None:
     """Rich takes what is in brackets for its markup; docstrings are wrapped for source code."""
     wide = {"COLUMNS": "2000"}
-    shown = CliRunner(env=wide).invoke(app, [command, "--help"]).stdout
+    flag = "--help-all" if command in WITH_RARE else "--help"
+    shown = CliRunner(env=wide).invoke(app, [command, flag]).stdout
     texts = [option.help for option in load_command(command).params]
     assert [text for text in texts if text not in shown] == []
     paragraphs = cleandoc(load_command(command).help).split("\n\n")

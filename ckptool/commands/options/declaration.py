@@ -140,10 +140,16 @@ NUMBER = Kind(float, "float", _finite, metavar="X")
 SIZE = Kind(str, "Size", lambda value, name: parse_size(str(value), name), metavar="SIZE")
 
 
+SPEED = "Speed and screen"
+RARE = "Rarely needed"
+"""The last panels of the help, the second of which only ``--help-all`` shows."""
+
+
 class Option(NamedTuple):
     """One option. ``shown`` is the default as displayed, ``former`` the flag's old name.
 
-    ``choices`` returns its named values, for completion.
+    ``choices`` returns its named values, for completion. ``panel`` is the help's; that of its group
+    comes before it, unless it is one of the last.
     """
 
     flag: str
@@ -223,7 +229,8 @@ def options_of(part: OptionGroup) -> Iterator[Option]:
             default = part.defaults.get(each.name, _default(each))
             known = declared._replace(field=each.name, default=default)
             if known.keyword not in part.without:
-                yield known._replace(panel=part.panel or known.panel)
+                last = known.panel in (SPEED, RARE)
+                yield known if last else known._replace(panel=part.panel or known.panel)
 
 
 def build(part: OptionGroup, values: Mapping[str, Any], /, **given: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptool.commands.options.declaration import FLAG, OptionSet, group, option
-from ckptool.commands.options.read import READING, ReadOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.run import workers_option
 from ckptool.commands.options.verify import CompareOptions
@@ -18,7 +18,7 @@ class DiffOptions(OptionSet):
     values: bool = option(
         "--values", FLAG, help="Read both: compare the content of tensors, values and files too."
     )
-    read: ReadOptions = group(ReadOptions, READING)
-    compare: CompareOptions = group(CompareOptions, "When values are equal, and how to read OTHER")
+    read: ReadOptions = group(ReadOptions)
+    compare: CompareOptions = group(CompareOptions, "When values are equal")
     rewrite: RewriteOptions = group(RewriteOptions)
     workers: int | None = workers_option()

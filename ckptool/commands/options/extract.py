@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptool.commands.options.declaration import OptionSet, group
-from ckptool.commands.options.read import READING, ReadOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import TransferOptions
 
@@ -15,10 +15,9 @@ _MAPS = ("map", "dim", "hf_assets", "inverse", "metadata", "drop_metadata")
 class ExtractOptions(OptionSet):
     """How to read the checkpoint, which element type to use, and how to write the tensors."""
 
-    read: ReadOptions = group(ReadOptions, READING, without=("split_stacked",))
+    read: ReadOptions = group(ReadOptions, without=("split_stacked",))
     rewrite: RewriteOptions = group(RewriteOptions, without=(*_NAMES, *_MAPS))
     transfer: TransferOptions = group(
         TransferOptions,
-        "How to write FILE",
         without=_WRITING,
     )

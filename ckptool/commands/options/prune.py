@@ -7,6 +7,10 @@ from dataclasses import MISSING
 from ckptool.commands.options.declaration import COUNT, FLAG, OptionSet, group, option
 from ckptool.commands.options.verify import VerifyOptions
 
+_CHECKING = ("sample", "seed", "part", "fail_nonfinite")
+_READING = ("split_stacked", "tp_rule", "flat_params")
+"""How tensors are joined or split where the files do not say how: prune converts nothing."""
+
 
 class PruneOptions(OptionSet):
     """Which steps to keep, how to verify them, and whether to remove the others."""
@@ -35,6 +39,4 @@ class PruneOptions(OptionSet):
     yes: bool = option(
         "--yes", FLAG, help="Remove the others; without it, only what would be removed is shown."
     )
-    verify: VerifyOptions = group(
-        VerifyOptions, without=("sample", "seed", "part", "fail_nonfinite", "split_stacked")
-    )
+    verify: VerifyOptions = group(VerifyOptions, without=(*_CHECKING, *_READING))

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from ckptool.commands.options import CASTS, DIMS, FILE, METADATA
 from ckptool.commands.options.choices import dtype_names, expert_words, map_names
-from ckptool.commands.options.declaration import FLAG, TEXTS, OptionSet, group, option
+from ckptool.commands.options.declaration import FLAG, RARE, TEXTS, OptionSet, group, option
 
 if TYPE_CHECKING:
     from ckptool.core.casts import Casts
 
+NAMES = "What to keep, under which names and as which types"
 NAMED = "a name, a glob, or a whole part between dots"
 """The one way to name tensors and values, in all options."""
 
@@ -27,7 +28,7 @@ class Selection(OptionSet):
         help=f"Keep only matching names: {NAMED} (repeatable).",
     )
     drop: tuple[str, ...] = option(
-        "--drop", TEXTS, metavar="NAME", help=f"Exclude matching names: {NAMED} (repeatable)."
+        "--drop", TEXTS, metavar="NAME", help="Exclude matching names (repeatable)."
     )
     model_only: bool = option(
         "--model-only", FLAG, help="Keep the model only, under its own names."
@@ -43,6 +44,7 @@ class Selection(OptionSet):
         FLAG,
         help="Keep a LoRA adapter only, under the names that PEFT saves, with an"
         " adapter_config.json from the recorded settings.",
+        panel=RARE,
     )
     strip_prefix: str | None = option(
         "--strip-prefix", metavar="PREFIX", help="Remove PREFIX from the names."
@@ -71,6 +73,7 @@ class MapOptions(OptionSet):
         factory=dict,
         metavar="NAME=SIZE",
         help="Size of a dim that the key map names (repeatable).",
+        panel=RARE,
     )
     assets: Path | None = option(
         "--hf-assets",
@@ -84,6 +87,7 @@ class MapOptions(OptionSet):
         default=None,
         help="Apply the key map backwards, from its `to` names to its `from` names; default:"
         " whichever way the names fit.",
+        panel=RARE,
     )
     experts: str | None = option(
         "--experts",
@@ -91,6 +95,7 @@ class MapOptions(OptionSet):
         choices=expert_words,
         help="Have experts as one tensor per layer (packed, as transformers 5 in memory and FSDP2"
         " do) or one per expert (separate, as files and vLLM do).",
+        panel=RARE,
     )
 
     @property
@@ -102,20 +107,21 @@ class MapOptions(OptionSet):
 class RewriteOptions(OptionSet):
     """What to keep of a checkpoint, under which names and element types, in this order."""
 
-    selection: Selection = group(Selection, "What to keep, and how to rename it")
-    map: MapOptions = group(MapOptions, "Names and layout of another framework")
+    selection: Selection = group(Selection, NAMES)
+    map: MapOptions = group(MapOptions, NAMES)
     casts: Casts | None = option(
         "--dtype",
         CASTS,
         choices=dtype_names,
         metavar="DTYPE|NAME=DTYPE",
-        help=f"Cast the model's weights, e.g. to bf16; with a NAME ({NAMED}), cast whatever"
-        " matches (repeatable, first match wins). Integers and tensors without dims are never"
-        " cast.",
+        panel=NAMES,
+        help="Cast the model's weights, e.g. to bf16; with a NAME, cast whatever matches"
+        " (repeatable, first match wins). Integers and tensors without dims are never cast.",
     )
     dequantize: bool = option(
         "--dequantize",
         FLAG,
+        panel=NAMES,
         help="Dequantize FP8, INT8, INT4, MXFP4, NVFP4, GPTQ, AWQ, bitsandbytes, torchao,"
         " ComfyUI, to bf16 or what --dtype says; refuse other kinds.",
     )
@@ -125,6 +131,7 @@ class RewriteOptions(OptionSet):
         factory=dict,
         metavar="KEY=TEXT",
         help="Set this in the __metadata__ of every safetensors file (repeatable).",
+        panel=RARE,
     )
     drop_metadata: tuple[str, ...] = option(
         "--drop-metadata",
@@ -132,4 +139,5 @@ class RewriteOptions(OptionSet):
         metavar="KEY|GLOB",
         help="Leave out what the __metadata__ of safetensors files says under matching keys"
         " (repeatable); '*' is all.",
+        panel=RARE,
     )

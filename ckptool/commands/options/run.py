@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptool.commands.options.declaration import COUNT, FLAG, SIZE, OptionSet, option
+from ckptool.commands.options.declaration import COUNT, FLAG, RARE, SIZE, SPEED, OptionSet, option
 
 
 def workers_option() -> Any:
@@ -14,6 +14,7 @@ def workers_option() -> Any:
         COUNT,
         minimum=1,
         maximum=256,
+        panel=SPEED,
         help="Use N threads, at most 256; default: one per core, at most 8; for a URL, at least 4.",
     )
 
@@ -23,8 +24,17 @@ class RunOptions(OptionSet):
 
     workers: int | None = workers_option()
     budget: int = option(
-        "--budget", SIZE, default=1 << 30, shown="1GiB", help="Move bytes within this much memory."
+        "--budget",
+        SIZE,
+        default=1 << 30,
+        shown="1GiB",
+        help="Move bytes within this much memory.",
+        panel=RARE,
     )
     fsync: bool = option(
-        "--fsync/--no-fsync", FLAG, default=True, help="Wait until everything is on disk."
+        "--fsync/--no-fsync",
+        FLAG,
+        default=True,
+        help="Wait until everything is on disk.",
+        panel=RARE,
     )

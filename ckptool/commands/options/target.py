@@ -12,8 +12,8 @@ from ckptool.commands.options.choices import (
     rank_state_words,
     target_names,
 )
-from ckptool.commands.options.declaration import FLAG, SIZE, OptionSet, group, option
-from ckptool.commands.options.read import READING, ReadOptions
+from ckptool.commands.options.declaration import FLAG, RARE, SIZE, OptionSet, group, option
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.run import RunOptions
 from ckptool.errors import UsageError
@@ -52,9 +52,13 @@ class TransferOptions(OptionSet):
         PART,
         help="Write the K-th of N parts, without creating DST yet. Each can run in any process on"
         " any machine that sees SRC and DST; the same command continues it.",
+        panel=RARE,
     )
     finish: bool = option(
-        "--finish", FLAG, help="Once all parts are done, check them and put them in place."
+        "--finish",
+        FLAG,
+        help="Once all parts are done, check them and put them in place.",
+        panel=RARE,
     )
     dry_run: bool = option("--dry-run", FLAG, help="Show the plan; write nothing.")
 
@@ -83,6 +87,7 @@ def max_shard_size_option() -> Any:
         SIZE,
         default=5_000_000_000,
         shown="5GB",
+        panel=WRITING,
         help="Start a new safetensors file beyond this size.",
     )
 
@@ -112,7 +117,7 @@ class ConvertOptions(OptionSet):
         " megatron-torch_dist; default: what DST's suffix says, .safetensors or .pt, or for"
         " a folder what SRC is.",
     )
-    read: ReadOptions = group(ReadOptions, READING)
+    read: ReadOptions = group(ReadOptions)
     rewrite: RewriteOptions = group(RewriteOptions)
     max_shard_size: int = max_shard_size_option()
     single_rank: bool = option(
@@ -120,6 +125,7 @@ class ConvertOptions(OptionSet):
         FLAG,
         former="--one-rank",
         help="Write whole tensors as rank 0 instead of keeping the source's chunks.",
+        panel=RARE,
     )
     transfer: TransferOptions = group(TransferOptions, WRITING)
 
@@ -164,7 +170,7 @@ class ReshardOptions(OptionSet):
         " torch-checkpointing, dcp-safetensors, sharded-state or llama; default: the source's own"
         " kind.",
     )
-    read: ReadOptions = group(ReadOptions, READING, without=("per_rank",))
+    read: ReadOptions = group(ReadOptions, without=("per_rank",))
     rank_state: str = option(
         "--rank-state",
         default="drop-rng",

@@ -10,12 +10,13 @@ from ckptool.commands.options.declaration import (
     COUNT,
     FLAG,
     NUMBER,
+    RARE,
     TEXTS,
     OptionSet,
     group,
     option,
 )
-from ckptool.commands.options.read import READING, ReadOptions
+from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.run import RunOptions, workers_option
 from ckptool.commands.options.target import TransferOptions, overwrite_option
 
@@ -30,17 +31,20 @@ class VerifyOptions(OptionSet):
     ``sample`` is the share of the data that is read, above 0 and up to 1.
     """
 
-    read: ReadOptions = group(ReadOptions, READING)
+    read: ReadOptions = group(ReadOptions)
     quick: bool = option("--quick", FLAG, help="Read metadata only, not the data.")
     sample: float = option(
         "--sample", SHARE, default=1.0, help="Read a share of the data, e.g. 5%."
     )
-    seed: int = option("--seed", COUNT, default=0, help="Seed that selects the --sample.")
+    seed: int = option(
+        "--seed", COUNT, default=0, help="Seed that selects the --sample.", panel=RARE
+    )
     part: Share | None = option(
         "--part",
         PART,
         help="Check the K-th of N parts of the data, each in any process; if all exit 0, the"
         " checkpoint has no errors.",
+        panel=RARE,
     )
     fail_nonfinite: bool = option(
         "--fail-nonfinite",
@@ -52,6 +56,7 @@ class VerifyOptions(OptionSet):
         "--allow-nonfinite",
         FLAG,
         help="For a run: also call steps good whose model has NaN or infinite values.",
+        panel=RARE,
     )
     strict: bool = option("--strict", FLAG, help="Fail on warnings too.")
     ignore: tuple[str, ...] = option(
@@ -92,6 +97,7 @@ class CompareOptions(OptionSet):
         choices=format_names,
         former="--against-from",
         help="Read OTHER as this format; --from is for SRC.",
+        panel=RARE,
     )
 
     @property
