@@ -81,6 +81,10 @@ class CommandGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words before the command; UsageError if they are wrong."""
+        if {"--install-completion", "--show-completion"} & {*args}:
+            from ckptool.cli.completion import complete_at_once_in_zsh
+
+            complete_at_once_in_zsh()
         with answering(ctx):
             return super().parse_args(ctx, args)
 

@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import typer
@@ -42,6 +43,18 @@ def complete_names(context: typer.Context, incomplete: str) -> list[str]:
     except Exception:  # noqa: BLE001 (whatever it is, there is nothing to complete)
         return []
     return [name for name in names if name.startswith(incomplete)][:_MOST_NAMES]
+
+
+def complete_at_once_in_zsh() -> None:
+    """Have typer's script for zsh answer the Tab that loads it, too.
+
+    zsh runs the file as the function that completes; typer's only defines another one by then.
+    """
+    scripts = import_module("typer._completion_shared")._completion_scripts
+    answers = 'if [[ $funcstack[1] == _%(prog_name)s ]]; then %(complete_func)s "$@"; else'
+    last = "compdef %(complete_func)s %(prog_name)s"
+    if answers not in scripts["zsh"]:
+        scripts["zsh"] = scripts["zsh"].replace(last, f"{answers} {last}; fi")
 
 
 def _names_in(source: str) -> Iterable[str]:

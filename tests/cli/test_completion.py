@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +88,15 @@ def test_a_misspelled_option_is_answered_with_the_nearest(words: list[str], flag
 )
 def test_what_bash_completes(line: str, expected: set[str]) -> None:
     assert set(complete(line)) == expected
+
+
+def test_zsh_is_answered_by_the_script_that_it_loads_at_the_first_tab(tmp_path: Path) -> None:
+    place = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "HOME": str(tmp_path)}
+    command = [str(Path(sys.executable).with_name("ckptool")), "--install-completion", "zsh"]
+    subprocess.run(command, env=os.environ | place, check=True, capture_output=True)
+    script = (tmp_path / ".zfunc" / "_ckptool").read_text()
+    answers = 'if [[ $funcstack[1] == _ckptool ]]; then _ckptool_completion "$@"; else'
+    assert script.splitlines()[-1] == f"{answers} compdef _ckptool_completion ckptool; fi"
 
 
 @pytest.mark.parametrize(("command", "mesh"), [("convert", False), ("reshard", True)])
