@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from ckptool.commands.transfer.report import Part, TransferReport
     from ckptool.commands.transfer.rewritten import RewrittenReport
     from ckptool.core.keymap.apply import Move
+
+_DIGITS = re.compile(r"([0-9]+)")
+_FEW = 3
+"""Files that are alike, of which fewer are listed."""
 
 
 def show_convert(report: RewrittenReport) -> None:
@@ -101,9 +106,29 @@ def compares(report: TransferReport) -> str:
 
 
 def show_files(files: Iterable[FileLayout], screen: Console) -> None:
-    """Show every file with its size."""
-    rows = [(size(file.nbytes), file.path) for file in files]
-    emit(screen, first_lines(screen, columns(screen, rows, "rl", cuts=1)))
+    """Show every file with its size; those whose names differ in one number are one line."""
+    rows = [row for alike in _alike(files) for row in _file_rows(alike)]
+    emit(screen, first_lines(screen, columns(screen, rows, "rlr", cuts=1)))
+
+
+def _alike(files: Iterable[FileLayout]) -> list[list[FileLayout]]:
+    """Group files whose names differ in numbers only."""
+    groups: dict[tuple[str, ...], list[FileLayout]] = defaultdict(list)
+    for file in files:
+        groups[tuple(_DIGITS.split(file.path)[::2])].append(file)
+    return list(groups.values())
+
+
+def _file_rows(alike: Sequence[FileLayout]) -> list[list[str]]:
+    """Return a row for each file, or one for all if they count from the first to the last."""
+    each = [_DIGITS.split(file.path) for file in alike]
+    varied = [at for at, place in enumerate(zip(*each, strict=True)) if len({*place}) > 1]
+    numbers = [int(pieces[varied[0]]) for pieces in each] if len(varied) == 1 else []
+    if len(numbers) < _FEW or numbers != [*range(numbers[0], numbers[0] + len(numbers))]:
+        return [[size(file.nbytes), file.path, ""] for file in alike]
+    (at,), first, last = varied, each[0], each[-1]
+    name = "".join([*first[:at], f"{{{first[at]}..{last[at]}}}", *first[at + 1 :]])
+    return [[size(sum(file.nbytes for file in alike)), name, f"x{len(alike)}"]]
 
 
 # Key maps

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.text import Text
 
 from ckptool.core.text import plural
 from ckptool.render.convert import compares, planned_part, rewriting_lines, show_files, show_moves
-from ckptool.render.inspect.listing import ROOMY, fold_names, placements_text
-from ckptool.render.text import columns, console, emit, first_lines, free, size, visible
+from ckptool.render.inspect.listing import ROOMY, fold, line_name, placements_text
+from ckptool.render.text import Cell, columns, console, emit, first_lines, free, size, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.reshard.reshard import Costs, LoadCost, ReshardReport
@@ -43,18 +44,27 @@ def show_reshard(report: ReshardReport) -> None:
     emit(screen, [*lines, *map(Text, [*_costs(report, costs), *planned_part(report)])])
     if report.map is not None:
         show_moves(report.map, screen)
-    brief = screen.is_terminal and screen.width < ROOMY
-    rows = [
-        (
-            f"  {name}",
-            (placements_text(choice.placements, brief), "magenta"),
-            (f"({choice.reason})", "dim"),
-            (f"x{count}" if count > 1 else "", "bold"),
-        )
-        for name, _, choice, count in fold_names(report.choices)
-    ]
-    emit(screen, first_lines(screen, columns(screen, rows, "llll", cuts=0)))
+    emit(screen, first_lines(screen, _choices(report, screen)))
     show_files(report.files, screen)
+
+
+def _choices(report: ReshardReport, screen: Console) -> list[Text]:
+    """Return a line per tensor, folded as inspect does; reasons only where they differ."""
+    brief = screen.is_terminal and screen.width < ROOMY
+    differ = len({choice.reason for choice in report.choices.values()}) > 1
+    lines = fold(report.entries.values(), lambda entry: report.choices[entry.name])
+    rows: list[list[Cell]] = []
+    for line in lines:
+        choice = report.choices[line.entry.name]
+        rows.append(
+            [
+                Text("  ") + line_name(line, brief),
+                (placements_text(choice.placements, brief), "magenta"),
+                (f"({choice.reason})" if differ else "", "dim"),
+                (f"x{line.count}" if line.count > 1 else "", "bold"),
+            ]
+        )
+    return columns(screen, rows, "lllr", cuts=0)
 
 
 def _costs(report: ReshardReport, costs: Costs) -> list[str]:

@@ -27,9 +27,11 @@ from ckptool.core.catalog import (
     TensorEntry,
 )
 from ckptool.core.dtype import BY_NAME
+from ckptool.core.layout import FileLayout
 from ckptool.core.mesh import Shard, StridedShard
 from ckptool.errors import UsageError
 from ckptool.formats import FORMATS
+from ckptool.render.convert import _alike, _file_rows
 from ckptool.render.inspect.listing import fold, products
 from ckptool.render.inspect.report import show
 from ckptool.render.inspect.values import preview
@@ -108,6 +110,34 @@ def test_fold(names, folded):
 )
 def test_layers_that_differ_are_not_folded(other):
     assert [line.name for line in fold([tensor("l.0.w"), other])] == ["l.0.w", "l.1.w"]
+
+
+def test_tensors_fold_by_what_is_said_of_them():
+    placed = {"l.0.w": "rows", "l.1.w": "rows", "l.2.w": "columns"}
+    entries = [tensor(name, (size, 2)) for size, name in enumerate(placed, 3)]
+    lines = fold(entries, lambda entry: placed[entry.name])
+    assert [(line.name, line.count) for line in lines] == [("l.{0,1}.w", 2), ("l.2.w", 1)]
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["__0_0.d", "__1_0.d", "__2_0.d", ".metadata"], ["__{0..2}_0.d", ".metadata"]),
+        (
+            ["m-00001-of-00003", "m-00002-of-00003", "m-00003-of-00003"],
+            ["m-{00001..00003}-of-00003"],
+        ),
+        (["f_0", "f_2", "f_3"], ["f_0", "f_2", "f_3"]),
+        (["__0_0.d", "__1_1.d", "__2_2.d"], ["__0_0.d", "__1_1.d", "__2_2.d"]),
+        (["a1b1", "a2b2", "a3b1"], ["a1b1", "a2b2", "a3b1"]),
+        (["f_0", "f_1"], ["f_0", "f_1"]),
+        (["config.json"], ["config.json"]),
+    ],
+)
+def test_files_that_count_from_the_first_to_the_last_are_one_line(names, shown):
+    files = [FileLayout(name, ()) for name in names]
+    rows = [row for alike in _alike(files) for row in _file_rows(alike)]
+    assert [name for _, name, _ in rows] == shown
 
 
 def test_an_optimizers_scalars_fold_into_a_glob_where_it_is_exact():

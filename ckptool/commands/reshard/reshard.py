@@ -55,11 +55,13 @@ class ReshardReport(RewrittenReport, frozen=True, kw_only=True):
 
     ``rank_bytes`` is the share of each rank of the mesh, ``peak_memory`` the memory that moving
     bytes needs besides the catalog, ``budget`` its limit. ``dropped`` is state of the source's
-    ranks that is meaningless for others. ``costs`` are only in a dry run.
+    ranks that is meaningless for others. ``costs`` are only in a dry run. ``entries`` are the
+    tensors of ``choices``, to fold their names.
     """
 
     mesh: Mesh
     choices: dict[str, Choice] = field(name="_choices")
+    entries: Mapping[str, TensorEntry] = field(name="_entries")
     rank_bytes: tuple[int, ...]
     peak_memory: int
     budget: int
@@ -216,6 +218,7 @@ def plan_reshard(
         mesh_size=placer.mesh.size,
         mesh=placer.mesh,
         choices=choices,
+        entries=catalog.tensors,
         rank_bytes=_rank_bytes(catalog, placed),
         peak_memory=peak_memory(
             plan, opened.source, options.transfer.run, local=on_disk(target) is not None

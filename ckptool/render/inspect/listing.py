@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +22,7 @@ from ckptool.core.selection import tensors_named
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.core.text import list_some, plural
 from ckptool.render.inspect.values import preview
-from ckptool.render.text import Cell, columns, ranges
+from ckptool.render.text import Cell, columns, ranges, visible
 from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.state_dict.values import type_name
 
@@ -182,6 +182,8 @@ for a set of characters many times as fast as for anything else."""
 
 Numbers = tuple[int, ...]
 Kind = TypeVar("Kind", bound=Hashable)
+Looks = Callable[[TensorEntry], Hashable]
+_STATES = re.compile(r"\{[A-Za-z][^{}]*\}$")
 
 
 class TensorLine(Struct, frozen=True):
@@ -193,16 +195,27 @@ class TensorLine(Struct, frozen=True):
     count: int
 
 
-def fold(entries: Collection[TensorEntry]) -> list[TensorLine]:
-    """Return few lines that name every tensor once, in natural order within each part."""
+def line_name(line: TensorLine, brief: bool) -> Text:
+    """Return the name of a line, its braces in color; ``brief``, without the states' names."""
+    name = Text(visible(_STATES.sub("{…}", line.name) if brief else line.name))
+    name.highlight_regex(r"\{[^{}]*\}|(?<![^.])\*(?![^.])", "bold cyan")
+    return name
+
+
+def fold(entries: Collection[TensorEntry], looks: Looks | None = None) -> list[TensorLine]:
+    """Return few lines that name every tensor once, in natural order within each part.
+
+    Those of a line look alike: in type, shape and placements, or as ``looks`` says.
+    """
+    looks = looks or _looks
     known = {entry.name: entry for entry in entries}
-    kinds = {name: (state_category(entry), _looks(entry)) for name, entry in known.items()}
+    kinds = {name: (state_category(entry), looks(entry)) for name, entry in known.items()}
     lines = [
         TensorLine(part, name, known[first], count)
         for name, first, (part, _), count in fold_names(kinds)
     ]
     lines.sort(key=lambda line: STATE_CATEGORIES.index(line.part))
-    return _fold_states(_fold_scalars(lines, list(known)))
+    return _fold_states(_fold_scalars(lines, list(known), looks), looks)
 
 
 def fold_names(kinds: Mapping[str, Kind]) -> list[tuple[str, str, Kind, int]]:
@@ -260,13 +273,13 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(p), "") if i % 2 else (1, 0, p) for i, p in enumerate(pieces)]
 
 
-def _fold_scalars(lines: list[TensorLine], names: list[str]) -> list[TensorLine]:
+def _fold_scalars(lines: list[TensorLine], names: list[str], looks: Looks) -> list[TensorLine]:
     """Join an optimizer's 0-d states as ``optim.state.*.step``, if that matches no others."""
     groups: dict[tuple[str, str, object], list[TensorLine]] = {}
     for line in lines:
         steps = line.entry.name.split(".")
         if line.part == "optimizer" and not line.entry.shape and len(steps) > 3:
-            key = (".".join(steps[:2]) + ".", "." + steps[-1], _looks(line.entry))
+            key = (".".join(steps[:2]) + ".", "." + steps[-1], looks(line.entry))
             groups.setdefault(key, []).append(line)
     merged: dict[str, TensorLine | None] = {}
     for (head, tail, _), group in groups.items():
@@ -280,13 +293,13 @@ def _fold_scalars(lines: list[TensorLine], names: list[str]) -> list[TensorLine]
     return [line for line in folded if line is not None]
 
 
-def _fold_states(lines: list[TensorLine]) -> list[TensorLine]:
+def _fold_states(lines: list[TensorLine], looks: Looks) -> list[TensorLine]:
     """Join an optimizer's states of one parameter, such as ``{exp_avg,exp_avg_sq}``."""
     groups: dict[tuple[object, ...], list[TensorLine]] = {}
     for line in lines:
         head, _, state = line.name.rpartition(".")
         is_state = line.part == "optimizer" and head and not re.search(r"[{}*]", state)
-        groups.setdefault((head, _looks(line.entry)) if is_state else (line,), []).append(line)
+        groups.setdefault((head, looks(line.entry)) if is_state else (line,), []).append(line)
     joined = []
     for first, *others in groups.values():
         head, _, state = first.name.rpartition(".")

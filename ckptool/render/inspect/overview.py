@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from rich.console import Console
 from rich.text import Text
 
@@ -16,6 +14,7 @@ from ckptool.core.text import plural
 from ckptool.render.inspect.listing import (
     TensorLine,
     fold,
+    line_name,
     metadata_lines,
     natural,
     placements_text,
@@ -30,7 +29,6 @@ _RANK_BAR = 32
 ROOMY = 110
 _ROOM_FOR_BARS = 76
 _MOST_TEXTS = 8
-_STATES = re.compile(r"\{[A-Za-z][^{}]*\}$")
 _ROWS = ("framework", "version", "parallelism", "step", "arguments")
 
 
@@ -180,10 +178,8 @@ def _tensors(catalog: Catalog, screen: Console, sort: str) -> list[Text]:
 
 def _tensor(line: TensorLine, brief: bool) -> list[Cell]:
     entry = line.entry
-    name = Text(visible(_STATES.sub("{…}", line.name) if brief else line.name))
-    name.highlight_regex(r"\{[^{}]*\}|(?<![^.])\*(?![^.])", "bold cyan")
     return [
-        name,
+        line_name(line, brief),
         (str(list(entry.shape)), "green"),
         (short_name(entry.dtype.name), "yellow"),
         _placements(entry, brief),
