@@ -165,6 +165,11 @@ def _part(cell: Cell) -> _Part:
     return _Part(text, style, (), cell_len(text))
 
 
+def cell_width(cell: Cell) -> int:
+    """Return how many cells of the screen a cell takes."""
+    return _part(cell).width
+
+
 def _line(row: Sequence[_Part], widths: Sequence[int], aligns: str) -> Text:
     pieces, spans, end = list[str](), list[Span](), 0
     for part, width, align in zip(row, widths, aligns, strict=True):

@@ -44,6 +44,8 @@ INSPECT = {
     "inspect-shards": on_terminal("inspect rank_strided --shards '*'"),
     "inspect-values": on_terminal("inspect zip_zoo --values"),
     "inspect-stats": on_terminal("inspect dcp_zoo --stats 'view.*'", width=120),
+    "inspect-stats-80": on_terminal("inspect dcp_zoo --stats 'view.*'"),
+    "inspect-stats-60": on_terminal("inspect dcp_zoo --stats 'view.*'", width=60),
     "inspect-markdown": in_a_pipe(
         "inspect dcp_fsdp2 --format markdown", "inspect run --format markdown"
     ),

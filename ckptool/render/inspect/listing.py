@@ -22,7 +22,7 @@ from ckptool.core.selection import tensors_named
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.core.text import list_some, plural
 from ckptool.render.inspect.values import preview
-from ckptool.render.text import Cell, columns, ranges, visible
+from ckptool.render.text import Cell, cell_width, columns, ranges, visible
 from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.state_dict.values import type_name
 
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 _HEADINGS = ("name", "shape", "dtype", "placements", "chunks", "writers", "bytes")
 _STATISTICS = ("name", "shape", "dtype", "min", "max", "mean", "std", "zeros", "nan", "inf")
+_LESS = (tuple(range(10)), (0, 3, 4, 5, 6, 8, 9), (0, 3, 4, 8, 9))
+"""Which statistics are shown, where there is less room."""
+_NAME = 24
+"""Cells of a name that are left of it at least."""
 _LONGEST_VALUE = 200
 _DEEPEST_NODE = 8
 ROOMY = 100
@@ -150,11 +154,26 @@ def _where(files: Mapping[str, Sequence[str]], text: str) -> str:
 
 def stats_lines(stats: Sequence[TensorStats], console: Console) -> list[Text]:
     """Return a row per tensor; NaN and Inf in red if there are any."""
-    rows = map(_statistics, stats)
-    lines = columns(console, rows, "lllrrrrrrr", heads=_STATISTICS, cuts=0)
+    rows = [_statistics(item) for item in stats]
+    shown = next((each for each in _LESS if _fits(rows, each, console)), _LESS[-1])
+    heads = [_STATISTICS[at] for at in shown]
+    sides = "".join("lllrrrrrrr"[at] for at in shown)
+    lines = columns(
+        console, [[row[at] for at in shown] for row in rows], sides, heads=heads, cuts=0
+    )
+    if len(shown) < len(_STATISTICS):
+        left = ", ".join(head for at, head in enumerate(_STATISTICS) if at not in shown)
+        lines.append(Text(f"  left out: {left}; see --json", style="dim"))
     if any(item.entry.dtype.kind == "complex" for item in stats):
         lines.append(Text("  complex numbers: statistics of their magnitudes", style="dim"))
     return lines
+
+
+def _fits(rows: Sequence[Sequence[Cell]], shown: Sequence[int], console: Console) -> bool:
+    """Return whether these columns are one line each, with enough of the names."""
+    widths = [max(map(cell_width, [_STATISTICS[at], *(row[at] for row in rows)])) for at in shown]
+    taken = sum(width + 2 for width in (min(widths[0], _NAME), *widths[1:]))
+    return not console.is_terminal or taken <= console.width
 
 
 def _statistics(item: TensorStats) -> list[Cell]:
