@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
+
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Layout
+from ckptool.core.text import plural
 from ckptool.errors import Unrecognized
 from ckptool.formats.base import (
     EXTRA,
@@ -30,6 +34,9 @@ from ckptool.serialization.safetensors import (
 from ckptool.serialization.safetensors_metadata import PLAIN, header_for
 from ckptool.serialization.source import Source
 
+SHARDING = "DCP_SHARDING_INFO"
+"""The text of a header with the place of each tensor in a larger one, in JSON."""
+
 
 def _main_file(source: Source) -> str | None:
     """Return the only file of a source, apart from ckptool's side file."""
@@ -52,11 +59,30 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         raise Unrecognized(f"{source.root}: not one safetensors file")
     tensors, metadata = read_whole_tensors(source, file, options)
     files = {file: source.files[file]}
-    info = {"writer": "safetensors"} | delta_info([metadata])
-    notes = (*note_part(file), *delta_notes(info))
+    info = {"writer": writer_of(metadata) or "safetensors"} | delta_info([metadata])
+    notes = (*note_part(file), *_note_shards(file, metadata), *delta_notes(info))
     catalog = Catalog("safetensors", tensors, {}, files, world_size=1, info=info, notes=notes)
     side = file.removesuffix(".safetensors") + EXTRA
     return with_headers(catalog, source, side, {file: metadata}, options)
+
+
+def writer_of(metadata: Mapping[str, str]) -> str | None:
+    """Return who wrote a file by its header, None if that does not say."""
+    return "torch HuggingFaceStorageWriter" if SHARDING in metadata else None
+
+
+def _note_shards(file: str, metadata: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note on a file whose header says that its tensors are a rank's shards of others."""
+    try:
+        placed = json.loads(metadata.get(SHARDING, "{}"))
+        starts = [any(each["saved_offsets"]) for each in placed.values()]
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+        return
+    if shards := sum(starts):
+        yield (
+            f"{file} is read by itself: by its {SHARDING}, {plural(shards, 'tensor')} of it"
+            " begin within larger ones, of which other ranks have the rest"
+        )
 
 
 def read_whole_tensors(

@@ -25,7 +25,7 @@ from ckptool.formats.base import (
     Writing,
 )
 from ckptool.formats.companions import companions, describe_config
-from ckptool.formats.safetensors import read_whole_tensors
+from ckptool.formats.safetensors import read_whole_tensors, writer_of
 from ckptool.formats.safetensors.shard_sets import (
     INDEX,
     SHARD,
@@ -108,7 +108,8 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         notes += _index_notes(index, None if unread else metadata, contents.tensors, weight_map)
     options.report(contents.problems, subject=source.root)
     copies = variants(all_weights(source)) - {*files} if named is None else set[str]()
-    info = {"writer": _writer(headers)} | describe_config(source, options)
+    writers = filter(None, map(writer_of, headers.values()))
+    info = {"writer": next(writers, "Hugging Face")} | describe_config(source, options)
     info |= delta_info([metadata, *headers.values()])
     catalog = Catalog(
         "hf",
@@ -228,12 +229,6 @@ def _index_notes(
         message = f"{index} does not list {len(unlisted)} of the tensors: {unlisted[0]}, ..."
         notes.append(Problem(message, "index-unlisted", file=index))
     return notes
-
-
-def _writer(headers: Mapping[str, Mapping[str, str]]) -> str:
-    if any("DCP_SHARDING_INFO" in header for header in headers.values()):
-        return "torch HuggingFaceStorageWriter"
-    return "Hugging Face"
 
 
 def lay_out(catalog: Catalog, request: Request, head: str = "") -> Layout:

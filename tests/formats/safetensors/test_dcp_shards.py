@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,17 @@ def test_a_config_that_cannot_be_read_is_not_one_that_says_nothing(text: str, sh
     (shards / "config.json").write_text(text)
     with pytest.raises(Damaged, match=r"config\.json: not a JSON object"):
         open_checkpoint(shards)
+
+
+def test_a_shard_alone_is_no_whole_model(shards: Path, out: Path) -> None:
+    for number, begin in ((1, 0), (2, 2)):
+        alone = out / f"alone-{number}.safetensors"
+        shutil.copy(shards / f"shard-0000{number}-model-00001-of-00001.safetensors", alone)
+        catalog = open_checkpoint(alone).catalog
+        assert catalog.info["writer"] == "torch HuggingFaceStorageWriter"
+        told = [note for note in catalog.notes if "DCP_SHARDING_INFO" in note]
+        assert len(told) == (begin > 0)
+        assert all(f"{begin} tensors of it begin within larger ones" in note for note in told)
 
 
 def test_shards_that_were_never_consolidated_are_read(shards: Path, out: Path) -> None:
