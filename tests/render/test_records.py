@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import ckptool
 from ckptool.cli.app import app
-from ckptool.render.inspect.values import preview
+from ckptool.render.inspect.values import notable_values, preview
 from ckptool.serialization.pickle.records import Call, Global
 
 
@@ -89,6 +89,22 @@ def test_attributes_are_listed_one_by_one(saved: Path) -> None:
     assert rows["space"] == ["argparse.Namespace", "2", "attributes"]
     assert rows["space.lr"] == ["float", "0.1"]
     assert rows["config.names"] == ["tuple", "('a',", "'b')"]
+
+
+def test_what_people_look_for_comes_first(tmp_path: Path) -> None:
+    held = {
+        "scheduler": {"_is_initial": False, "last_epoch": 7},
+        "version": "1.2",
+        "args": argparse.Namespace(seed=3, hidden_size=64, verbose=True, out="x"),
+        "lr": 0.1,
+        "step": 1000,
+    }
+    torch.save({"w": torch.ones(1), **held}, tmp_path / "v.pt")
+    entries = ckptool.inspect(tmp_path / "v.pt").catalog.objects.values()
+    first = ["step", "lr", "args.seed", "args.hidden_size"]
+    rest = ["version", "scheduler.last_epoch", "scheduler._is_initial"]
+    assert [name for name, _ in notable_values(entries)] == [*first, *rest]
+    assert [name for name, _ in notable_values(entries, 2)] == first[:2]
 
 
 def record(module: str, name: str, *args: Any, state: Any = None) -> Call:

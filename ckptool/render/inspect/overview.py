@@ -89,7 +89,7 @@ def _holds(report: InspectReport) -> str:
     totals = report.totals
     parameters = magnitude(totals.parameters) + " parameter" + "s" * (totals.parameters != 1)
     return (
-        f"{plural(totals.tensors, 'tensor')}, {parameters}, {size(totals.nbytes)}"
+        f"{plural(totals.tensors, 'tensor')} of {size(totals.nbytes)}, {parameters},"
         f" in {plural(totals.files, 'file')}"
     )
 

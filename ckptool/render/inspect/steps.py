@@ -16,7 +16,7 @@ from ckptool.render.text import Cell, columns, size, visible
 if TYPE_CHECKING:
     from ckptool.commands.inspect.steps import RunSummary, StepSummary
 
-_HEADS = ("step", "checkpoint", "saved", "bytes", "", "optimizer", "mesh")
+_HEADS = ("step", "checkpoint", "saved", "file bytes", "", "optimizer", "mesh")
 ROOMY = 78
 _NARROW = 66
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import date, time, timedelta
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from ckptool.commands.inspect.records import content_of, simple_value, unwrap
@@ -14,6 +15,24 @@ from ckptool.render.text import visible
 from ckptool.serialization.pickle.records import Call, Global, Persistent
 from ckptool.serialization.state_dict.values import type_name
 
+_WANTED = {
+    word: rank
+    for rank, words in enumerate(
+        (
+            "step global_step global_steps iteration epoch tokens_seen consumed_train_samples",
+            "lr learning_rate max_lr min_lr seed",
+            "model_type hidden_size dim d_model n_embd"
+            " num_layers num_hidden_layers n_layers n_layer",
+            "num_attention_heads n_heads n_head num_key_value_heads num_query_groups n_kv_heads"
+            " ffn_hidden_size intermediate_size vocab_size padded_vocab_size num_experts",
+            "seq_len seq_length max_seq_len max_position_embeddings global_batch_size"
+            " micro_batch_size train_batch_size batch_size",
+        )
+    )
+    for word in words.split()
+}
+"""The last parts of the names of values that people look for, the first ones first."""
+_ORDINARY = len(_WANTED)
 _HYPERPARAMETERS = ("lr", "initial_lr", "betas", "momentum", "eps", "weight_decay")
 
 
@@ -91,16 +110,43 @@ def _atom(value: Any) -> str:
 
 
 def notable_values(entries: Iterable[ObjectEntry], most: int = 8) -> list[tuple[str, str]]:
-    """Return the most interesting values: short ones outside the optimizer, then its rates."""
-    others: list[ObjectEntry] = []
+    """Return the values that people look for first: short ones, then the optimizer's rates.
+
+    Progress, rates, seeds and sizes come before all others, and what is private to an object last.
+    Of an object with attributes, such as arguments, those are shown that are looked for.
+    """
+    found: list[tuple[int, int, str, Any]] = []
     optimizer: list[ObjectEntry] = []
     for entry in entries:
-        is_optimizer = state_category(entry) == "optimizer"
-        (optimizer if is_optimizer else others).append(entry)
-    short = [entry for entry in others if isinstance(entry.value, int | float | str)]
-    short.sort(key=lambda entry: len(entry.path))
-    values = [(entry.name, preview(entry.value)) for entry in short[:most]]
+        if state_category(entry) == "optimizer":
+            optimizer.append(entry)
+        elif isinstance(entry.value, int | float | str):
+            found.append((_rank(entry.name), len(entry.path), entry.name, entry.value))
+        else:
+            found += _attributes(entry)
+    found.sort(key=itemgetter(0, 1))
+    values = [(name, preview(value)) for _, _, name, value in found[:most]]
     return values + _hyperparameters(optimizer)
+
+
+def _attributes(entry: ObjectEntry) -> Iterator[tuple[int, int, str, Any]]:
+    """Yield the attributes of an object that are looked for, as ``notable_values`` sorts them."""
+    held = unwrap(entry.value)
+    fields: Any = held if held is not entry.value and isinstance(held, dict) else {}
+    if isinstance(held, Call) and simple_value(held) is None:
+        fields = (content_of(held) or ((), {}))[1]
+    for key, inner in fields.items():
+        value = unwrap(inner)
+        if isinstance(value, int | float | str) and (rank := _rank(str(key))) < _ORDINARY:
+            yield rank, len(entry.path) + 1, f"{entry.name}.{key}", value
+
+
+def _rank(name: str) -> int:
+    """Return how early a value is shown, by the last part of its name."""
+    last = name.rpartition(".")[2]
+    if last.startswith("_"):
+        return _ORDINARY + 1
+    return _WANTED.get(last.lower(), _ORDINARY)
 
 
 def _hyperparameters(entries: Iterable[ObjectEntry]) -> list[tuple[str, str]]:
