@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -15,7 +18,7 @@ from ckptool.cli.completion import complete_from
 from ckptool.cli.usage import RENAMED, show_all_help
 from ckptool.commands.options.declaration import RARE, SPEED, Option, OptionGroup, build, options_of
 from ckptool.core.text import one_of
-from ckptool.errors import UsageError
+from ckptool.errors import CkptoolError, UsageError
 
 if TYPE_CHECKING:
     from ckptool.storage.url import Location
@@ -62,11 +65,28 @@ def with_options(command: Command) -> Command:
         opening = "storage_option"  # they apply to every URL among the other arguments
         with storage_options(parse(opening) if opening in known else {}):
             parsed = {name: parse(name) for name in known}
-            command(**values, **{name: build(group, parsed) for name, group in groups.items()})
+            with _naming_places(values.get("source"), values.get("target")):
+                command(**values, **{name: build(group, parsed) for name, group in groups.items()})
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+@contextmanager
+def _naming_places(source: str | None, target: str | None) -> Iterator[None]:
+    """Put the places of the command line into the commands of an error's hint, to be copied."""
+    given = {"CKPT": source, "SRC": source, "DST": target}
+    places = {word: quote(place) for word, place in given.items() if place}
+
+    def named(command: re.Match[str]) -> str:
+        return re.sub(r"\b(CKPT|SRC|DST)\b", lambda word: places.get(word[0], word[0]), command[0])
+
+    try:
+        yield
+    except CkptoolError as error:
+        error.hint = error.hint and re.sub(r"`ckptool [^`]*`", named, error.hint)
+        raise
 
 
 def _screen_parameters() -> list[Parameter]:

@@ -307,7 +307,8 @@ def rename_by(catalog: Catalog, rule: str) -> Catalog:
         raise UsageError(
             f"--rename {rule!r} matches none of {len(known):,} names",
             hint="its left side is a regular expression, searched for in full names after"
-            " --model-only and the rules before it; `ckptool inspect --tensors '*'` lists names",
+            " --model-only and the rules before it;"
+            " `ckptool inspect CKPT --tensors '*'` lists names",
         )
     return rename(catalog, substitution(rule))
 

@@ -134,7 +134,7 @@ def read_manifest(path: Location) -> CheckpointManifest:
     return _parsed(content, path)
 
 
-_WRITES = "`ckptool verify CKPT --write-manifest FILE` writes one, where CKPT is good"
+_WRITES = "`ckptool verify CKPT --write-manifest FILE` writes one of what is good"
 
 
 def _refuse_constant(word: str) -> None:
