@@ -8,10 +8,10 @@
 
 The commands are functions too, with the same options as keywords, and return their reports:
 ``inspect``, ``stats``, ``diff``, ``extract``; ``convert``, ``reshard``, ``merge``; ``verify``,
-``compare``, ``verify_run`` (of a run's steps), ``verify_merge`` and ``salvage``; ``bench`` and
-``bench_changes``; ``list_formats``, ``list_maps``, ``list_steps`` (of a run) and ``map_text``.
-``help`` of each lists its keywords. What goes wrong is a ``CkptoolError``, with a ``hint``. Each
-part is imported when it is first used.
+``compare``, ``verify_run``, ``convert_run`` (of a run's steps), ``verify_merge`` and ``salvage``;
+``bench`` and ``bench_changes``; ``list_formats``, ``list_maps``, ``list_steps`` (of a run) and
+``map_text``. ``help`` of each lists its keywords. What goes wrong is a ``CkptoolError``, with a
+``hint``. Each part is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckptool.api.checkpoint import open as open
     from ckptool.api.commands import compare as compare
     from ckptool.api.commands import convert as convert
+    from ckptool.api.commands import convert_run as convert_run
     from ckptool.api.commands import diff as diff
     from ckptool.api.commands import extract as extract
     from ckptool.api.commands import inspect as inspect
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "api.bench": "bench bench_changes",
-    "api.commands": "compare convert diff extract inspect list_formats list_maps list_steps"
-    " map_text prune reshard salvage stats verify verify_run",
+    "api.commands": "compare convert convert_run diff extract inspect list_formats list_maps"
+    " list_steps map_text prune reshard salvage stats verify verify_run",
     "api.load": "LoadReport load",
     "api.merge": "merge verify_merge",
     "api.checkpoint": "Checkpoint open",

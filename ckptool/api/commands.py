@@ -28,7 +28,7 @@ from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
-from ckptool.commands.options.target import ConvertOptions, ReshardOptions
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions, StepChoice
 from ckptool.commands.options.verify import (
     CompareOptions,
     LikeOptions,
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from ckptool.commands.inspect.stats import StatsReport
     from ckptool.commands.inspect.steps import RunSummary
     from ckptool.commands.runs.assessment import RunReport
+    from ckptool.commands.runs.convert import ConvertRunReport
     from ckptool.commands.runs.prune import PruneReport
     from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.compare.diff import DiffReport
@@ -213,6 +214,30 @@ def convert(
     if parsed.transfer.dry_run:
         return prepared.with_costs()
     return prepared.run(started_progress(progress)(prepared.nbytes))
+
+
+@with_keywords(ConvertKeywords)
+def convert_run(
+    run: AnyPath,
+    target: AnyPath,
+    *,
+    to: str | None = None,
+    last: int | None = None,
+    every: int | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[ConvertKeywords],
+) -> ConvertRunReport:
+    """Convert the good steps of a run, each under its own name in ``target``; true if none failed.
+
+    All of them, the ``last`` N, or those whose number is a multiple of ``every``. Same as ``ckptool
+    convert RUN DST --all-steps``.
+    """
+    from ckptool.commands.runs.convert import convert_run as _convert_run
+
+    parsed = Keywords("convert_run", options, ConvertKeywords).options(ConvertOptions, to=to)
+    choice = StepChoice(last is None is every, last, every)
+    places = location(run), location(target)
+    return _convert_run(*places, choice, parsed, started=started_progress(progress))
 
 
 @with_keywords(ReshardKeywords)

@@ -10,15 +10,24 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from ckptool.cli.parameters import AsJson, Debug, Quiet, SourcePath, parse_place
+from ckptool.commands.options.declaration import OptionGroup, changed
 from ckptool.commands.options.merge import MergeOptions
-from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
+from ckptool.commands.options.target import (
+    ConvertOptions,
+    ReshardOptions,
+    StepChoice,
+    TransferOptions,
+)
+from ckptool.errors import Several, Unsupported
 
 if TYPE_CHECKING:
     from ckptool.commands.transfer.report import TransferReport
     from ckptool.commands.transfer.transfer import Transfer
     from ckptool.engine.ranks import Ranks
+    from ckptool.storage.url import Location
 
 Report = TypeVar("Report", bound="TransferReport")
+RUN = "Runs (folders of steps)"
 
 
 def convert(
@@ -28,6 +37,7 @@ def convert(
     ],
     *,
     options: ConvertOptions,
+    steps: Annotated[StepChoice, OptionGroup(panel=RUN)],
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -42,9 +52,17 @@ def convert(
     from ckptool.commands.verify.salvage.offer import offering_salvage
 
     places = parse_place(source, "SRC"), parse_place(target, "DST")
+    if changed(steps):
+        options.transfer.require_one_way()
+        _convert_steps(places, steps, options, as_json=as_json, quiet=quiet)
+        return
 
     def plan(ranks: Ranks) -> Transfer[ConvertReport]:
-        return prepare(*places, options, ranks=ranks.size)
+        try:
+            return prepare(*places, options, ranks=ranks.size)
+        except Several as error:
+            error.add_hint("--all-steps converts each step")
+            raise
 
     def show(report: ConvertReport) -> None:
         from ckptool.render.convert import show_convert
@@ -53,6 +71,40 @@ def convert(
 
     with offering_salvage(places[0], options.read):
         _run_transfer(plan, options.transfer, show, as_json=as_json, quiet=quiet)
+
+
+def _convert_steps(
+    places: tuple[Location, Location],
+    steps: StepChoice,
+    options: ConvertOptions,
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Convert steps of a run and show what became of each; exit 1 if one fails or none is good."""
+    import os
+
+    from ckptool.commands.runs.convert import convert_run
+    from ckptool.engine.ranks import read_launch
+    from ckptool.render.convert import show_converted_steps
+    from ckptool.render.messages import print_json, show_notes, show_step
+    from ckptool.render.progress import started_progress
+
+    if read_launch(os.environ) is not None:
+        raise Unsupported(
+            "under torchrun, the ranks share one checkpoint: convert steps in one process"
+        )
+    notify = (lambda text: None) if quiet else show_step
+    with _noting_what_stands(), started_progress(quiet=quiet) as started:
+        report = convert_run(*places, steps, options, notify, started)
+    if not quiet:
+        show_notes(report.notes)
+    if as_json:
+        print_json(report.to_dict())
+    elif not quiet or options.transfer.dry_run:
+        show_converted_steps(report)
+    if not report.ok:
+        raise typer.Exit(1)
 
 
 def reshard(

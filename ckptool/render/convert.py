@@ -19,6 +19,7 @@ from ckptool.render.text import columns, console, emit, escaped, first_lines, fr
 
 if TYPE_CHECKING:
     from ckptool.commands.keymap.maps import MapReport
+    from ckptool.commands.runs.convert import ConvertRunReport, State
     from ckptool.commands.transfer.report import Part, TransferReport
     from ckptool.commands.transfer.rewritten import RewrittenReport
     from ckptool.core.keymap.apply import Move
@@ -53,6 +54,36 @@ def show_convert(report: RewrittenReport) -> None:
         if report.map is not None:
             show_moves(report.map, screen)
         show_files(report.files, screen)
+
+
+_STATES: dict[State, str] = {
+    "written": "green",
+    "equal": "green",
+    "planned": "",
+    "left out": "yellow",
+    "failed": "red",
+}
+
+
+def show_converted_steps(report: ConvertRunReport) -> None:
+    """Show a table of the steps, newest first, then how many there are of each state."""
+    screen = console()
+    rows = [
+        (
+            "" if step.number is None else str(step.number),
+            str(step.path).removeprefix(f"{report.path}/"),
+            (step.state, _STATES[step.state]),
+            "" if step.nbytes is None else size(step.nbytes),
+            step.reason or str(step.target),
+        )
+        for step in report.steps
+    ]
+    heads = ("step", "checkpoint", "", "size", "")
+    emit(screen, columns(screen, rows, "rllrl", heads=heads))
+    counts = {state: len(report.of_state(state)) for state in _STATES}
+    said = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
+    answer = ("OK", "bold green") if report.ok else ("FAILED", "bold red")
+    emit(screen, [Text(), Text.assemble(answer, f": {said or 'no step'}")])
 
 
 def rewriting_lines(report: RewrittenReport) -> Iterator[str]:

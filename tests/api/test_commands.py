@@ -43,7 +43,7 @@ FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
     "diff": [ckptool.diff],
     "extract": [ckptool.extract],
     "prune": [ckptool.prune],
-    "convert": [ckptool.convert],
+    "convert": [ckptool.convert, ckptool.convert_run],
     "reshard": [ckptool.reshard],
     "merge": [ckptool.merge],
     "verify": [
@@ -72,7 +72,7 @@ FOR_PEOPLE = {
 
 QUESTIONS = {
     *("inspect stats", "verify against", "verify recipe", "verify latest_good", "verify salvage"),
-    *("bench compare", "maps check"),
+    *("convert all_steps", "bench compare", "maps check"),
 }
 """Options that ask another question: functions of their own."""
 

@@ -173,6 +173,7 @@ ANSWERS = {
     "merge average/ --average runs/ --last 2 --to dcp": "21 tensors = (step-1000 + step-2000) / 2",
     "merge whole/ runs/step-2000 --take 'output=runs/step-1000' --to dcp": "1 tensor = step-1000",
     "reshard out/global_step_100/actor on-8/global_step_100/actor --mesh 8": "for mesh fsdp=8",
+    "convert runs small/ --every 1000 --dtype bf16": "OK: 2 written",
     "prune runs --keep-last 3 --keep-every 1000": "2 good steps are kept",
     "convert runs/step-100 lora/ --to hf --peft-adapter --hf-assets adapter-config/": "wrote lora",
 }

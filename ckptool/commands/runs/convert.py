@@ -1,0 +1,200 @@
+"""Convert the steps of a run, each under its own name: one after the other, as ``convert`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar, Literal
+
+from msgspec import Struct, field, structs
+
+from ckptool.commands.convert import prepare
+from ckptool.commands.document import Report
+from ckptool.commands.options.target import ConvertOptions, StepChoice
+from ckptool.commands.options.verify import CompareOptions, VerifyOptions
+from ckptool.commands.runs.assessment import Assessor
+from ckptool.commands.runs.order import open_run
+from ckptool.commands.runs.search import as_one_step
+from ckptool.commands.runs.steps import Run, Step
+from ckptool.commands.verify.compare.against import against
+from ckptool.commands.verify.verify import Started
+from ckptool.core.text import list_some
+from ckptool.errors import SourceError, Unsupported, UsageError
+from ckptool.formats import FORMATS, single_file_suffixes
+from ckptool.storage.place import is_gone
+from ckptool.storage.url import Location, within
+
+Notify = Callable[[str], None]
+State = Literal["written", "equal", "planned", "left out", "failed"]
+
+
+class ConvertedStep(Struct, frozen=True):
+    """What became of a step, or of one of its several checkpoints; ``nbytes`` of the target.
+
+    It is ``written``, or ``equal`` to what is at its target already; ``left out`` since it is not
+    good, or ``failed``, each with the ``reason``. A dry run has it ``planned``.
+    """
+
+    path: Location
+    number: int | None
+    state: State
+    target: Location | None = None
+    nbytes: int | None = None
+    reason: str = ""
+
+
+class ConvertRunReport(Report, frozen=True):
+    """The steps of a run that were asked for, newest first; true if some are good and none failed.
+
+    ``notes`` are those on each conversion, without repetitions.
+    """
+
+    computed: ClassVar = ("ok",)
+
+    path: Location
+    target: Location
+    steps: tuple[ConvertedStep, ...]
+    notes: tuple[str, ...] = ()
+    total: int = field(default=0, name="totals.steps")
+
+    schema: ClassVar = "convert-run"
+
+    @property
+    def ok(self) -> bool:
+        return not self.of_state("failed") and len(self.of_state("left out")) < len(self.steps)
+
+    def of_state(self, state: State) -> list[ConvertedStep]:
+        """Return the steps in this state."""
+        return [step for step in self.steps if step.state == state]
+
+
+def convert_run(
+    run: Location,
+    target: Location,
+    choice: StepChoice,
+    options: ConvertOptions,
+    notify: Notify = lambda text: None,
+    started: Started = lambda total: lambda nbytes: None,
+) -> ConvertRunReport:
+    """Convert the good steps of a run that are asked for into a folder, the newest first.
+
+    A step is good if it is whole by its metadata; its data is checked as it is read. What is at its
+    target already is compared with it, and replaced only with ``overwrite``. With ``resume`` an
+    interrupted step is continued. Raises as ``convert`` does what concerns all steps alike.
+    """
+    choice.require_one_way(options.transfer)
+    opened = as_one_step(open_run(run, options.read))
+    _require_several(opened)
+    assessor = Assessor(opened, VerifyOptions(read=options.read, quick=True))
+    conversion = _Conversion(opened, target, options, notify, started)
+    made: list[ConvertedStep] = []
+    good = 0
+    for step in reversed(opened.steps):
+        if good == choice.last:
+            break
+        found = assessor.assess(step).report
+        if not choice.wants(step.number) or is_gone(step.path):
+            continue
+        if found.export or not found.ok:
+            why = "; ".join(found.reasons) or "an export beside the steps"
+            made.append(ConvertedStep(step.path, step.number, "left out", reason=why))
+            continue
+        parts = [*conversion.convert(step)]
+        good += all(part.state != "failed" for part in parts)
+        made += parts
+    if choice.every is not None and not made:
+        numbers = [str(step.number) for step in opened.steps if step.number is not None]
+        listed = list_some(numbers, 4) if numbers else "not numbered"
+        raise UsageError(f"--every {choice.every}: no step of {run} is a multiple of it: {listed}")
+    return ConvertRunReport(run, target, tuple(made), conversion.notes, len(opened.steps))
+
+
+def _require_several(run: Run) -> None:
+    if any(step.path == run.path for step in run.steps):
+        raise Unsupported(
+            f"{run.path} is one checkpoint, not a run with several steps",
+            hint="leave out --all-steps, --last and --every",
+        )
+
+
+class _Conversion:
+    """Converts steps of one run with the same options."""
+
+    def __init__(
+        self,
+        run: Run,
+        target: Location,
+        options: ConvertOptions,
+        notify: Notify,
+        started: Started,
+    ) -> None:
+        self._run = run
+        self._target = target
+        self._options = options
+        self._notify = notify
+        self._started = started
+        self._notes: dict[str, None] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return the notes on all that was converted so far."""
+        return tuple(self._notes)
+
+    def convert(self, step: Step) -> Iterator[ConvertedStep]:
+        """Convert each checkpoint of a step: most have one, which is called as the step."""
+        for part in step.parts:
+            named = step.path if len(step.parts) == 1 else part
+            target = self._target / self._name(within(named, self._run.path).as_posix())
+            made = partial(ConvertedStep, part, step.number, target=target)
+            try:
+                yield self._convert(part, target, made)
+            except (SourceError, Unsupported) as error:
+                hint = f" ({error.hint})" if error.hint else ""
+                yield made("failed", reason=f"{error}{hint}")
+
+    def _name(self, name: str) -> str:
+        """Return the name of a target: the step's, with the suffix of the format's files if any."""
+        to, suffixes = self._options.to, single_file_suffixes()
+        known = next((suffix for suffix in suffixes if name.endswith(suffix)), "")
+        if to is None or to not in FORMATS:
+            return name
+        row = FORMATS[to]
+        is_file = row.detection.suffixes and row.detection.folder is None
+        return name.removesuffix(known) + (row.detection.suffixes[0] if is_file else "")
+
+    def _convert(
+        self, source: Location, target: Location, made: Callable[..., ConvertedStep]
+    ) -> ConvertedStep:
+        how = self._options.transfer
+        transfer = prepare(source, target, self._options)
+        nbytes = transfer.report.write_bytes
+        self._notes.update(dict.fromkeys(transfer.report.notes))
+        if how.dry_run:
+            there = "there already: it would be compared" if target.exists() else ""
+            return made("planned", nbytes=nbytes, reason=there)
+        resume = how.resume and transfer.stage().target.is_partial()
+        if target.exists() and not resume:
+            self._notify(f"comparing {source} with {target}")
+            differs = self._difference(source, target)
+            if differs is None:
+                return made("equal", nbytes=nbytes)
+            if not how.overwrite:
+                raise Unsupported(f"{target}: there already, and {differs}", hint="--overwrite")
+        self._notify(f"writing {target}")
+        transfer = structs.replace(transfer, options=replace(how, resume=resume))
+        report = transfer.run(self._started(transfer.nbytes))
+        self._notes.update(dict.fromkeys(report.notes))
+        return made("written", nbytes=nbytes)
+
+    def _difference(self, source: Location, target: Location) -> str | None:
+        """Return how a target differs from what would be written there; None if it does not."""
+        options = self._options
+        verify = VerifyOptions(read=options.read, workers=options.transfer.run.workers)
+        try:
+            found = against(
+                source, target, verify, options.rewrite, CompareOptions(), self._started
+            )
+        except SourceError as error:
+            return str(error)
+        return None if found.ok else found.verify.summary
