@@ -15,6 +15,7 @@ from ckptool.commands.options.declaration import OptionGroup, changed
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import (
     CompareOptions,
+    FollowOptions,
     LikeOptions,
     ManifestOptions,
     VerifyOptions,
@@ -71,6 +72,7 @@ def verify(
     every: Annotated[
         bool, typer.Option("--all", rich_help_panel=RUN, help="Verify every step; show a table.")
     ] = False,
+    following: Annotated[FollowOptions, OptionGroup(panel=RUN)],
     salvage: Annotated[
         str | None,
         typer.Option(
@@ -118,6 +120,7 @@ def verify(
         manifest.write_manifest,
         manifest.manifest,
         of_run=latest_good or every,
+        follow=following.follow,
         salvage=salvage,
     )
     _require_possible(questions, options, comparison, rewrite)
@@ -132,6 +135,8 @@ def verify(
         _salvage(place, location(salvage), options, output, overwrite=manifest.overwrite)
     if latest_good or every:
         _verify_steps(place, options, output, every=every)
+    if following.follow or following.then is not None:
+        _follow(place, following, options, output)
     try:
         with (
             _ranks(alone=any(questions) or options.quick) as ranks,
@@ -170,12 +175,13 @@ class _Questions(NamedTuple):
     write_manifest: Location | None
     manifest: Location | None
     of_run: bool
+    follow: bool
     salvage: str | None
 
 
 _FLAGS = (
     *("--against", "--recipe", "--like", "--write-manifest", "--manifest"),
-    *("--latest-good or --all", "--salvage"),
+    *("--latest-good or --all", "--follow", "--salvage"),
 )
 """The options of the questions."""
 
@@ -192,10 +198,10 @@ def _require_possible(
     ]
     if len(asked) > 1:
         raise UsageError(f"{' and '.join(asked)}: one at a time", hint="one command for each")
-    against, recipe, like, write_manifest, manifest, of_run, _ = questions
-    if options.allow_nonfinite and not of_run:
+    against, recipe, like, write_manifest, manifest, of_run, follow, _ = questions
+    if options.allow_nonfinite and not (of_run or follow):
         raise UsageError(
-            "--allow-nonfinite is for runs: it needs --latest-good or --all",
+            "--allow-nonfinite is for runs: it needs --latest-good, --all or --follow",
             hint="without --fail-nonfinite, NaN and infinite values are warnings",
         )
     other = "--against" if against is not None else "--recipe" if recipe is not None else None
@@ -207,7 +213,7 @@ def _require_possible(
     if options.part is not None and any(questions):
         raise UsageError(
             "--part checks a single checkpoint",
-            hint="leave out --against, --recipe, --like, manifests, runs and --salvage",
+            hint="leave out --against, --recipe, --like, manifests, --salvage and what is of runs",
         )
     flags = [flag for flag in changed(comparison) if like is None or flag != "--other-format"]
     if other is None and flags:
@@ -327,6 +333,31 @@ def _verify_steps(
     ]
     output.show(Answer(suites, show, report.to_dict, is_data=True), strict=options.strict)
     _end(report.ok)
+
+
+def _follow(
+    run: Location, following: FollowOptions, options: VerifyOptions, output: Output
+) -> NoReturn:
+    """Verify steps as they are finished, until a signal; exit 0 if nothing failed by then."""
+    from ckptool.commands.verify.follow import follow, require_command, run_command
+    from ckptool.render.verify import show_followed
+
+    if not following.follow:
+        raise UsageError("--then is for each step of a run: it needs --follow")
+    if output.form == "junit" or output.page is not None:
+        other = "--format junit" if output.page is None else "--html"
+        raise UsageError(f"{other} is of a whole report, which --follow never has")
+    then = None if following.then is None else require_command(following.then)
+    ok = True
+    try:
+        for report in follow(run, options):
+            code = run_command(then, report.path) if then and report.ok else None
+            ok = ok and report.ok and not code
+            if not output.quiet:
+                show_followed(report, code, as_json=output.form == "json")
+    except (KeyboardInterrupt, SystemExit):  # Ctrl-C and SIGTERM: nothing else ends it
+        _end(ok)
+    _end(ok)
 
 
 def _salvage(

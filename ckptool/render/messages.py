@@ -84,6 +84,12 @@ def print_json(content: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def print_json_line(content: Mapping[str, Any]) -> None:
+    """Print one of several JSON objects on stdout, as one line."""
+    sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
 def _json_pieces(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield the text of an object, which would take the memory of all rows again if held whole."""
     before = "{"

@@ -16,6 +16,7 @@ from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.commands.verify.findings import SIDES, Finding, VerifyReport
 from ckptool.commands.verify.salvage.offer import salvage_offer
 from ckptool.core.text import plural
+from ckptool.render.messages import print_json_line
 from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
 
 if TYPE_CHECKING:
@@ -168,6 +169,19 @@ def show_steps(report: RunReport) -> None:
         return
     counts = f"[bold green]{good:,} of {report.total:,} steps OK[/]"
     say(screen, f"\n{counts}; latest good: {escaped(str(latest.path))}")
+
+
+def show_followed(report: StepReport, code: int | None, *, as_json: bool) -> None:
+    """Show a step as one line or one line of JSON, with its command's exit ``code``, if any."""
+    if as_json:
+        print_json_line(report.to_dict() | ({} if code is None else {"then": code}))
+        return
+    screen = console()
+    answer = "[bold green]OK[/]    " if report.ok else "[bold red]FAILED[/]"
+    remarks = [_remarks(report)] if _remarks(report) else []
+    remarks += [f"the command ended with {code}"] if code else []
+    said = f"  {escaped('; '.join(remarks))}" if remarks else ""
+    say(screen, f"{answer} {escaped(str(report.path))}{said}")
 
 
 def _step_row(step: StepReport, report: RunReport) -> list[Cell]:

@@ -66,8 +66,9 @@ FOR_PEOPLE = {
     *("inspect tensors", "inspect shards", "inspect rank_bytes", "inspect export"),
     *("inspect depth", "inspect sort", "inspect format"),
     *("verify format", "verify codes", "bench plot", "bench recommend"),
+    *("verify follow", "verify then"),
 }
-"""Options of what is shown on the screen, and how."""
+"""Options of what is shown on the screen, and how; and what only a signal ends."""
 
 
 QUESTIONS = {

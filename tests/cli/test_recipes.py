@@ -20,8 +20,8 @@ import ckptool
 
 PAGE = (Path(ckptool.__file__).parent / "docs" / "recipes.md").read_text()
 COMMAND = re.compile(r"^\$ (?:step=\$\()?ckptool (.*?)(?:\) && .*)?$|^\$ (cp .*)$", re.M)
-ELSEWHERE = ("inspect s3://", "bench ")
-"""What needs a store, or minutes; these have tests of their own."""
+ELSEWHERE = ("inspect s3://", "bench ", "--follow")
+"""What needs a store, or minutes, or never ends; these have tests of their own."""
 DIFFERENT = ("diff runs/step-1000 model", "diff runs/step-1000 runs/step-2000 --values")
 """Questions whose answer here is that something differs."""
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_hidden_layers": 2}

@@ -130,6 +130,22 @@ class LikeOptions(OptionSet):
     )
 
 
+class FollowOptions(OptionSet):
+    """Whether to verify the steps of a run while it is trained, and what to do with each."""
+
+    follow: bool = option(
+        "--follow",
+        FLAG,
+        help="Verify each step once it is finished, those that are there first; print a line, or"
+        " with --json an object, for each. Ends by Ctrl-C or SIGTERM: exit 0 if none failed.",
+    )
+    then: str | None = option(
+        "--then",
+        metavar="'CMD {}'",
+        help="With --follow: run this command for each good step, whose path replaces {}.",
+    )
+
+
 class ManifestOptions(OptionSet):
     """Which manifest to write, or to verify by."""
 

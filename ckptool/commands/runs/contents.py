@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import lru_cache
 
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.steps import Run, Step, says_another
 from ckptool.commands.runs.trainers import unfinished_mark, unwritten_last
-from ckptool.errors import NotFound
+from ckptool.errors import Damaged, NotFound
 from ckptool.storage.url import Location, within
 
 _ROLES = {
@@ -91,6 +91,19 @@ def saved(step: Step, run: Run) -> float | None:
                 if not place.is_symlink():
                     times.append(run.source.modified(file))
     return max(times, default=None) or None
+
+
+def print_of(step: Step, run: Run) -> Sequence[str | None]:
+    """Return a hash of names, sizes and times of each entry's files; None for one that is gone."""
+    prints: list[str | None] = []
+    for entry in step.entries:
+        head = run.relative(entry)
+        names = [f"{head}/{name}" if name else head for name in run.files_in(entry)]
+        try:
+            prints.append(run.source.fingerprint(names) if names else None)
+        except (Damaged, NotFound):
+            prints.append(None)
+    return prints
 
 
 def unfinished(step: Step, run: Run) -> str | None:

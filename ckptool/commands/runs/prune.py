@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import ClassVar
 
 from msgspec import Struct
@@ -13,6 +12,7 @@ from ckptool.commands.detect import require_known
 from ckptool.commands.document import Report
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.runs.contents import print_of
 from ckptool.commands.runs.fates import Fate, Notify, StepFate, decide, unclear_reason
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.pointers import find_pointers
@@ -23,8 +23,6 @@ from ckptool.commands.verify.codes import require_codes
 from ckptool.engine.write.removal import clear, leftovers, remove
 from ckptool.errors import (
     Changed,
-    Damaged,
-    NotFound,
     TransferError,
     Unsupported,
     UsageError,
@@ -172,7 +170,7 @@ class _Removal:
         pointers = find_pointers(now)
         if step.path in pointers:
             return f"{pointers[step.path][0]} points to it"
-        if _print_of(step, now) != _print_of(step, self._run):
+        if print_of(step, now) != print_of(step, self._run):
             return "it was changed meanwhile"
         return unclear_reason(now, step)
 
@@ -182,7 +180,7 @@ class _Removal:
             if (disk := on_disk(entry)) and not os.path.lexists(disk):
                 message = f"{entry}: was to be kept and is gone; nothing more is removed"
                 raise Changed(message, hint=hint)
-        if step.path not in self._stripped and _print_of(step, now) != _print_of(step, self._run):
+        if step.path not in self._stripped and print_of(step, now) != print_of(step, self._run):
             message = f"{step.path}: was to be kept and was changed; nothing more is removed"
             raise Changed(message, hint=hint)
 
@@ -201,16 +199,3 @@ class _Removal:
         self._stripped.add(step.path)
         for strip in plan_strip(step.parts, self._verify.read, self._verify.workers):
             strip.run()
-
-
-def _print_of(step: Step, run: Run) -> Sequence[str | None]:
-    """Return a hash of names, sizes and times of each entry's files; None for one that is gone."""
-    prints: list[str | None] = []
-    for entry in step.entries:
-        head = run.relative(entry)
-        names = [f"{head}/{name}" if name else head for name in run.files_in(entry)]
-        try:
-            prints.append(run.source.fingerprint(names) if names else None)
-        except (Damaged, NotFound):
-            prints.append(None)
-    return prints
