@@ -12,7 +12,16 @@ from ckptool.commands.model.records import MODEL_TYPES, Record
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.apply import list_lines
-from ckptool.core.keymap.match import Frames, Matcher, ModelFacts, find_frames, fits, kinds_of
+from ckptool.core.keymap.match import (
+    Frames,
+    Matcher,
+    ModelFacts,
+    find_frames,
+    fits,
+    inner_kinds,
+    kinds_of,
+    may_match,
+)
 from ckptool.core.keymap.model import KeyMap
 from ckptool.core.quantization.names import dequantizing_hint
 from ckptool.core.text import list_some
@@ -58,6 +67,8 @@ def requested_map(catalog: Catalog, options: MapOptions) -> tuple[KeyMap, str]:
 
 def _count_matches(catalog: Catalog, key_map: KeyMap) -> int:
     """Count the model's tensors that the map's rules match."""
+    if not may_match(inner_kinds(catalog), key_map):
+        return 0
     frames, _ = match_names(catalog, key_map)
     return sum(len(names) for frame, names in frames.items() if frame.part == "model")
 
@@ -145,7 +156,9 @@ def maps_between(catalog: Catalog, wanted: Catalog, known: list[Record]) -> list
 
     Those for the model that is ``known`` come first, then those that give most.
     """
+    kinds = inner_kinds(wanted)
     ways = [way for each in builtin_maps().values() for way in (each, each.inverse)]
+    ways = [way for way in ways if may_match(kinds, way.inverse)]
     types = model_types(known)
     found = {
         way.name: (not types or is_for(way, types), _count_matches(wanted, way.inverse))

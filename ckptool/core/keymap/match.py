@@ -6,8 +6,11 @@ A frame is what precedes and follows a parameter's name, as in ``model.W`` and
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from fnmatch import filter as filter_names
 from fnmatch import fnmatchcase
 
 from msgspec import Struct, field
@@ -112,6 +115,28 @@ def kinds_of(catalog: Catalog) -> frozenset[str]:
     """Return the model's names with ``#`` for each number: few, however many the tensors."""
     names = [n for n, e in catalog.tensors.items() if state_category(e) == "model"]
     return frozenset(abstract(name)[0] or name for name in names)
+
+
+def inner_kinds(catalog: Catalog) -> list[str]:
+    """Return the kinds of the model's names, and what wrappers may have been put around, sorted."""
+    return sorted({inner for kind in kinds_of(catalog) for inner in unwrapped(kind)})
+
+
+def may_match(kinds: Sequence[str], key_map: KeyMap) -> bool:
+    """Return whether a map may match a name of one of these ``inner_kinds``, by any rule or glob.
+
+    It costs the same however many kinds there are, unlike ``fits``.
+    """
+    patterns = [*(p for rule in key_map.rules for p in rule.sources), *key_map.drop]
+    if any(key in _beginning_with(kinds, key)[:1] for key in (p.key for p in patterns)):
+        return True
+    globs = [abstract(kept.source)[0] for kept in key_map.keep]
+    return any(filter_names(_beginning_with(kinds, re.split(r"[*?[]", g)[0]), g) for g in globs)
+
+
+def _beginning_with(names: Sequence[str], text: str) -> Sequence[str]:
+    """Return those of sorted names that begin with a text."""
+    return names[bisect_left(names, text) : bisect_left(names, f"{text}\U0010ffff")]
 
 
 def fits(catalog: Catalog, kinds: frozenset[str], key_map: KeyMap, facts: ModelFacts) -> bool:

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -105,6 +105,7 @@ class Pattern(Struct, frozen=True):
         return pieces[0] + "".join(rest)
 
 
+@lru_cache(1 << 16)
 def abstract(name: str) -> tuple[str, tuple[int, ...]]:
     """Return a name with ``#`` for each number, and the numbers; "" where one starts with 0."""
     numbers = _NUMBER.findall(name)
