@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -109,8 +110,7 @@ def _show_changed(
 ) -> None:
     """Show the modules and then the tensors that changed, largest change first."""
     rows: list[list[Cell]] = [
-        [m.module, (_relative(m.relative), "red"), f"{m.changed:,}", f"{m.tensors:,}"]
-        for m in modules
+        [m.module, _relative(m.relative), f"{m.changed:,}", f"{m.tensors:,}"] for m in modules
     ]
     if len(modules) > 1:
         by_module = ("module", "change", "tensors", "of")
@@ -126,10 +126,10 @@ def _show_changed(
     rows = [
         [
             (each.tensor.name, "bold"),
-            (_relative(each.relative), "red"),
+            _relative(each.relative),
             f"{each.tensor.differing:,}",
             f"{each.tensor.elements:,}",
-            "" if each.tensor.largest is None else f"{each.tensor.largest:.3g}",
+            _largest(each.tensor.largest),
         ]
         for each in changed
     ]
@@ -137,6 +137,12 @@ def _show_changed(
     _show(screen, "yellow", "changed (change: |B - A| / |A|)", len(changed), rows, "lrrrr", heads)
 
 
-def _relative(value: float | None) -> str:
-    """Return the norm of the change relative to the norm of what was there."""
-    return "-" if value is None else f"{value:.3g}"
+def _relative(value: float | None) -> Cell:
+    """Return the norm of the change relative to the norm of what was there; NaN is marked."""
+    if value is not None and math.isnan(value):
+        return "NaN", "bold reverse red"
+    return "-" if value is None else f"{value:.3g}", "red"
+
+
+def _largest(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"

@@ -35,19 +35,15 @@ function diffPage(report) {
 const relative = (value) => value === null ? "–" : typeof value === "string" ? (value === "nan" ? "NaN" : "∞") : value === 0 ? "0" : Number(value.toPrecision(3)).toString();
 const weight = (value) => typeof value === "string" ? (value === "nan" ? Infinity : Number.MAX_VALUE) : value ?? -1;
 
-/** How long the bar of a change is: on a scale of logarithms from the least to the most. */
-function scaleOf(rows) {
-  const known = rows.map((row) => row.relative).filter((value) => typeof value === "number" && value > 0);
-  const [low, high] = [Math.log10(Math.min(...known)), Math.log10(Math.max(...known))];
-  return ({ relative: value }) => typeof value === "string" ? 1 : !value ? 0 : high === low ? 1 : 0.08 + 0.92 * ((Math.log10(value) - low) / (high - low));
-}
+/** How long the bar of a change is: a tenth for each power of ten above 1e-10, so that all bars compare. */
+const length = ({ relative: value }) => typeof value === "string" ? 1 : !value ? 0 : Math.max(0.02, 1 + Math.log10(value) / 10);
+const change = (row) => [h("span", { class: row.relative === "nan" ? "alarm" : null }, relative(row.relative)), bar(length(row), "change")];
 
 function changedModules({ modules }) {
   if (modules.length < 2) return null;
-  const length = scaleOf(modules);
-  return section("Changed by module", "|B − A| / |A|, bars by logarithm", table([
+  return section("Changed by module", "|B − A| / |A|; a bar has a tenth for each power of ten from 1e-10 to 1", table([
     { head: "module", of: (m) => m.module, cell: (m, text) => nameOf(m.module, text) },
-    { head: "change", right: true, of: (m) => weight(m.relative), cell: (m) => [relative(m.relative), bar(length(m), "change")] },
+    { head: "change", right: true, of: (m) => weight(m.relative), cell: change },
     { head: "changed", right: true, of: (m) => m.changed, cell: (m) => `${count(m.changed)} of ${count(m.tensors)}` },
   ], modules, { search: (m) => m.module, label: "Filter modules" }));
 }
@@ -55,10 +51,9 @@ function changedModules({ modules }) {
 function changedTensors({ changed, values_compared: compared, alike: common }) {
   if (!compared || !common) return null;
   if (!changed.length) return section("Changed", null, h("p", { class: "empty good" }, "no tensor that both have changed"));
-  const length = scaleOf(changed);
   return section("Changed tensors", `${plural(changed.length, "tensor")}; change: |B − A| / |A|`, table([
     { head: "tensor", of: (t) => t.tensor, cell: (t, text) => nameOf(t.tensor, text) },
-    { head: "change", right: true, of: (t) => weight(t.relative), cell: (t) => [relative(t.relative), bar(length(t), "change")] },
+    { head: "change", right: true, of: (t) => weight(t.relative), cell: change },
     { head: "differ", right: true, of: (t) => t.differing, cell: (t) => count(t.differing) },
     { head: "of", right: true, of: (t) => t.elements, cell: (t) => count(t.elements) },
     { head: "largest", right: true, of: (t) => t.largest ?? 0, cell: (t) => number(t.largest) },

@@ -98,16 +98,21 @@ def changed_tensors(
 def changed_modules(
     names: Iterable[str], changed: Iterable[ChangedTensor], squares: Mapping[str, Squares]
 ) -> tuple[ChangedModule, ...]:
-    """Return the modules in which any of these tensors changed, largest change first."""
+    """Return the modules in which any of these tensors changed, largest change first.
+
+    Tensors of one element, such as a step counter, are measured only if no other changed: their
+    large numbers would hide all else.
+    """
     counts: dict[str, int] = defaultdict(int)
     for name in names:
         counts[module_of(name)] += 1
-    parts: dict[str, list[str]] = defaultdict(list)
+    parts: dict[str, list[DifferingTensor]] = defaultdict(list)
     for each in changed:
-        parts[module_of(each.tensor.name)].append(each.tensor.name)
+        parts[module_of(each.tensor.name)].append(each.tensor)
     modules = []
     for module, members in parts.items():
-        known = [squares[name] for name in members if name in squares]
+        measured = [each for each in members if each.elements > 1] or members
+        known = [squares[each.name] for each in measured if each.name in squares]
         total = Squares(sum(s.change for s in known), sum(s.before for s in known))
         relative = total.relative if known else None
         modules.append(ChangedModule(module, counts[module], len(members), relative))

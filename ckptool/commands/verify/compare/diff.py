@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import Struct, field
@@ -175,6 +176,7 @@ def _report(
         "of another shape": len(shapes),
         "of another type": len(types),
         "changed": len(tensors),
+        "with NaN": sum(math.isnan(each.relative or 0.0) for each in tensors),
     }
     different = any(counts.values()) or any(f.severity is Severity.ERROR for f in findings)
     return DiffReport(

@@ -22,6 +22,7 @@ from ckptool.core.selection import substitution
 from ckptool.errors import CkptoolError
 
 _MOST_PREFIXES = 3
+_MOST_RENAMES = 12
 _MOST_COMPARED = 2000
 _MOST_MAPS = 3
 
@@ -37,29 +38,40 @@ class Prefix(NamedTuple):
         """Return the keyword that changes it."""
         if not self.new:
             return f"strip_prefix={self.old[:-1]!r}"
-        return f"rename=[{self._rule!r}]"
+        return f"rename=[{self.rule!r}]"
 
     def selection(self, among: Selection) -> Selection:
         """Return a selection that changes it, too."""
         if not self.new:
             return replace(among, strip_prefix=self.old[:-1])
-        return replace(among, rename=(self._rule,))
+        return replace(among, rename=(self.rule,))
 
     @property
-    def _rule(self) -> str:
+    def rule(self) -> str:
+        """Return the rule of ``--rename`` that changes it."""
         return f"^{re.escape(self.old)}={self.new}"
+
+    def within(self, tail: str) -> Prefix:
+        """Return the change for those names alone whose tail begins as this one does."""
+        step = tail.partition(".")[0]
+        is_kind = "." in tail and not step.isdecimal()
+        return Prefix(f"{self.old}{step}.", f"{self.new}{step}.") if is_kind else self
 
     def changed(self, name: str) -> str:
         """Return a name with the new prefix, unchanged if it does not have the old one."""
         return self.new + name.removeprefix(self.old) if name.startswith(self.old) else name
 
 
-def prefix_changes(names: Iterable[str], wanted: Sequence[str]) -> list[Prefix]:
+def prefix_changes(
+    names: Iterable[str], wanted: Sequence[str], *, narrow: bool = False
+) -> list[Prefix]:
     """Return the prefix changes that yield wanted names, the most productive first.
 
     A wanted name is compared with the first name that shares most of its last steps; of many wanted
-    names only a few thousand are used.
+    names only a few thousand are used. ``narrow`` changes also name the step that stays the same.
+    That only one name of a kind ends in ``weight`` is chance, and no reason to rename it.
     """
+    by_chance: set[Prefix] = set()
     by_tail: dict[str, str] = {}
     for name in names:
         for tail in _tails(name):
@@ -67,10 +79,14 @@ def prefix_changes(names: Iterable[str], wanted: Sequence[str]) -> list[Prefix]:
     counts: Counter[Prefix] = Counter()
     for name in wanted[:: 1 + len(wanted) // _MOST_COMPARED]:
         common = next((tail for tail in _tails(name) if tail in by_tail), None)
-        if common is not None:
-            found = by_tail[common]
-            counts[Prefix(found.removesuffix(common), name.removesuffix(common))] += 1
-    return [prefix for prefix, _ in counts.most_common()]
+        if common is None:
+            continue
+        found = by_tail[common]
+        prefix = Prefix(found.removesuffix(common), name.removesuffix(common))
+        counts[prefix.within(common) if narrow else prefix] += 1
+        if "." not in common and common not in (found, name):
+            by_chance.add(prefix)
+    return [prefix for prefix, n in counts.most_common() if n > 1 or prefix not in by_chance]
 
 
 def _tails(name: str) -> Iterator[str]:
@@ -189,6 +205,30 @@ def _renamed(
         renamed = [change(name) for name in names]
         if len({*renamed}) == len(renamed):
             yield Candidate(renamed, RewriteOptions(changed))
+    if prefixes:
+        yield from _renamed_in_steps(selection, names, wanted)
+
+
+def _renamed_in_steps(
+    selection: Selection, names: Sequence[str], wanted: Collection[str]
+) -> Iterator[Candidate]:
+    """Yield the names under one rename after another, each the one that gives most wanted names."""
+    rules: tuple[str, ...] = ()
+    while len(rules) < _MOST_RENAMES:
+        known, common = set(names), sum(name in wanted for name in names)
+        missing = [name for name in wanted if name not in known]
+        unexpected = [name for name in names if name not in wanted]
+        gains: dict[Prefix, int] = {}
+        for narrow in (False, True):
+            for prefix in prefix_changes(unexpected, missing, narrow=narrow)[:_MOST_PREFIXES]:
+                renamed = {*map(prefix.changed, names)}
+                gains[prefix] = sum(n in wanted for n in renamed) - common
+                gains[prefix] *= len(renamed) == len(names)
+        best = max(gains, key=gains.__getitem__, default=None)
+        if best is None or gains[best] <= 0:
+            return
+        names, rules = [*map(best.changed, names)], (*rules, best.rule)
+        yield Candidate(names, RewriteOptions(replace(selection, rename=rules)))
 
 
 def _mapped(

@@ -1,6 +1,7 @@
 """The tensors of a config.json's model: names, shapes and types, without values.
 
 Of a known architecture they follow from the config; transformers, if it is installed, makes others.
+A config is known by its content, whatever its name.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.errors import CkptoolError, Unrecognized, Unsupported
+from ckptool.errors import CkptoolError, Damaged, Unrecognized, Unsupported
 from ckptool.formats import FORMATS
 from ckptool.storage.local import LocalSource
 from ckptool.storage.place import on_disk
@@ -24,12 +25,12 @@ from ckptool.storage.url import Location
 
 
 def open_other(path: Location, options: ReadOptions, names: Collection[str]) -> OpenedCheckpoint:
-    """Open a checkpoint, or the model of a config.json: that file, or a folder with nothing else.
+    """Open a checkpoint, or the model of a config.json: a file like it, or a folder with no other.
 
     ``names`` are those to compare it with. Raises as ``open_checkpoint`` and ``open_model`` do.
     """
     disk = on_disk(path)
-    if disk is not None and disk.name == CONFIG and disk.is_file():
+    if disk is not None and _is_config(disk):
         return open_model(disk, names)
     try:
         return open_checkpoint(path, options, whole=False, placements=False)
@@ -39,9 +40,22 @@ def open_other(path: Location, options: ReadOptions, names: Collection[str]) -> 
         raise
 
 
+def _is_config(file: Path) -> bool:
+    """Return whether a file is a model's config, whatever its name: JSON that states its kind."""
+    if file.suffix != ".json" or not file.is_file():
+        return False
+    if file.name == CONFIG:
+        return True
+    try:
+        recorded = _read(file)
+    except Damaged:
+        return False
+    return not {"model_type", "architectures"}.isdisjoint(recorded)
+
+
 def is_model(opened: OpenedCheckpoint) -> bool:
     """Return whether it is the model of a config.json, which has no values."""
-    return opened.path.name == CONFIG
+    return _OF_CONFIG in opened.catalog.info
 
 
 def open_model(config: Path, names: Collection[str]) -> OpenedCheckpoint:
@@ -52,19 +66,24 @@ def open_model(config: Path, names: Collection[str]) -> OpenedCheckpoint:
     those of experts packed in memory, Unsupported without transformers, or if it knows no such
     model.
     """
-    source = LocalSource.file(config)
-    recorded = parse_object(
-        CONFIG, source.files[CONFIG], lambda: source.read(CONFIG, 0, source.files[CONFIG])
-    )
-    name, tensors, tied = _known(recorded) if not _has_packed(names) else ("", {}, ())
+    name, tensors, tied = _known(_read(config)) if not _has_packed(names) else ("", {}, ())
     if not tensors:
         name, tensors, tied = _made_by_transformers(config)
     tied = {each for each in tied if not any(f".{n}".endswith(f".{each}") for n in names)}
     kept = {each: entry for each, entry in tensors.items() if each not in tied}
-    catalog = Catalog("hf", kept, {}, {}, info={"framework": name})
-    return OpenedCheckpoint(config, source, FORMATS["hf"], catalog)
+    catalog = Catalog("hf", kept, {}, {}, info={"framework": name, _OF_CONFIG: config.name})
+    return OpenedCheckpoint(config, LocalSource.file(config), FORMATS["hf"], catalog)
 
 
+def _read(config: Path) -> Record:
+    """Return the content of a config; Damaged if it is no JSON object."""
+    source, name = LocalSource.file(config), config.name
+    nbytes = source.files[name]
+    return parse_object(name, nbytes, lambda: source.read(name, 0, nbytes))
+
+
+_OF_CONFIG = "config"
+"""The fact about a catalog that is made of a config: the name of that file."""
 _Model = tuple[str, dict[str, TensorEntry], Collection[str]]
 """The class of a model, its tensors, and the names of those that are tied to others."""
 
@@ -128,7 +147,9 @@ def _tied(model: Any) -> Collection[str]:
 def _make(transformers: Any, config: Path) -> Any:
     """Return the model that ``architectures`` names, or else the causal one of its type."""
     made = transformers.AutoConfig.from_pretrained(
-        str(config.parent), local_files_only=True, trust_remote_code=False
+        str(config.parent if config.name == CONFIG else config),
+        local_files_only=True,
+        trust_remote_code=False,
     )
     names = made.architectures or ()
     kind = getattr(transformers, names[0], None) if names else None

@@ -15,7 +15,7 @@ from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.rewrite import only_model
-from ckptool.commands.verify.compare.values import value_digest
+from ckptool.commands.verify.compare.values import difference, short_text, value_digest
 from ckptool.core.casts import can_cast
 from ckptool.core.catalog import Catalog, Computed, TensorEntry
 from ckptool.core.quantization.names import is_plain
@@ -30,10 +30,8 @@ from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, Unsupported
 from ckptool.formats import FORMATS
 from ckptool.formats.companions import companion_targets
 from ckptool.serialization.safetensors_metadata import texts_of
-from ckptool.serialization.state_dict.values import Repeated, type_name
+from ckptool.serialization.state_dict.values import Repeated
 from ckptool.storage.files import Files
-
-_LONGEST_SHOWN = 60
 
 
 class Counterpart(Struct, frozen=True):
@@ -163,8 +161,7 @@ def differing_values(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
             message = f"{name}: a value that contains itself; not compared"
             yield Problem(message, "value-not-compared", tensor=name)
         elif value_digest(one, name) != value_digest(other, name):
-            message = f"{name}: A {_short(one)}, B {_short(other)}"
-            yield Problem(message, "value-differs", tensor=name)
+            yield Problem(f"{name}: {difference(one, other)}", "value-differs", tensor=name)
 
 
 def differing_texts(
@@ -179,23 +176,13 @@ def differing_texts(
     for key in sorted({*ours, *others} if both_have else ours):
         both = [sorted(texts.get(key, ())) for texts in (ours, others)]
         if both[0] != both[1] and not is_dropped(key):
-            shown = [" and ".join(map(_short, texts)) or "nothing" for texts in both]
+            shown = [" and ".join(map(short_text, texts)) or "nothing" for texts in both]
             yield Problem(f"metadata {key}: A {shown[0]}, B {shown[1]}", "metadata-differs")
 
 
 def common_values(mine: Catalog, theirs: Catalog) -> list[str]:
     """Return the names of the values that both sides have."""
     return [name for name in mine.objects if name in theirs.objects]
-
-
-def _short(value: object) -> str:
-    """Return a small plain value as it is, any other by its type."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an int of {value.bit_length():,} bits"
-    if value is None or isinstance(value, bool | int | float | str):
-        text = repr(value)
-        return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"
-    return f"a {type_name(value)}"
 
 
 def readable(

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Iterator
+from itertools import islice
 from typing import Any
 
 from msgspec import Struct
@@ -21,10 +22,13 @@ from msgspec.structs import replace
 from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.errors import Unsupported
 from ckptool.serialization.pickle.records import Call, Global, Persistent
+from ckptool.serialization.state_dict.values import type_name
 
 _DEEPEST = 200
 _MOST_NODES = 1 << 20
 _LARGEST_INT = 1 << 4096
+_MOST_SHOWN = 3
+_LONGEST_SHOWN = 60
 
 
 def canonical_text(content: Any) -> str:
@@ -48,6 +52,53 @@ def value_text(value: Any, name: str) -> str:
 def value_digest(value: Any, name: str) -> str:
     """Return the SHA-256 (hex) of a value's canonical JSON."""
     return text_digest(value_text(value, name))
+
+
+def difference(one: object, other: object) -> str:
+    """Return how two different values differ: of lists and dicts, their first items that do."""
+    found = list(islice(_differences(one, other, ""), _MOST_SHOWN + 1))
+    more = "; and more" if len(found) > _MOST_SHOWN else ""
+    return f"{'; '.join(found[:_MOST_SHOWN])}{more}" if found else _both("", one, other)
+
+
+def _differences(one: object, other: object, at: str) -> Iterator[str]:
+    """Yield how two values differ, by the place of each item in them."""
+    mine, theirs = _items(one), _items(other)
+    if type(one) is not type(other) or mine is None or theirs is None:
+        if value_text(one, at) != value_text(other, at):
+            yield _both(at, one, other)
+        return
+    if not isinstance(one, dict) and len(mine) != len(theirs):
+        yield f"{at} A {len(mine):,} items, B {len(theirs):,}".lstrip()
+    for key, value in mine.items():
+        if key in theirs:
+            yield from _differences(value, theirs[key], f"{at}[{short_text(key)}]")
+        elif isinstance(one, dict):
+            yield f"{at}[{short_text(key)}] only A: {short_text(value)}"
+    if isinstance(one, dict):
+        for key in (key for key in theirs if key not in mine):
+            yield f"{at}[{short_text(key)}] only B: {short_text(theirs[key])}"
+
+
+def _items(value: object) -> dict[Any, Any] | None:
+    """Return the items of a dict, list or tuple by their keys; None of another value."""
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    return value if isinstance(value, dict) else None
+
+
+def _both(at: str, one: object, other: object) -> str:
+    return f"{at} A {short_text(one)}, B {short_text(other)}".lstrip()
+
+
+def short_text(value: object) -> str:
+    """Return a small plain value as it is, any other by its type."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an int of {value.bit_length():,} bits"
+    if value is None or isinstance(value, bool | int | float | str):
+        text = repr(value)
+        return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"
+    return f"a {type_name(value)}"
 
 
 def text_digest(text: str) -> str:

@@ -19,7 +19,7 @@ import ckptool
 from ckptool.cli.app import app
 from ckptool.commands.verify.compare import model
 from ckptool.commands.verify.compare.changes import module_of
-from ckptool.errors import Unsupported, UsageError
+from ckptool.errors import Unrecognized, Unsupported, UsageError
 
 STATE = {
     "embed.weight": torch.arange(12.0).reshape(3, 4),
@@ -122,6 +122,38 @@ def test_what_changed_most_comes_first(a: Path, tmp_path: Path) -> None:
     assert "layers.1" not in modules
 
 
+def test_lists_are_shown_by_what_differs_in_them(tmp_path: Path) -> None:
+    betas = {"betas": (0.9, 0.95), "names": ["a", "b"], "args": {"lr": 1.0, "out": "x"}}
+    other = {"betas": (0.9, 0.98), "names": ["a", "b", "c"], "args": {"lr": 2.0, "seed": 1}}
+    for file, values in (("a.pt", betas), ("b.pt", other)):
+        torch.save({"w": torch.ones(1), "all": [values]}, tmp_path / file)
+    report = ckptool.diff(tmp_path / "a.pt", tmp_path / "b.pt", values=True)
+    messages = " ".join(finding.message for finding in report.findings)
+    assert "A 0.95, B 0.98" in messages
+    assert "A 2 items, B 3" in messages
+    assert "a list" not in messages
+
+
+def test_a_counter_does_not_hide_how_its_module_changed(tmp_path: Path) -> None:
+    for file, step in (("a.pt", 1000.0), ("b.pt", 2000.0)):
+        moments = torch.full((4,), 1 + step / 1e5)
+        state = {"exp_avg": moments, "step": torch.tensor(step)}
+        torch.save(
+            {"optim": {"layers.0.w": state}, "count.step": torch.tensor(step)}, tmp_path / file
+        )
+    report = ckptool.diff(tmp_path / "a.pt", tmp_path / "b.pt", values=True)
+    changes = {each.module: each.relative for each in report.modules}
+    assert changes["optim.layers.0"] == pytest.approx(0.01 / 1.01)
+    assert changes["count"] == 1.0
+
+
+def test_nan_is_marked(a: Path, tmp_path: Path) -> None:
+    other = saved(tmp_path / "b.pt", head__weight=torch.full((3, 4), torch.nan))
+    shown = CliRunner().invoke(app, ["diff", str(a), str(other), "--values"]).stdout
+    assert "NaN" in shown
+    assert shown.splitlines()[-1].startswith("DIFFERENT: 1 tensor changed, 1 with NaN")
+
+
 def test_a_change_from_zero_is_infinite(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(2), "c": torch.zeros(1) + 1j}, tmp_path / "a.pt")
     torch.save({"w": torch.ones(2), "c": torch.zeros(1) + 2j}, tmp_path / "b.pt")
@@ -205,6 +237,37 @@ def test_a_rename_that_fits_a_few_names_is_not_suggested(a: Path, tmp_path: Path
     assert ckptool.diff(a, tmp_path / "m.pt").fit is None
 
 
+OLD = ("model.layers", "model.norm", "visual.blocks", "lm_head")
+NEWER = {
+    "of a part": ("model.language_model.layers", "model.language_model.norm", "model.visual.blocks",
+                  "lm_head"),
+    "of each part": ("text.layers", "text.norm", "vision.blocks", "head.lm_head"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("newer", NEWER)
+def test_several_renames_are_hinted_at_once(newer: str, tmp_path: Path) -> None:
+    """As between the names of Qwen2.5-VL in files and in memory."""
+    files = []
+    for file, parts in (("a", OLD), ("b", NEWER[newer])):
+        names = [f"{part}.{at}.proj.weight" for part in parts for at in range(3)]
+        files.append(tmp_path / f"{file}.safetensors")
+        save_file({name: torch.ones(2) for name in names}, files[-1])
+    for one, other in (files, files[::-1]):
+        fit = ckptool.diff(one, other).fit
+        assert fit is not None
+        assert fit.common == 12
+        _, *rules = fit.option.replace("'", "").split("--rename ")
+        assert len(rules) > 1
+        assert ckptool.diff(one, other, rename=[rule.strip() for rule in rules]).ok
+
+
+def test_no_rename_is_made_of_a_common_last_word(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.ones(1), "b.bias": torch.ones(1)}, tmp_path / "a.safetensors")
+    save_file({"x.y.weight": torch.ones(1), "z.bias": torch.ones(1)}, tmp_path / "b.safetensors")
+    assert ckptool.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors").fit is None
+
+
 # The model of a config.json
 
 
@@ -236,6 +299,25 @@ def test_what_a_model_saved_is_what_its_config_asks_for(
     report = ckptool.diff(llama / source, llama / other)
     assert report.ok
     assert report.b.model == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("by", ["its config alone", "transformers"])
+def test_a_config_of_another_name_is_known_by_its_content(
+    by: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "llama-small.json"
+    other.write_bytes((llama / "config" / "config.json").read_bytes())
+    if by == "transformers":
+        monkeypatch.setattr(model, "shapes_of", lambda config: None)
+    else:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    report = ckptool.diff(llama / "hf", other)
+    assert report.ok
+    assert report.b.model == "LlamaForCausalLM"
+    assert ckptool.verify(llama / "hf", like=other).ok
+    other.write_text('{"steps": 3}')
+    with pytest.raises(Unrecognized):
+        ckptool.diff(llama / "hf", other)
 
 
 def test_experts_are_separate_in_files_and_packed_in_memory(tmp_path: Path) -> None:
