@@ -38,8 +38,8 @@ def diff(
 
     Compares names, shapes and types of tensors, from metadata alone, and shows the option that
     would give SRC the names of OTHER. With --values compares content too: the largest change, by
-    its norm, comes first. Exits 0 if nothing differs, 1 if anything does, 3 if one of the two
-    cannot be read.
+    its norm, comes first. Of two runs, compares the newest step that both have. Exits 0 if nothing
+    differs, 1 if anything does, 3 if one of the two cannot be read.
     """
     from ckptool.commands.verify.compare.diff import diff as run_diff
     from ckptool.render.diff import show_diff

@@ -27,6 +27,9 @@ def show_diff(report: DiffReport) -> None:
     screen = console()
     rows = [_side(side, called) for called, side in (("A", report.a), ("B", report.b))]
     emit(screen, columns(screen, rows, "lllrr", cuts=1))
+    if report.of_runs:
+        say(screen, "  [dim]the newest step that both runs have[/]")
+        show_findings(report.findings, screen)
     for side, entries in (("A", report.only_a), ("B", report.only_b)):
         lines = fold(entries)
         _show(screen, "red" if side == "A" else "green", f"only in {side}", len(entries),
@@ -36,7 +39,8 @@ def show_diff(report: DiffReport) -> None:
         ("type differs", report.types, _types),
     ):
         _show(screen, "yellow", what, len(pairs), _pair_rows(pairs, cells), "llll")
-    show_findings(report.findings, screen)
+    if not report.of_runs:
+        show_findings(report.findings, screen)
     _show_changed(screen, report.changed, report.modules)
     show_summary_line(report.summary, ok=report.ok, screen=screen)
     if report.fit is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from msgspec import field
@@ -242,6 +242,10 @@ class Comparison:
         for side, catalog in zip(self._sides, (mine, theirs), strict=True):
             side.select(catalog)
         self.alike = [name for name in mine.tensors if self._is_alike(name, mine, theirs)]
+
+    def note(self, problems: Iterable[Problem]) -> None:
+        """Add differences that were found elsewhere."""
+        self._problems += problems
 
     def _open_pairs(self) -> None:
         """Open the containers of the tensors whose values can be compared."""

@@ -18,6 +18,8 @@ from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.compare.against import AgainstReport, Comparison, Side
 from ckptool.commands.verify.compare.fit import Fit, find_fit
 from ckptool.commands.verify.compare.model import is_model, open_other
+from ckptool.commands.verify.compare.names import differing_companions
+from ckptool.commands.verify.compare.runs import is_argument, newest_of_both
 from ckptool.commands.verify.findings import SIDES, Finding
 from ckptool.commands.verify.verify import Started
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -38,6 +40,8 @@ _OF_CONTENT = frozenset(
     " excluded nothing-compared".split()
 )
 """The codes of what is not compared without ``--values``."""
+_OF_RUNS = _OF_CONTENT - {"excluded", "nothing-compared"}
+"""Those of what is compared of runs all the same."""
 _OF_VALUES = frozenset(["value-missing", "value-extra", "values-unsupported"])
 """The codes that the model of a config.json has nothing to do with."""
 
@@ -71,7 +75,8 @@ class DiffReport(Report, frozen=True):
     ``changed`` and ``modules`` are empty if values were not compared. ``alike`` tensors have the
     same name, shape and element type; ``findings`` are all differences besides tensors'. ``fit`` is
     the option that would give A more of B's names. ``readable`` is false if a side is damaged, so
-    that nothing could be compared.
+    that nothing could be compared. ``of_runs`` is true if both are the newest step that two runs
+    have: non-tensor values and configs are compared then, and come first.
     """
 
     a: DiffSide
@@ -89,6 +94,7 @@ class DiffReport(Report, frozen=True):
     readable: bool
     ok: bool
     summary: str
+    of_runs: bool = False
 
     schema: ClassVar = "diff"
 
@@ -109,6 +115,7 @@ class DiffReport(Report, frozen=True):
             findings=self.findings,
             fit=self.fit,
             readable=self.readable,
+            of_runs=self.of_runs,
             ok=self.ok,
             summary=self.summary,
         )
@@ -127,10 +134,14 @@ def diff(
 ) -> DiffReport:
     """Compare names, shapes and element types of tensors, and with ``values`` their content.
 
-    The comparison is that of ``verify --against``. ``started`` is called with the number of bytes
+    The comparison is that of ``verify --against``; of two runs, the newest step that both have is
+    compared. ``started`` is called with the number of bytes
     to read. Raises NotFound, Unrecognized or UsageError if there is nothing to compare.
     """
     _require_possible(options)
+    pair = newest_of_both(path, other, options.read)
+    if pair is not None:
+        path, other = (step.path for step in pair.steps)
     theirs = ReadOptions(options.compare.other_format, per_rank=options.read.per_rank)
     how = {"whole": False, "placements": False}
     one = Side(SIDES[0], path, lambda: open_checkpoint(path, options.read, **how))
@@ -143,7 +154,11 @@ def diff(
     comparison.compare_structure()
     if options.values:
         comparison.compare_content(started)
-    return _report(comparison, (one, two), options, started)
+    if pair is not None:
+        comparison.note(pair.differing_configs)
+        if not options.values and one.opened is not None and two.opened is not None:
+            comparison.note(differing_companions(one.opened, two.opened, options.rewrite))
+    return _report(comparison, (one, two), options, started, of_runs=pair is not None)
 
 
 def _require_possible(options: DiffOptions) -> None:
@@ -154,7 +169,12 @@ def _require_possible(options: DiffOptions) -> None:
 
 
 def _report(
-    comparison: Comparison, sides: tuple[Side, Side], options: DiffOptions, started: Started
+    comparison: Comparison,
+    sides: tuple[Side, Side],
+    options: DiffOptions,
+    started: Started,
+    *,
+    of_runs: bool,
 ) -> DiffReport:
     mine, theirs = _catalogs(comparison)
     common = [name for name in mine.tensors if name in theirs.tensors]
@@ -167,8 +187,11 @@ def _report(
     tensors, modules = _changes(comparison, sides, options, started)
     whole = comparison.report()
     findings = [f for f in whole.verify.findings if f.code not in _SHOWN_APART]
+    if of_runs:
+        findings.sort(key=lambda finding: not is_argument(finding.tensor))
     if not options.values:
         left_out = _OF_CONTENT | _OF_VALUES if _is_model(sides[1]) else _OF_CONTENT
+        left_out -= _OF_RUNS if of_runs else frozenset()
         findings = [f for f in findings if f.code not in left_out]
     counts = {
         "only in A": len(only_a),
@@ -195,6 +218,7 @@ def _report(
         readable=whole.coverage is not None,
         ok=whole.coverage is not None and not different,
         summary=_summary(whole, counts, findings, comparison, options),
+        of_runs=of_runs,
     )
 
 

@@ -258,9 +258,9 @@ def differing_companions(
         if counter is None:
             yield Problem(f"{name}: a file in A, missing in B", "companion-missing", file=name)
         elif not companion.equals(counter, besides):
-            sizes_of_both = f"A {companion.nbytes:,} bytes, B {counter.nbytes:,}"
-            message = f"{name}: content differs ({sizes_of_both})"
-            yield Problem(message, "companion-differs", file=name)
+            yield Problem(
+                f"{name}: {companion.difference(counter)}", "companion-differs", file=name
+            )
 
 
 class _Companion(NamedTuple):
@@ -274,6 +274,16 @@ class _Companion(NamedTuple):
             return True
         is_config = self.file.split("/")[-1] == CONFIG
         return is_config and self._config(besides) == other._config(besides) is not None
+
+    def difference(self, other: _Companion) -> str:
+        """Return how they differ: configs by what they state, others by their sizes."""
+        sizes = f"content differs (A {self.nbytes:,} bytes, B {other.nbytes:,})"
+        if not self.file.endswith(".json"):
+            return sizes
+        configs = self._config(()), other._config(())
+        if None in configs or configs[0] == configs[1]:
+            return sizes
+        return difference(*(json.loads(config or "") for config in configs))
 
     def _digest(self) -> str:
         """Return the SHA-256 (hex) of the file."""
