@@ -210,6 +210,14 @@ _CODES: dict[str, dict[str, Code]] = {
             "a weight of the model is all zero, while those of most layers are not",
             "a shard may not have been written; blocks that are added to a model may begin so",
         ),
+        "weights-differ-from-masters": Code(
+            _WARNING,
+            "weights are not the optimizer's masters, rounded to the weights' type",
+            "a resume goes on from the masters, an export has the weights: they are two models",
+        ),
+        "weights-rounded-otherwise": Code(
+            _INFO, "weights were rounded from their masters, but not to the nearest number"
+        ),
         "optimizer-incomplete": Code(
             _WARNING, "some parameters lack optimizer state that others have"
         ),

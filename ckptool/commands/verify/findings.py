@@ -42,7 +42,7 @@ _ALIKE = frozenset(
     ]
 )
 """The codes with one finding for several names that show the same."""
-_ONE_CAUSE = frozenset(["not-finite", "weight-zero"])
+_ONE_CAUSE = frozenset(["not-finite", "weight-zero", "weights-differ-from-masters"])
 """The codes of what is of one cause in all tensors, in whatever file they are."""
 _LOSSES = frozenset([*_ABSENT, "file-unreadable", "metadata-unreadable", "zip-structure"])
 """Possible reasons why nothing of a file could be placed."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 
-from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptool.commands.open import Survey, survey
@@ -32,14 +31,11 @@ from ckptool.commands.verify.checks.content import (
     unwritten_ends,
 )
 from ckptool.commands.verify.checks.downloads import download_problems, kept_hashes
+from ckptool.commands.verify.checks.elements import Content, Elements, whole_problems
 from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer_than_metadata
 from ckptool.commands.verify.checks.pickles import odd_values
 from ckptool.commands.verify.checks.sample import DataPart, DataSample
-from ckptool.commands.verify.checks.training import (
-    StepCounters,
-    differing_step_values,
-    optimizer_problems,
-)
+from ckptool.commands.verify.checks.training import differing_step_values, optimizer_problems
 from ckptool.commands.verify.codes import CODES, Severity, require_codes
 from ckptool.commands.verify.findings import Findings, VerifyReport, summarize
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -170,7 +166,7 @@ class Verification:
         catalog, source, row = self._catalog, self.surveyed.source, self.surveyed.format
         if self._sample.checks_whole:
             self._problems += integrity_problems(source)
-        content, hashed = _Content(), dict[str, int]()
+        content, hashed = Content.of(catalog, is_all=self._sample.is_all), dict[str, int]()
         if catalog is None:
             self._files.find_items()
             self._check_part(None, content, started)
@@ -204,7 +200,7 @@ class Verification:
     def _check_part(
         self,
         part: Catalog | None,
-        content: _Content,
+        content: Content,
         started: Started,
         whole: Mapping[str, int] | None = None,
         *,
@@ -224,7 +220,7 @@ class Verification:
             self._files.look_at_items(part.archives)
         trim = row.reading.trim
         trimmed = {name: trim(entry) for name, entry in tensors.items()} if trim else tensors
-        views = Views.of(trimmed.values())
+        views = Views.of(trimmed.values(), content.printed)
         inner = {item.file for item in part.archives} if part else set()
         stored, archives.spans = archives.spans, []
         spans = self._sample.of([*stored, *attach(views, stored)], inner)
@@ -248,7 +244,7 @@ class Verification:
         chosen = catalog.with_tensors({name: catalog.tensors[name] for name in names})
         return located(row, source, chosen, lambda item: True)[0]
 
-    def _check_elements(self, content: _Content) -> None:
+    def _check_elements(self, content: Content) -> None:
         """Note oddities in the elements that were read, or are read again."""
         source, spans, names = self.surveyed.source, content.spans, content.read.not_finite
         if written := self._sample.whole_files(content.read.written):
@@ -264,10 +260,9 @@ class Verification:
             from ckptool.commands.verify.checks.nonfinite import not_finite_problems
 
             self._problems += not_finite_problems(found, names, source)
-        if self._sample.is_all and content.read.zeros:
-            from ckptool.commands.verify.checks.zeros import zero_weights
-
-            self._problems += zero_weights(content.tensors, content.read.zeros, spans)
+        if self._sample.is_all:
+            files = {p.file for p in self._problems if p.file and p.code != "not-finite"}
+            self._problems += whole_problems(Elements(content, source, files))
         unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
         self._unchecked = unchecked - (self._kept.keys() if self._sample.leaves_none else set())
 
@@ -287,7 +282,7 @@ class Verification:
         workers = self._options.workers or source.policy.workers
         return check_spans(spans, source, workers, count, whole, announced=announced)
 
-    def _read_again(self, content: _Content) -> set[str]:
+    def _read_again(self, content: Content) -> set[str]:
         """Check elements, which bytes do not show; return the tensors with NaN or infinity."""
         source = self.surveyed.source
         names: set[str] = set()
@@ -367,30 +362,3 @@ def changes(source: Files, files: Iterable[str]) -> list[Problem]:
     """
     names = source.changed([file for file in files if file in source.files])
     return list(changed(names).problems) if names else []
-
-
-class _Content(Struct):
-    """What was read: tensors as they are and without padding, and ``problems`` of their places."""
-
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    trimmed: dict[str, TensorEntry] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-    views: Views = field(default_factory=Views)
-    spans: list[ByteSpan] = field(default_factory=list)
-    read: ContentReport = field(default_factory=ContentReport)
-    counters: StepCounters = field(default_factory=StepCounters)
-
-    def add(
-        self,
-        tensors: Mapping[str, TensorEntry],
-        trimmed: Mapping[str, TensorEntry],
-        views: Views,
-        spans: Iterable[ByteSpan],
-    ) -> None:
-        """Add the content of another part of the checkpoint, and what to read of it."""
-        for mine, others in ((self.tensors, tensors), (self.trimmed, trimmed)):
-            for name, entry in others.items():
-                known = mine[name].chunks if name in mine else ()
-                mine[name] = replace(entry, chunks=(*known, *entry.chunks))
-        self.views.scattered += views.scattered
-        self.spans += spans

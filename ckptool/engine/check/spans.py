@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct, field
 
@@ -14,11 +14,15 @@ from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.tiles import Job, known_runs
 from ckptool.errors import Damaged
 
+if TYPE_CHECKING:
+    from ckptool.engine.check.fingerprint import Part
+
 
 class View(Struct, frozen=True):
     """A run of a span that is a tensor's elements: ``start`` and ``nbytes`` in bytes.
 
-    ``row`` is the bytes of one index of all dims but the last, 0 if there is only one dim.
+    ``row`` is the bytes of one index of all dims but the last, 0 if there is only one dim. ``part``
+    is the part of the tensor whose fingerprint is taken, None if that is not asked for.
     """
 
     start: int
@@ -26,6 +30,7 @@ class View(Struct, frozen=True):
     dtype: DType
     tensor: str
     row: int = 0
+    part: Part | None = None
 
 
 class ByteSpan(Struct, eq=False):

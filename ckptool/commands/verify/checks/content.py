@@ -6,21 +6,24 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptool.core.box import Box
+from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
     Computed,
     Container,
     EncodedBlob,
+    Extent,
     Place,
     TensorEntry,
     places,
 )
+from ckptool.core.dtype import DType
 from ckptool.core.text import list_some
 from ckptool.engine.check.content import all_finite, can_be_not_finite
 from ckptool.engine.check.spans import ByteSpan, Packing, View
@@ -31,6 +34,9 @@ from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import Format
 from ckptool.serialization.source import expect_edges
 from ckptool.storage.files import Files
+
+if TYPE_CHECKING:
+    from ckptool.engine.check.fingerprint import Part
 
 _TILE = 1 << 20
 
@@ -102,9 +108,14 @@ class Views(Struct):
     scattered: list[tuple[TensorEntry, Box, Place]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, entries: Iterable[TensorEntry]) -> Views:
-        """Return all places of all entries, each once."""
-        views = cls()
+    def of(
+        cls, entries: Iterable[TensorEntry], printed: Mapping[str, DType] | None = None
+    ) -> Views:
+        """Return all places of all entries, each once.
+
+        Those of ``printed`` names are to be fingerprinted, rounded to these types.
+        """
+        views, printed = cls(), printed or {}
         seen: set[object] = set()
         for entry in entries:
             for chunk in entry.chunks:
@@ -112,10 +123,11 @@ class Views(Struct):
                     key = (at, chunk.box.shape)
                     if chunk.box.volume and key not in seen:
                         seen.add(key)
-                        views._add(entry, chunk.box, at)
+                        rounded = printed.get(entry.name) if at is chunk.at else None
+                        views._add(entry, chunk.box, at, rounded)
         return views
 
-    def _add(self, entry: TensorEntry, box: Box, at: Place) -> None:
+    def _add(self, entry: TensorEntry, box: Box, at: Place, rounded: DType | None) -> None:
         dtype = entry.source_dtype
         run = _run(at, box.shape, dtype.itemsize)
         if run is None:
@@ -123,7 +135,8 @@ class Views(Struct):
         else:
             where, start, nbytes = run
             row = box.shape[-1] * dtype.itemsize if len(box.shape) > 1 else 0
-            self.runs[where].append(View(start, nbytes, dtype, entry.name, row))
+            part = _part(entry, box, at, rounded) if rounded and box.shape else None
+            self.runs[where].append(View(start, nbytes, dtype, entry.name, row, part))
 
 
 def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int, int] | None:
@@ -136,6 +149,16 @@ def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int,
     if isinstance(at, EncodedBlob):
         return Packing(at.file, at.offset, at.nbytes, at.codec), at.start, nbytes
     return at.file, at.offset, nbytes
+
+
+def _part(entry: TensorEntry, box: Box, at: Place, rounded: DType) -> Part | None:
+    """Return what a run of elements is of a tensor, if they are in it row by row."""
+    from ckptool.engine.check.fingerprint import Part
+
+    if not isinstance(at, Extent | EncodedBlob):
+        return None
+    by_rows = contiguous(at.strides, box.shape, entry.source_dtype.itemsize)
+    return Part(entry.shape, box, rounded) if by_rows else None
 
 
 def attach(views: Views, spans: list[ByteSpan]) -> list[ByteSpan]:

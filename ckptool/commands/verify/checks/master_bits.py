@@ -1,0 +1,200 @@
+"""How weights differ from their masters, and whether another way to round explains it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import Struct, field
+
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.dtype import BY_NAME, DType
+from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, pair_jobs
+from ckptool.engine.read.numbers import Array, decode
+from ckptool.engine.read.rounding import cast
+from ckptool.engine.read.tensors import TensorSource
+from ckptool.engine.read.tiles import read_tiles
+from ckptool.errors import CkptoolError
+from ckptool.storage.files import Files
+
+_ENOUGH = 200
+"""Differing values of which the share, and their place between two numbers, can be judged."""
+_COARSE = 1 / 16
+"""The largest relative error of e4m3, whose numbers have four bits; with a smallest number."""
+_SMALLEST = 2.0**-18
+"""Half the distance of the smallest numbers of e4m3, relative to the largest of a scaled tensor."""
+_FINE = 1 / 100
+"""A relative error that is less than that of e4m3 on average, and more than that of 16 bits."""
+
+
+class Counts(Struct):
+    """What is counted of values that are not the nearest to their masters.
+
+    ``differing`` are all of them, ``inexact`` all masters that are between two numbers of the
+    weight's type. Of the differing, ``farther`` are the other of these two, ``above`` are larger
+    than their master, without sign, and ``coarse`` as close as numbers of 8 bits. ``off_middle``
+    sums up how far the masters of the farther are from the middle of the two numbers, as a share of
+    their distance, and ``error`` the relative errors.
+    """
+
+    elements: int = 0
+    differing: int = 0
+    inexact: int = 0
+    farther: int = 0
+    above: int = 0
+    coarse: int = 0
+    off_middle: float = 0.0
+    error: float = 0.0
+
+    def add(self, other: Counts) -> None:
+        """Add the counts of further values."""
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class First(NamedTuple):
+    """The first value that differs: its index, the number, and the one that it should be."""
+
+    at: tuple[int, ...]
+    stored: float
+    rounded: float
+
+
+class Difference(Struct, eq=False):
+    """A weight and its master, and how the values of the one are not those of the other."""
+
+    weight: TensorEntry
+    master: TensorEntry
+    counts: Counts = field(default_factory=Counts)
+    first: First | None = None
+
+    @property
+    def message(self) -> str:
+        """What is wrong, with the numbers and the first place."""
+        message = (
+            f"{self.weight.name}: {self.counts.differing:,} of {self.weight.elements:,} values"
+        )
+        message += f" are not those of {self.master.name} as {self.weight.dtype}"
+        if self.first is not None:
+            index, stored, rounded = self.first
+            message += f", first {stored:g} at {list(index)}, where the master gives {rounded:g}"
+        return message
+
+
+def differences(
+    pairs: Iterable[tuple[TensorEntry, TensorEntry]], source: Files
+) -> list[Difference]:
+    """Return how weights differ from their masters, of those that do and can be read."""
+    found = {weight.name: Difference(weight, master) for weight, master in pairs}
+    lock, unread = threading.Lock(), set[str]()
+
+    def look(subject: None, tiles: Iterator[PairTile]) -> None:
+        for tile in tiles:
+            try:
+                pair, weights, masters = tile.require()
+            except CkptoolError:  # the reader of all data reports on it
+                unread.update(found)
+                return
+            counts, first = _count(weights, masters, tile, pair.one.dtype)
+            with lock:
+                difference = found[pair.one.name]
+                difference.counts.add(counts)
+                if first and (difference.first is None or first < difference.first):
+                    difference.first = first
+
+    of_elements = TensorSource(source)
+    both = [TensorPair(each.weight, each.master) for each in found.values()]
+    workers = source.policy.workers
+    read_tiles(PairSource(of_elements, of_elements), pair_jobs(both), look, workers)
+    return [each for name, each in found.items() if each.counts.differing and name not in unread]
+
+
+def _count(
+    weights: Array, masters: Array, tile: PairTile, dtype: DType
+) -> tuple[Counts, First | None]:
+    """Return the counts of a tile's values, and the first that differs."""
+    stored = decode(weights.reshape(-1), dtype).astype(np.float64)
+    with np.errstate(all="ignore"):
+        exact, nearest, farther = _neighbors(masters.reshape(-1), dtype)
+        wrong = np.flatnonzero(np.abs(stored - exact) > np.abs(nearest - exact))
+        counts = Counts(stored.size, wrong.size, int(np.count_nonzero(nearest != exact)))
+        if not wrong.size:
+            return counts, None
+        value, master, near, far = (each[wrong] for each in (stored, exact, nearest, farther))
+        is_farther, error = (value == far) & (near != master), np.abs(value - master)
+        most = np.abs(stored).max()
+        counts.farther = int(np.count_nonzero(is_farther))
+        counts.above = int(np.count_nonzero(np.abs(value) > np.abs(master)))
+        bound = np.abs(master) * _COARSE + most * _SMALLEST
+        counts.coarse = int(np.count_nonzero(error <= bound))
+        between = (np.abs(near - master) / np.abs(far - near))[is_farther]
+        counts.off_middle = float((0.5 - between).sum())
+        counts.error = float((error / np.maximum(np.abs(master), most * _SMALLEST)).sum())
+    inside = np.unravel_index(int(wrong[0]), tile.box.shape)
+    index = tuple(int(at) + low for at, low in zip(inside, tile.box.lo, strict=True))
+    return counts, First(index, float(value[0]), float(near[0]))
+
+
+def _neighbors(bits: Array, dtype: DType) -> tuple[Array, Array, Array]:
+    """Return masters as numbers, the nearest numbers of a type, and those on their other side."""
+    exact = bits.view(np.float32).astype(np.float64)
+    codes = cast(bits, BY_NAME["float32"], dtype)
+    nearest = decode(codes, dtype).astype(np.float64)
+    one = codes.dtype.type(1)
+    # the codes of a sign are in the order of the numbers' sizes
+    others = np.where(np.abs(nearest) < np.abs(exact), codes + one, codes - one)
+    return exact, nearest, decode(others, dtype).astype(np.float64)
+
+
+def other_way(found: Sequence[Difference]) -> tuple[str | None, list[Difference]]:
+    """Return in which other way weights were rounded, and which of them; None if in no other.
+
+    Few values prove nothing, so it is judged by those of all weights that it may explain.
+    """
+    for way, explains, is_likely in _WAYS:
+        explained = [each for each in found if explains(each.counts)]
+        whole = Counts()
+        for each in explained:
+            whole.add(each.counts)
+        if whole.differing >= _ENOUGH and is_likely(whole):
+            return way, explained
+    return None, []
+
+
+def _between_neighbors(counts: Counts) -> bool:
+    return counts.farther == counts.differing
+
+
+def _is_stochastic(counts: Counts) -> bool:
+    """Return whether the farther number was taken as often as chance takes it.
+
+    That is as often as the master is close to it: of all one in four, a sixth of the distance from
+    the middle on average. Weights of an earlier step have masters close to the middle.
+    """
+    share, above = counts.farther / counts.inexact, counts.above / counts.differing
+    return 0.2 < share < 0.3 and 0.3 < above < 0.7 and counts.off_middle / counts.farther > 0.12
+
+
+def _is_cut(counts: Counts) -> bool:
+    """Return whether all are smaller than their masters: half of those that are rounded."""
+    return not counts.above and 0.4 < counts.farther / counts.inexact < 0.6
+
+
+def _as_of_8_bits(counts: Counts) -> bool:
+    return counts.coarse == counts.differing > counts.farther
+
+
+def _is_of_8_bits(counts: Counts) -> bool:
+    """Return whether most differ by about as much as 8 bits make them, as those of fp8 weights."""
+    many = counts.differing > 0.7 * counts.inexact
+    return many and counts.error > _FINE * counts.differing
+
+
+_WAYS = (
+    ("stochastically", _between_neighbors, _is_stochastic),
+    ("toward zero", _between_neighbors, _is_cut),
+    ("to 8 bits", _as_of_8_bits, _is_of_8_bits),
+)
+"""Ways to round other than to the nearest: which weights one may explain, and how it shows."""

@@ -1,0 +1,136 @@
+"""A fingerprint of a tensor's numbers, summed up from runs of them in any order.
+
+However a tensor is cut, and whatever the runs are, equal numbers have equal fingerprints: each
+number counts times the weight of its row, times that of its column. Both are hashes of their
+indexes, so two tensors that differ by chance have the same fingerprint only by chance.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from ckptool.core.box import Box
+from ckptool.core.dtype import DType
+from ckptool.engine.read.numbers import Array
+from ckptool.engine.read.rounding import cast
+
+_KEPT = 1 << 16
+"""Columns whose weights are kept, of words; there are seldom more."""
+_UNIT = 2
+"""Bytes of a unit, of which a number is one or two."""
+_WORD = 2
+"""Units that are one number of 32 bits, which counts as its units do, in half the time."""
+_MASK = (1 << 64) - 1
+
+
+class Part(Struct, frozen=True):
+    """The box of a tensor of ``shape`` whose elements fill a run row by row.
+
+    They are rounded to the type ``rounded`` before they are summed up.
+    """
+
+    shape: tuple[int, ...]
+    box: Box
+    rounded: DType
+
+
+class Fingerprint(Struct):
+    """The sum of so many ``elements``, modulo 2**64."""
+
+    total: int = 0
+    elements: int = 0
+
+    def add(self, other: Fingerprint) -> None:
+        """Add the sum of further elements of the same tensor."""
+        self.total = (self.total + other.total) & _MASK
+        self.elements += other.elements
+
+
+def print_of(data: memoryview, dtype: DType, part: Part, start: int) -> Fingerprint:
+    """Return the fingerprint of the elements in ``data``, the first of which is the box's
+    ``start``-th.
+    """
+    bits = np.frombuffer(data, f"u{dtype.itemsize}")
+    units = part.rounded.itemsize // _UNIT
+    rounded = cast(bits, dtype, part.rounded).view(np.uint16)
+    return Fingerprint(_sum(rounded, start * units, part, units) & _MASK, bits.size)
+
+
+def _sum(numbers: Array, start: int, part: Part, units: int) -> int:
+    """Return the sum of adjoining units, the first of which is the box's ``start``-th."""
+    width = part.box.shape[-1] * units
+    first = part.box.lo[-1] * units
+    row, column = divmod(start, width)
+    head = min(-start % width, numbers.size)
+    rows = (numbers.size - head) // width
+    body = head + rows * width
+    total = 0
+    if head:
+        total += _sum_rows(numbers[:head], row, first + column, part)
+        row += 1
+    if rows:
+        total += _sum_rows(numbers[head:body], row, first, part, rows)
+    if body < numbers.size:
+        total += _sum_rows(numbers[body:], row + rows, first, part)
+    return total
+
+
+def _sum_rows(units: Array, row: int, column: int, part: Part, rows: int = 1) -> int:
+    """Return the sum of parts of ``rows``, the box's from ``row`` on, that begin at a column."""
+    width = units.size // rows
+    if column % _WORD or width % _WORD:
+        table, weights = units, _of_units(column, width)
+    else:
+        table, weights = units.view(np.uint32), _of_words(column // _WORD, width // _WORD)
+    # not a product of matrices, which is slower for whole numbers
+    sums = np.einsum("ij,j->i", table.reshape(rows, -1).astype(np.uint64), weights)
+    return int((sums * _hash(_rows_of(part, row, rows))).sum())
+
+
+def _rows_of(part: Part, start: int, count: int) -> Array:
+    """Return the numbers that rows of a box have in the whole tensor, all dims but the last."""
+    outer, inside = part.shape[:-1], part.box.shape[:-1]
+    rows = np.arange(start, start + count, dtype=np.int64)
+    if not outer:
+        return rows
+    if outer[1:] == inside[1:]:
+        return rows + part.box.lo[0] * math.prod(outer[1:])
+    indexes = np.unravel_index(rows, inside)
+    moved = [index + low for index, low in zip(indexes, part.box.lo[:-1], strict=True)]
+    return np.ravel_multi_index(moved, outer)
+
+
+def _of_units(start: int, count: int) -> Array:
+    """Return the weights of adjoining columns of units: their word's, shifted to their place."""
+    columns = np.arange(start, start + count, dtype=np.uint64)
+    shifts = columns % np.uint64(_WORD) * np.uint64(8 * _UNIT)
+    first = start // _WORD
+    weights = _of_words(first, (start + count - 1) // _WORD - first + 1)
+    found: Array = weights[columns // np.uint64(_WORD) - np.uint64(first)] << shifts
+    return found
+
+
+def _of_words(start: int, count: int) -> Array:
+    """Return the weights of adjoining columns of words, which are odd."""
+    if start + count <= _KEPT:
+        return _first_words()[start : start + count]
+    return _hash(np.arange(start, start + count)) | np.uint64(1)
+
+
+@cache
+def _first_words() -> Array:
+    return _hash(np.arange(_KEPT)) | np.uint64(1)
+
+
+def _hash(numbers: Array) -> Array:
+    """Return 64 mixed bits of each number, as the generator splitmix64 does."""
+    mixed: np.ndarray[Any, np.dtype[np.uint64]] = numbers.astype(np.uint64)
+    mixed = (mixed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

@@ -1,0 +1,189 @@
+"""Weights that are not their masters rounded, and those that rightly are others."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import FIXTURES
+from verify.verify_runs import checked
+
+from ckptool.commands.verify.findings import Finding
+
+ROUNDED = [
+    "deepspeed_zero_2", "deepspeed_frozen_excluded", "deepspeed_pipeline", "deepspeed_universal",
+    "deepspeed_experts", "deepspeed_zero_3", "megatron_torch", "megatron_torch_distributed",
+    "megatron_torch_dist", "megatron_torch_dist_mixed", "megatron_fsdp_dtensor", "megatron_local",
+]  # fmt: skip
+
+
+def found(path: Path, code: str = "weights-differ-from-masters") -> list[Finding]:
+    return [finding for finding in checked(path).findings if finding.code == code]
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_real_weights_are_their_masters_rounded(name: str) -> None:
+    report = checked(FIXTURES / name / "ckpt")
+    assert not [finding for finding in report.findings if finding.code.startswith("weights")]
+
+
+def changed(source: Path, file: str, change: Callable[[Any], None], into: Path) -> Path:
+    """A copy of a fixture of which one torch.save file was read, changed and saved again."""
+    shutil.copytree(source, into)
+    (path,) = into.rglob(file)
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+    return into
+
+
+def test_a_weight_of_deepspeed_that_is_not_its_master(tmp_path: Path) -> None:
+    def change(state: Any) -> None:
+        state["module"]["embed.weight"][7, 2] = 3.0
+        state["module"]["embed.weight"][12, 0] = -3.0
+
+    file = "mp_rank_00_model_states.pt"
+    source = FIXTURES / "deepspeed_zero_2" / "ckpt"
+    (finding,) = found(changed(source, file, change, tmp_path / "c"))
+    assert finding.severity.value == "warning"
+    assert finding.tensor == "module.embed.weight"
+    assert finding.message.startswith(
+        "module.embed.weight: 2 of 78 values are not those of fp32.embed.weight as bfloat16,"
+        " first 3 at [7, 2], where the master gives "
+    )
+
+
+def test_masters_of_deepspeed_of_another_step(tmp_path: Path) -> None:
+    copy = shutil.copytree(FIXTURES / "deepspeed_universal" / "ckpt", tmp_path / "c")
+    for path in copy.rglob("fp32.pt"):
+        state = torch.load(path, weights_only=False)
+        state["param"] = state["param"] + 0.25
+        torch.save(state, path)
+    (finding,) = found(copy)
+    assert len(finding.affected) > 1
+
+
+def test_a_weight_of_one_tensor_parallel_rank_of_megatron(tmp_path: Path) -> None:
+    def change(state: Any) -> None:
+        state["model"]["decoder.layers.0.mlp.linear_fc1.weight"] += 1
+
+    copy = shutil.copytree(FIXTURES / "megatron_torch" / "ckpt", tmp_path / "c")
+    (path,) = copy.rglob("mp_rank_01/*.pt")
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+    (finding,) = found(copy)
+    assert finding.tensor == "model.decoder.layers.0.mlp.linear_fc1.weight"
+    assert "96 of 192 values" in finding.message
+
+
+SHAPE = (200, 100)
+TYPES = {torch.bfloat16: 16, torch.float16: 13}
+"""Types of weights, and how many bits of a float they lack."""
+
+
+def masters(seed: int = 0) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) / 50
+
+
+def written(path: Path, weight: torch.Tensor, master: torch.Tensor) -> Path:
+    state = {
+        "decoder.w.weight": weight,
+        "optimizer.state.fp32_param.decoder.w.weight": master,
+        "decoder.frozen.weight": masters(9).bfloat16(),
+        "optimizer.state.exp_avg.decoder.w.weight": masters(8),
+    }
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def cut(master: torch.Tensor, dtype: torch.dtype, add: torch.Tensor | int = 0) -> torch.Tensor:
+    bits = (master.view(torch.int32) + add) >> TYPES[dtype] << TYPES[dtype]
+    return bits.view(torch.float32).to(dtype)
+
+
+def stochastic(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    chance = torch.randint(0, 1 << TYPES[dtype], SHAPE, generator=generator, dtype=torch.int32)
+    return cut(master, dtype, chance)
+
+
+def of_8_bits(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    scale = master.abs().max() / 448
+    return ((master / scale).to(torch.float8_e4m3fn).float() * scale).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float32])
+def test_weights_to_the_nearest_are_nothing_to_report(dtype: torch.dtype, tmp_path: Path) -> None:
+    master = masters()
+    master[0, :4] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-42])
+    weight = master.to(dtype)
+    assert not found(written(tmp_path / "same", weight, master))
+    weight[0, 2] = 0.0  # zero has two signs
+    assert not found(written(tmp_path / "zero", weight, master))
+
+
+def test_a_number_in_the_middle_may_be_rounded_either_way(tmp_path: Path) -> None:
+    middle = (masters().view(torch.int32) & ~0xFFFF | 0x8000).view(torch.float32)
+    for add in (0, 0x8000):
+        weight = cut(middle, torch.bfloat16, add)
+        assert not found(written(tmp_path / f"{add}", weight, middle))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("way", "rounded"),
+    [("stochastically", stochastic), ("toward zero", cut), ("to 8 bits", of_8_bits)],
+)
+def test_other_ways_to_round_are_told_apart(
+    way: str, rounded: Callable[..., torch.Tensor], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    values = masters()
+    master = values.abs().clamp(min=1e-4) * values.sign()  # normal numbers of both types
+    path = written(tmp_path / "c", rounded(master, dtype), master)
+    assert not found(path)
+    (finding,) = found(path, "weights-rounded-otherwise")
+    assert finding.message == f"decoder.w.weight: rounded {way} from masters, as the values show"
+
+
+@pytest.mark.parametrize("step", [1e-6, 1e-5, 1e-4, 1e-3])
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float32])
+def test_weights_of_an_earlier_step_are_reported(
+    dtype: torch.dtype, step: float, tmp_path: Path
+) -> None:
+    master = masters()
+    update = step * torch.sign(masters(1))
+    (finding,) = found(written(tmp_path / "c", (master - update).to(dtype), master))
+    assert finding.tensor == "decoder.w.weight"
+
+
+def test_the_first_value_and_the_number_of_those_in_several_tiles(tmp_path: Path) -> None:
+    master = torch.ones(3, 1 << 20)
+    weight = master.bfloat16()
+    weight[1, 5], weight[2, (1 << 20) - 1] = 2.0, 0.5
+    (finding,) = found(written(tmp_path / "c", weight, master))
+    assert "2 of 3,145,728 values" in finding.message
+    assert finding.message.endswith("first 2 at [1, 5], where the master gives 1")
+
+
+def test_the_remainders_of_16_bits_are_no_masters(tmp_path: Path) -> None:
+    master = masters()
+    remainders = torch.zeros(SHAPE, dtype=torch.int16)
+    assert not found(written(tmp_path / "c", master.bfloat16(), remainders))
+
+
+def test_a_master_that_is_damaged_is_one_finding(tmp_path: Path) -> None:
+    copy = shutil.copytree(FIXTURES / "deepspeed_universal" / "ckpt", tmp_path / "c")
+    path = next(copy.rglob("embed.weight/fp32.pt"))
+    data = bytearray(path.read_bytes())
+    flat = torch.load(path, weights_only=False)["param"].detach().numpy().tobytes()
+    data[data.index(flat) + 3] ^= 0x40
+    path.write_bytes(data)
+    codes = [finding.code for finding in checked(copy).findings]
+    assert "crc-mismatch" in codes
+    assert "weights-differ-from-masters" not in codes
