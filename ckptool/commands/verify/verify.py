@@ -31,8 +31,9 @@ from ckptool.commands.verify.checks.content import (
     unwritten_ends,
 )
 from ckptool.commands.verify.checks.downloads import download_problems, kept_hashes
-from ckptool.commands.verify.checks.elements import Content, Elements, whole_problems
+from ckptool.commands.verify.checks.elements import Content, Elements
 from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer_than_metadata
+from ckptool.commands.verify.checks.meaning import meaning_problems, senses_of
 from ckptool.commands.verify.checks.pickles import odd_values
 from ckptool.commands.verify.checks.sample import DataPart, DataSample
 from ckptool.commands.verify.checks.training import differing_step_values, optimizer_problems
@@ -166,7 +167,8 @@ class Verification:
         catalog, source, row = self._catalog, self.surveyed.source, self.surveyed.format
         if self._sample.checks_whole:
             self._problems += integrity_problems(source)
-        content, hashed = Content.of(catalog, is_all=self._sample.is_all), dict[str, int]()
+        senses = senses_of(catalog) if self._sample.is_all else []
+        content, hashed = Content(senses), dict[str, int]()
         if catalog is None:
             self._files.find_items()
             self._check_part(None, content, started)
@@ -220,7 +222,7 @@ class Verification:
             self._files.look_at_items(part.archives)
         trim = row.reading.trim
         trimmed = {name: trim(entry) for name, entry in tensors.items()} if trim else tensors
-        views = Views.of(trimmed.values(), content.printed)
+        views = Views.of(trimmed.values(), content.probes)
         inner = {item.file for item in part.archives} if part else set()
         stored, archives.spans = archives.spans, []
         spans = self._sample.of([*stored, *attach(views, stored)], inner)
@@ -262,7 +264,7 @@ class Verification:
             self._problems += not_finite_problems(found, names, source)
         if self._sample.is_all:
             files = {p.file for p in self._problems if p.file and p.code != "not-finite"}
-            self._problems += whole_problems(Elements(content, source, files))
+            self._problems += meaning_problems(Elements(content, source, files))
         unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
         self._unchecked = unchecked - (self._kept.keys() if self._sample.leaves_none else set())
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 from itertools import accumulate
 from operator import eq
-from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
@@ -28,23 +27,18 @@ from ckptool.engine.read.tiles import Progress, read_tiles
 from ckptool.errors import CkptoolError, Problem
 from ckptool.storage.files import Files
 
-if TYPE_CHECKING:
-    from ckptool.engine.check.fingerprint import Fingerprint
-
 
 class ContentReport(Struct):
     """``problems`` of the bytes, and the tensors with a value that is NaN or infinite.
 
     ``zeros`` counts bytes of tensors' tiles of nothing but zeros; of small ones that adjoin, none.
     ``written`` is, for each file with bytes that no checksum covers, the end of the last nonzero
-    one; ``digests`` is the SHA-256 (hex) of each file that was read completely. ``prints`` are the
-    fingerprints of the tensors of which some were asked for, of what was read of them.
+    one; ``digests`` is the SHA-256 (hex) of each file that was read completely.
     """
 
     problems: list[Problem] = field(default_factory=list)
     not_finite: set[str] = field(default_factory=set)
     zeros: dict[str, int] = field(default_factory=dict)
-    prints: dict[str, Fingerprint] = field(default_factory=dict)
     written: dict[str, int] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -56,8 +50,6 @@ class ContentReport(Struct):
         self.digests |= other.digests
         for tensor, nbytes in other.zeros.items():
             self.note_zeros(tensor, nbytes)
-        for tensor, found in other.prints.items():
-            self.note_print(tensor, found)
         for file, end in other.written.items():
             self.note_written(file, end)
 
@@ -70,14 +62,6 @@ class ContentReport(Struct):
         """Note that so many more bytes of a tensor are zero, in a tile without others."""
         with self._lock:
             self.zeros[tensor] = self.zeros.get(tensor, 0) + nbytes
-
-    def note_print(self, tensor: str, found: Fingerprint) -> None:
-        """Add the fingerprint of some more elements of a tensor."""
-        with self._lock:
-            if tensor in self.prints:
-                self.prints[tensor].add(found)
-            else:
-                self.prints[tensor] = found
 
 
 def check_spans(
@@ -134,26 +118,23 @@ def _check_tile(
             report.not_finite.add(view.tensor)
         elif found is Values.ZERO:
             report.note_zeros(view.tensor, high - low)
-    _take_prints(tile, [view for view in span.views if view.part], report)
+    _probe(tile, span.views)
     if span.crc32 is not None:
         pieces.append((tile.start, tile.nbytes, crc32(tile.data)))
     elif span.packing is None:
         report.note_written(span.file, _written_end(span, tile))
 
 
-def _take_prints(tile: SpanTile, views: Sequence[View], report: ContentReport) -> None:
-    """Note the fingerprints of what a tile has of tensors of which they were asked for."""
-    if not views:
-        return  # without numpy, which takes long to import
-    from ckptool.engine.check.fingerprint import print_of
-
+def _probe(tile: SpanTile, views: Sequence[View]) -> None:
+    """Show what a tile has of tensors with a probe to these."""
     end = tile.start + tile.nbytes
     for view in views:
+        if view.probe is None or view.part is None:
+            continue
         low, high = max(tile.start, view.start), min(end, view.start + view.nbytes)
-        if low < high and view.part is not None:
+        if low < high:
             data = tile.data[low - tile.start : high - tile.start]
-            first = (low - view.start) // view.dtype.itemsize
-            report.note_print(view.tensor, print_of(data, view.dtype, view.part, first))
+            view.probe.take(data, view.part, (low - view.start) // view.dtype.itemsize)
 
 
 def _is_of_one_type(span: ByteSpan) -> bool:

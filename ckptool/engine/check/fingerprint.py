@@ -8,14 +8,15 @@ indexes, so two tensors that differ by chance have the same fingerprint only by 
 from __future__ import annotations
 
 import math
+import threading
 from functools import cache
 from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
-from ckptool.core.box import Box
 from ckptool.core.dtype import DType
+from ckptool.engine.check.spans import Part
 from ckptool.engine.read.numbers import Array
 from ckptool.engine.read.rounding import cast
 
@@ -26,17 +27,6 @@ _UNIT = 2
 _WORD = 2
 """Units that are one number of 32 bits, which counts as its units do, in half the time."""
 _MASK = (1 << 64) - 1
-
-
-class Part(Struct, frozen=True):
-    """The box of a tensor of ``shape`` whose elements fill a run row by row.
-
-    They are rounded to the type ``rounded`` before they are summed up.
-    """
-
-    shape: tuple[int, ...]
-    box: Box
-    rounded: DType
 
 
 class Fingerprint(Struct):
@@ -51,14 +41,22 @@ class Fingerprint(Struct):
         self.elements += other.elements
 
 
-def print_of(data: memoryview, dtype: DType, part: Part, start: int) -> Fingerprint:
-    """Return the fingerprint of the elements in ``data``, the first of which is the box's
-    ``start``-th.
-    """
-    bits = np.frombuffer(data, f"u{dtype.itemsize}")
-    units = part.rounded.itemsize // _UNIT
-    rounded = cast(bits, dtype, part.rounded).view(np.uint16)
-    return Fingerprint(_sum(rounded, start * units, part, units) & _MASK, bits.size)
+class Printer:
+    """Takes the fingerprint of a tensor while it is read, of its numbers as type ``rounded``."""
+
+    def __init__(self, rounded: DType) -> None:
+        self.found = Fingerprint()
+        self._rounded = rounded
+        self._lock = threading.Lock()
+
+    def take(self, data: memoryview, part: Part, first: int) -> None:
+        """Add elements of a part, the first of which is its ``first``-th."""
+        bits = np.frombuffer(data, f"u{part.dtype.itemsize}")
+        units = self._rounded.itemsize // _UNIT
+        rounded = cast(bits, part.dtype, self._rounded).view(np.uint16)
+        found = Fingerprint(_sum(rounded, first * units, part, units) & _MASK, bits.size)
+        with self._lock:
+            self.found.add(found)
 
 
 def _sum(numbers: Array, start: int, part: Part, units: int) -> int:

@@ -5,24 +5,40 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from msgspec import Struct, field
 
+from ckptool.core.box import Box
 from ckptool.core.dtype import DType
 from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.tiles import Job, known_runs
 from ckptool.errors import Damaged
 
-if TYPE_CHECKING:
-    from ckptool.engine.check.fingerprint import Part
+
+class Part(Struct, frozen=True):
+    """A box of a tensor of ``shape`` whose elements, of type ``dtype``, fill a run row by row."""
+
+    shape: tuple[int, ...]
+    box: Box
+    dtype: DType
+
+
+class Probe(Protocol):
+    """Looks at the elements of one tensor while they are read."""
+
+    def take(self, data: memoryview, part: Part, first: int) -> None:
+        """Look at elements of a part, the first of which is its ``first``-th.
+
+        Runs come in any order, from several threads.
+        """
 
 
 class View(Struct, frozen=True):
     """A run of a span that is a tensor's elements: ``start`` and ``nbytes`` in bytes.
 
-    ``row`` is the bytes of one index of all dims but the last, 0 if there is only one dim. ``part``
-    is the part of the tensor whose fingerprint is taken, None if that is not asked for.
+    ``row`` is the bytes of one index of all dims but the last, 0 if there is only one dim. A
+    ``probe`` looks at the elements of the ``part`` that the run is.
     """
 
     start: int
@@ -31,6 +47,7 @@ class View(Struct, frozen=True):
     tensor: str
     row: int = 0
     part: Part | None = None
+    probe: Probe | None = None
 
 
 class ByteSpan(Struct, eq=False):

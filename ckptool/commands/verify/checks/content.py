@@ -6,7 +6,6 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -23,10 +22,9 @@ from ckptool.core.catalog import (
     TensorEntry,
     places,
 )
-from ckptool.core.dtype import DType
 from ckptool.core.text import list_some
 from ckptool.engine.check.content import all_finite, can_be_not_finite
-from ckptool.engine.check.spans import ByteSpan, Packing, View
+from ckptool.engine.check.spans import ByteSpan, Packing, Part, Probe, View
 from ckptool.engine.read.segments import span_of
 from ckptool.engine.read.tensors import TensorSource, TensorTile, place_job
 from ckptool.engine.read.tiles import read_tiles
@@ -34,9 +32,6 @@ from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import Format
 from ckptool.serialization.source import expect_edges
 from ckptool.storage.files import Files
-
-if TYPE_CHECKING:
-    from ckptool.engine.check.fingerprint import Part
 
 _TILE = 1 << 20
 
@@ -108,14 +103,12 @@ class Views(Struct):
     scattered: list[tuple[TensorEntry, Box, Place]] = field(default_factory=list)
 
     @classmethod
-    def of(
-        cls, entries: Iterable[TensorEntry], printed: Mapping[str, DType] | None = None
-    ) -> Views:
-        """Return all places of all entries, each once.
+    def of(cls, entries: Iterable[TensorEntry], probes: Mapping[str, Probe] | None = None) -> Views:
+        """Return all places of all entries, each once; ``probes`` look at tensors of these names.
 
-        Those of ``printed`` names are to be fingerprinted, rounded to these types.
+        A probe is shown what fills a run row by row, and no copies.
         """
-        views, printed = cls(), printed or {}
+        views, probes = cls(), probes or {}
         seen: set[object] = set()
         for entry in entries:
             for chunk in entry.chunks:
@@ -123,11 +116,11 @@ class Views(Struct):
                     key = (at, chunk.box.shape)
                     if chunk.box.volume and key not in seen:
                         seen.add(key)
-                        rounded = printed.get(entry.name) if at is chunk.at else None
-                        views._add(entry, chunk.box, at, rounded)
+                        probe = probes.get(entry.name) if at is chunk.at else None
+                        views._add(entry, chunk.box, at, probe)
         return views
 
-    def _add(self, entry: TensorEntry, box: Box, at: Place, rounded: DType | None) -> None:
+    def _add(self, entry: TensorEntry, box: Box, at: Place, probe: Probe | None) -> None:
         dtype = entry.source_dtype
         run = _run(at, box.shape, dtype.itemsize)
         if run is None:
@@ -135,8 +128,8 @@ class Views(Struct):
         else:
             where, start, nbytes = run
             row = box.shape[-1] * dtype.itemsize if len(box.shape) > 1 else 0
-            part = _part(entry, box, at, rounded) if rounded and box.shape else None
-            self.runs[where].append(View(start, nbytes, dtype, entry.name, row, part))
+            part = _part(entry, box, at) if probe and box.shape else None
+            self.runs[where].append(View(start, nbytes, dtype, entry.name, row, part, probe))
 
 
 def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int, int] | None:
@@ -151,14 +144,12 @@ def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int,
     return at.file, at.offset, nbytes
 
 
-def _part(entry: TensorEntry, box: Box, at: Place, rounded: DType) -> Part | None:
+def _part(entry: TensorEntry, box: Box, at: Place) -> Part | None:
     """Return what a run of elements is of a tensor, if they are in it row by row."""
-    from ckptool.engine.check.fingerprint import Part
-
     if not isinstance(at, Extent | EncodedBlob):
         return None
     by_rows = contiguous(at.strides, box.shape, entry.source_dtype.itemsize)
-    return Part(entry.shape, box, rounded) if by_rows else None
+    return Part(entry.shape, box, entry.source_dtype) if by_rows else None
 
 
 def attach(views: Views, spans: list[ByteSpan]) -> list[ByteSpan]:

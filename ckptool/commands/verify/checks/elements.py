@@ -1,26 +1,18 @@
-"""What the elements of all tensors show once they have been read: the checks share one pass."""
+"""What was read of a checkpoint, for the checks that look at its elements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptool.commands.verify.checks.content import Views
-from ckptool.commands.verify.checks.masters import (
-    Mastered,
-    master_problems,
-    mastered_weights,
-    rounded_types,
-)
 from ckptool.commands.verify.checks.training import StepCounters
-from ckptool.commands.verify.checks.zeros import zero_weights
-from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.dtype import DType
+from ckptool.core.catalog import TensorEntry
 from ckptool.engine.check.content import ContentReport
-from ckptool.engine.check.spans import ByteSpan
+from ckptool.engine.check.spans import ByteSpan, Probe
 from ckptool.errors import Problem
 from ckptool.storage.files import Files
 
@@ -28,9 +20,10 @@ from ckptool.storage.files import Files
 class Content(Struct):
     """What was read: tensors as they are and without padding, and ``problems`` of their places.
 
-    ``masters`` are the weights with masters, of which ``printed`` names are fingerprinted.
+    ``senses`` look at the elements while they are read.
     """
 
+    senses: Sequence[Sense] = ()
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     trimmed: dict[str, TensorEntry] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -38,16 +31,11 @@ class Content(Struct):
     spans: list[ByteSpan] = field(default_factory=list)
     read: ContentReport = field(default_factory=ContentReport)
     counters: StepCounters = field(default_factory=StepCounters)
-    masters: list[Mastered] = field(default_factory=list)
-    printed: Mapping[str, DType] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, catalog: Catalog | None, *, is_all: bool) -> Content:
-        """Return what is to be read of a catalog, all of it or not."""
-        if catalog is None or not is_all:
-            return cls()
-        masters = mastered_weights(catalog)
-        return cls(masters=masters, printed=rounded_types(catalog, masters))
+    @property
+    def probes(self) -> dict[str, Probe]:
+        """What looks at tensors while they are read, by name."""
+        return {name: probe for sense in self.senses for name, probe in sense.probes.items()}
 
     def add(
         self,
@@ -66,30 +54,31 @@ class Content(Struct):
 
 
 class Elements(NamedTuple):
-    """All content, where it is, and the files that have problems of their own."""
+    """All content once it has been read, where it is, and the files with problems of their own."""
 
     content: Content
     source: Files
     damaged: Collection[str]
 
+    @property
+    def located(self) -> Mapping[str, TensorEntry]:
+        """The tensors, without padding, with their containers opened."""
+        return self.content.trimmed
 
-def whole_problems(elements: Elements) -> Iterator[Problem]:
-    """Yield what can only be said of content of which all was read."""
-    for check in _CHECKS:
-        yield from check(elements)
-
-
-def _zeros(elements: Elements) -> Iterator[Problem]:
-    content = elements.content
-    if content.read.zeros:
-        yield from zero_weights(content.tensors, content.read.zeros, content.spans)
-
-
-def _masters(elements: Elements) -> Iterator[Problem]:
-    content, source, damaged = elements
-    if content.masters:
-        yield from master_problems(content.masters, content.trimmed, content.read, source, damaged)
+    def are_sound(self, *names: str) -> bool:
+        """Return whether tensors are there, and in no damaged file."""
+        located = self.located
+        return all(name in located for name in names) and not any(
+            chunk.at.file in self.damaged for name in names for chunk in located[name].chunks
+        )
 
 
-_CHECKS: tuple[Callable[[Elements], Iterator[Problem]], ...] = (_zeros, _masters)
-"""Each looks at what the one pass has noted, and reads again only what is odd."""
+class Sense(Protocol):
+    """A check of what sound bytes mean, which shares the one pass over the data."""
+
+    @property
+    def probes(self) -> Mapping[str, Probe]:
+        """What looks at tensors while they are read, by name; of a tensor there is one."""
+
+    def problems(self, elements: Elements) -> Iterator[Problem]:
+        """Yield what is wrong; only what is odd is read again."""

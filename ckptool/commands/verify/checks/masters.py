@@ -7,16 +7,25 @@ an export the weights: where they differ, the two are different models.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import TYPE_CHECKING
 
-from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.dtype import DType
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ckptool.commands.verify.checks.elements import Elements
+from ckptool.core.box import Box
+from ckptool.core.catalog import Catalog, Place, TensorEntry
 from ckptool.core.state_category import is_master
 from ckptool.core.text import list_some
-from ckptool.engine.check.content import ContentReport
+from ckptool.core.views import unstack
+from ckptool.engine.check.spans import Part, Probe
 from ckptool.errors import Problem
-from ckptool.storage.files import Files
+
+if TYPE_CHECKING:
+    from ckptool.engine.check.fingerprint import Printer
 
 _PREFIXES = ("", "model.", "module.")
 """What may come before the name of a parameter that its master has: those of Megatron's
@@ -26,27 +35,102 @@ _IN_STATE = re.compile(
 )
 """The name of a master in an optimizer's state: by kind (Megatron-core's torch_dist), or by
 parameter (Megatron-FSDP, Transformer Engine's FusedAdam)."""
+_LAYER = re.compile(r"(?<=\blayers)\.(\d+)(?=\.)")
+_EXPERT = re.compile(r"(?<=\bexperts\.)(?:local_)?(experts)\.(\d+)(?=\.)")
+_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Norms of Megatron's own layers, and their keys in ``torch_dist``, which are those of Transformer
+Engine's (megatron-core 0.12 to 0.20, ``gpt_layer_specs.py``)."""
 _FEW = 2
 
 
-class Mastered(NamedTuple):
-    """The names of a weight and of its master."""
+class _Mastered(Struct, frozen=True):
+    """The names of a weight and of its master, and what takes their fingerprints.
+
+    The weight is the part at ``index`` of a stacked tensor; all of it if that is empty.
+    """
 
     weight: str
     master: str
+    index: tuple[int, ...]
+    printers: tuple[Printer, Printer]
+
+    @property
+    def is_equal(self) -> bool:
+        one, other = self.printers
+        return one.found == other.found
+
+    def find(self, located: Mapping[str, TensorEntry]) -> tuple[TensorEntry, TensorEntry]:
+        """Return the weight, and its master; the one of a stack is named after its index."""
+        weight, master = located[self.weight], located[self.master]
+        for at in self.index:
+            weight = unstack(weight)[at]
+        name = f"{self.weight}{list(self.index)}" if self.index else self.weight
+        return replace(weight, name=name), master
 
 
-def mastered_weights(catalog: Catalog) -> list[Mastered]:
-    """Return the weights that have masters of their shape; int16 remainders are no masters."""
-    tensors, found = catalog.tensors, []
+class Masters:
+    """The weights that have masters of their shape in a checkpoint, and whether they differ.
+
+    Int16 remainders are no masters: with any weights they are the bits of some.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._pairs = list(_mastered(catalog.tensors))
+
+    @property
+    def probes(self) -> dict[str, Probe]:
+        """What looks at each of the tensors while they are read."""
+        probes: dict[str, Probe] = {pair.master: pair.printers[1] for pair in self._pairs}
+        stacks: dict[str, dict[tuple[int, ...], Printer]] = defaultdict(dict)
+        for pair in self._pairs:
+            stacks[pair.weight][pair.index] = pair.printers[0]
+        for name, printers in stacks.items():
+            probes[name] = printers[()] if () in printers else _Stack(printers)
+        return probes
+
+    def problems(self, elements: Elements) -> Iterator[Problem]:
+        """Yield the weights that are not their masters rounded.
+
+        Those whose fingerprints differ are read once more. What is in damaged files has problems
+        of its own, and so have values that are not finite.
+        """
+        located = elements.located
+        odd = [
+            pair.find(located)
+            for pair in self._pairs
+            if not pair.is_equal and elements.are_sound(pair.weight, pair.master)
+        ]
+        if not odd:
+            return
+        from ckptool.commands.verify.checks.master_bits import differences, other_way
+
+        found = differences(odd, elements.source)
+        way, explained = other_way(found)
+        for each in found:
+            if each not in explained:
+                name = each.weight.name
+                yield Problem(each.message, "weights-differ-from-masters", tensor=name)
+        if way is not None:
+            names = [each.weight.name for each in explained]
+            message = f"{list_some(names, _FEW)}: rounded {way} from masters, as the values show"
+            yield Problem(message, "weights-rounded-otherwise", tensor=names[0])
+
+
+def _mastered(tensors: Mapping[str, TensorEntry]) -> Iterator[_Mastered]:
     for name, master in tensors.items():
         parameter = _parameter_of(name)
         if parameter is None or master.dtype.name != "float32" or not master.elements:
             continue
-        named = (tensors.get(prefix + parameter) for prefix in _PREFIXES)
-        weights = (each for each in named if each and each.shape == master.shape)
-        found += [Mastered(each.name, name) for each in weights if _is_weight(each)]
-    return found
+        for key, index in _keys_of(parameter):
+            weight = tensors.get(key)
+            if weight is not None and _is_weight(weight, index, master):
+                from ckptool.engine.check.fingerprint import Printer
+
+                printers = Printer(weight.dtype), Printer(weight.dtype)
+                yield _Mastered(key, name, index, printers)
 
 
 def _parameter_of(name: str) -> str | None:
@@ -57,54 +141,68 @@ def _parameter_of(name: str) -> str | None:
     return found["of_kind"] or found["own"] if found else None
 
 
-def _is_weight(entry: TensorEntry) -> bool:
-    return entry.stored is None and entry.dtype.name in ("float32", "float16", "bfloat16")
+def _keys_of(parameter: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the names that the weight of a parameter may have, and its index in one of a stack."""
+    for prefix in _PREFIXES:
+        yield prefix + parameter, ()
+    renamed = parameter
+    for norm, key in _NORMS.items():
+        renamed = renamed.replace(norm, key)
+    for name, is_of_layers, is_of_experts in product(
+        {parameter: None, renamed: None}, (True, False), (True, False)
+    ):
+        index: tuple[int, ...] = ()
+        layer, expert = _LAYER.search(name), _EXPERT.search(name)
+        if layer and is_of_layers:
+            name, index = _LAYER.sub("", name), (int(layer[1]),)
+        if expert and is_of_experts:
+            name, index = _EXPERT.sub(r"\1", name), (*index, int(expert[2]))
+        if bool(layer) >= is_of_layers and bool(expert) >= is_of_experts and name != parameter:
+            yield name, index
 
 
-def rounded_types(catalog: Catalog, pairs: Collection[Mastered]) -> dict[str, DType]:
-    """Return the type of the weight for both of each pair."""
-    types = {pair: catalog.tensors[pair.weight].dtype for pair in pairs}
-    return {name: dtype for pair, dtype in types.items() for name in pair}
-
-
-def master_problems(
-    pairs: Collection[Mastered],
-    located: Mapping[str, TensorEntry],
-    read: ContentReport,
-    source: Files,
-    damaged: Collection[str],
-) -> Iterator[Problem]:
-    """Yield the weights that are not their masters rounded.
-
-    Pairs whose fingerprints differ, or were not taken of all elements, are read once more. What is
-    in ``damaged`` files has problems of its own, and so have values that are not finite.
-    """
-    odd = [
-        pair
-        for pair in pairs
-        if all(name in located for name in pair)
-        and not _are_equal(pair, located, read)
-        and not any(c.at.file in damaged for name in pair for c in located[name].chunks)
-    ]
-    if not odd:
-        return
-    from ckptool.commands.verify.checks.master_bits import differences, other_way
-
-    found = differences([(located[pair.weight], located[pair.master]) for pair in odd], source)
-    way, explained = other_way(found)
-    for each in found:
-        if each not in explained:
-            name = each.weight.name
-            yield Problem(each.message, "weights-differ-from-masters", tensor=name)
-    if way is not None:
-        names = [each.weight.name for each in explained]
-        message = f"{list_some(names, _FEW)}: rounded {way} from masters, as the values show"
-        yield Problem(message, "weights-rounded-otherwise", tensor=names[0])
-
-
-def _are_equal(pair: Mastered, located: Mapping[str, TensorEntry], read: ContentReport) -> bool:
-    weight, master = (read.prints.get(name) for name in pair)
-    if weight is None or master is None:
+def _is_weight(entry: TensorEntry, index: tuple[int, ...], master: TensorEntry) -> bool:
+    depth = len(index)
+    is_inside = all(at < size for at, size in zip(index, entry.shape, strict=False))
+    is_known = entry.stored is None and entry.dtype.name in ("float32", "float16", "bfloat16")
+    if not is_known or not is_inside or entry.shape[depth:] != master.shape:
         return False
-    elements = located[pair.weight].elements
-    return weight == master and weight.elements == elements
+    # without ZeRO, DeepSpeed's weights of 32 bits have no masters but themselves
+    return entry.dtype != master.dtype or _boxes(entry) != _boxes(master)
+
+
+def _boxes(entry: TensorEntry) -> list[tuple[Box, Place]]:
+    return [(chunk.box, chunk.at) for chunk in entry.chunks]
+
+
+class _Stack:
+    """Shows each of the tensors that are stacked in one to its own printer, by its index."""
+
+    def __init__(self, printers: Mapping[tuple[int, ...], Printer]) -> None:
+        self._printers = printers
+        self._depth = len(next(iter(printers)))
+
+    def take(self, data: memoryview, part: Part, first: int) -> None:
+        """Look at elements of a part, the first of which is its ``first``-th."""
+        depth, itemsize = self._depth, part.dtype.itemsize
+        outer, box = part.box.shape[:depth], Box(part.box.lo[depth:], part.box.hi[depth:])
+        inner = Part(part.shape[depth:], box, part.dtype)
+        end = first + len(data) // itemsize
+        at = first
+        while at < end:
+            number, inside = divmod(at, box.volume)
+            count = min(box.volume - inside, end - at)
+            printer = self._printers.get(_index(number, outer, part.box.lo))
+            if printer is not None and inner.shape:
+                start = (at - first) * itemsize
+                printer.take(data[start : start + count * itemsize], inner, inside)
+            at += count
+
+
+def _index(number: int, shape: tuple[int, ...], low: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of the so-manyth of a box of ``shape`` that begins at ``low``."""
+    index = []
+    for dim in range(len(shape) - 1, -1, -1):
+        number, at = divmod(number, shape[dim])
+        index.append(at + low[dim])
+    return tuple(reversed(index))

@@ -1,0 +1,39 @@
+"""The checks of what sound bytes mean, if all data is read by one process: one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from ckptool.commands.verify.checks.elements import Elements, Sense
+from ckptool.commands.verify.checks.masters import Masters
+from ckptool.commands.verify.checks.zeros import zero_weights
+from ckptool.core.catalog import Catalog
+from ckptool.engine.check.spans import Probe
+from ckptool.errors import Problem
+
+
+class _Zeros:
+    """Weights that are all zero, by what every reading notes."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.probes: Mapping[str, Probe] = {}
+
+    def problems(self, elements: Elements) -> Iterator[Problem]:
+        """Yield the weights that are zero while others are not."""
+        content = elements.content
+        if content.read.zeros:
+            yield from zero_weights(content.tensors, content.read.zeros, content.spans)
+
+
+_SENSES: tuple[Callable[[Catalog], Sense], ...] = (_Zeros, Masters)
+
+
+def senses_of(catalog: Catalog | None) -> list[Sense]:
+    """Return the checks of a catalog, of which all data is about to be read."""
+    return [sense(catalog) for sense in _SENSES] if catalog is not None else []
+
+
+def meaning_problems(elements: Elements) -> Iterator[Problem]:
+    """Yield what the checks say once all data has been read."""
+    for sense in elements.content.senses:
+        yield from sense.problems(elements)
