@@ -218,6 +218,21 @@ _CODES: dict[str, dict[str, Code]] = {
         "weights-rounded-otherwise": Code(
             _INFO, "weights were rounded from their masters, but not to the nearest number"
         ),
+        "moments-negative": Code(
+            _WARNING,
+            "an optimizer's means of squares are negative",
+            "their roots are NaN: means and squares may be exchanged, or parts shifted",
+        ),
+        "moments-zero": Code(
+            _WARNING,
+            "an optimizer's moments are all zero after steps that leave others",
+            "the optimizer would begin again: its state may not have been written",
+        ),
+        "moments-copied": Code(
+            _WARNING,
+            "an optimizer's moments of one layer are those of another",
+            "layers may have been mixed up when the state was written or converted",
+        ),
         "optimizer-incomplete": Code(
             _WARNING, "some parameters lack optimizer state that others have"
         ),

@@ -27,8 +27,10 @@ _FOLLOWS = (*_ABSENT, "data-missing", "bytes-unused")
 """Codes that may follow from such a file, for the same file."""
 _ONCE_A_FILE = ("copy-damaged", "rank-copied")
 _DAMAGED = ("file-unreadable", "crc-mismatch", "item-mismatch", "codec-corrupt")
+DAMAGE = (*_ABSENT, *_DAMAGED)
+"""The codes of data that is damaged or absent."""
 _OTHER_CONTENT = ("tensor-differs", "manifest-differs")
-_JOINED = frozenset([*_ABSENT, *_DAMAGED, *_OTHER_CONTENT])
+_JOINED = frozenset([*DAMAGE, *_OTHER_CONTENT])
 """The codes with one finding per file, however many of its parts show it."""
 _ONE_SIDED = ("tensor-missing", "tensor-extra", "value-missing", "value-extra")
 _OF_BOTH = ("shape-differs", "dtype-differs", "value-differs", "value-not-compared")
@@ -42,7 +44,8 @@ _ALIKE = frozenset(
     ]
 )
 """The codes with one finding for several names that show the same."""
-_ONE_CAUSE = frozenset(["not-finite", "weight-zero", "weights-differ-from-masters"])
+_MOMENTS = ("moments-negative", "moments-zero", "moments-copied")
+_ONE_CAUSE = frozenset(["not-finite", "weight-zero", "weights-differ-from-masters", *_MOMENTS])
 """The codes of what is of one cause in all tensors, in whatever file they are."""
 _LOSSES = frozenset([*_ABSENT, "file-unreadable", "metadata-unreadable", "zip-structure"])
 """Possible reasons why nothing of a file could be placed."""
@@ -143,7 +146,7 @@ class VerifyReport(Report, frozen=True):
     @property
     def lost(self) -> set[str]:
         """The names of tensors and values whose data is damaged or absent."""
-        damage = [f for f in self.of(Severity.ERROR) if f.code in (*_ABSENT, *_DAMAGED)]
+        damage = [f for f in self.of(Severity.ERROR) if f.code in DAMAGE]
         names = {each.tensor for finding in damage for each in finding.affected}
         return {name for name in names | {one.tensor for one in damage} if name is not None}
 

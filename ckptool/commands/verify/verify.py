@@ -33,12 +33,12 @@ from ckptool.commands.verify.checks.content import (
 from ckptool.commands.verify.checks.downloads import download_problems, kept_hashes
 from ckptool.commands.verify.checks.elements import Content, Elements
 from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer_than_metadata
-from ckptool.commands.verify.checks.meaning import meaning_problems, senses_of
+from ckptool.commands.verify.checks.meaning.table import meaning_problems, senses_of
 from ckptool.commands.verify.checks.pickles import odd_values
 from ckptool.commands.verify.checks.sample import DataPart, DataSample
 from ckptool.commands.verify.checks.training import differing_step_values, optimizer_problems
 from ckptool.commands.verify.codes import CODES, Severity, require_codes
-from ckptool.commands.verify.findings import Findings, VerifyReport, summarize
+from ckptool.commands.verify.findings import DAMAGE, Findings, VerifyReport, summarize
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.names import packed_names
 from ckptool.engine.check.content import ContentReport, check_spans
@@ -263,7 +263,7 @@ class Verification:
 
             self._problems += not_finite_problems(found, names, source)
         if self._sample.is_all:
-            files = {p.file for p in self._problems if p.file and p.code != "not-finite"}
+            files = {p.file for p in self._problems if p.file and p.code in DAMAGE}
             self._problems += meaning_problems(Elements(content, source, files))
         unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
         self._unchecked = unchecked - (self._kept.keys() if self._sample.leaves_none else set())

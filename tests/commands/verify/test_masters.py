@@ -14,8 +14,8 @@ from conftest import FIXTURES
 from verify.verify_runs import checked
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.verify.checks import master_bits
-from ckptool.commands.verify.checks.masters import Masters
+from ckptool.commands.verify.checks.meaning import master_bits
+from ckptool.commands.verify.checks.meaning.masters import Masters
 from ckptool.commands.verify.findings import Finding
 
 ROUNDED = [

@@ -54,7 +54,7 @@ class Content(Struct):
 
 
 class Elements(NamedTuple):
-    """All content once it has been read, where it is, and the files with problems of their own."""
+    """All content once it has been read, where it is, and the damaged files."""
 
     content: Content
     source: Files

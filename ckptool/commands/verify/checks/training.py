@@ -76,7 +76,7 @@ def _incomplete(states: Mapping[str, set[str]], conflicts: Collection[str]) -> I
 
 
 def _misshapen(catalog: Catalog, states: States) -> Iterator[Problem]:
-    by_tail = _models_by_tail(catalog)
+    by_tail = models_by_tail(catalog.tensors)
     for head, kinds in states.items():
         _, state, name = head.partition("state.")
         parameter = by_tail.get(name) if state and not name.isdigit() else None
@@ -89,10 +89,10 @@ def _misshapen(catalog: Catalog, states: States) -> Iterator[Problem]:
                 yield Problem(message, "optimizer-shape", tensor=entry.name)
 
 
-def _models_by_tail(catalog: Catalog) -> dict[str, TensorEntry]:
+def models_by_tail(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the model's tensors by name, and by name without the first step."""
     models: dict[str, TensorEntry] = {}
-    for entry in catalog.tensors.values():
+    for entry in tensors.values():
         if state_category(entry) == "model":
             models[entry.name] = entry
             models.setdefault(entry.name.partition(".")[2], entry)
@@ -133,6 +133,11 @@ class StepCounters:
             for tile in tiles:
                 value = decode(tile.values.reshape(-1), entry.source_dtype)[0]
                 self._values[float(value)].append(entry.name)
+
+    @property
+    def least(self) -> float | None:
+        """The least of them; None if there are none."""
+        return min(self._values, default=None)
 
     def problems(self) -> Iterator[Problem]:
         """Yield a problem if they differ."""

@@ -105,7 +105,7 @@ class Masters:
         ]
         if not odd:
             return
-        from ckptool.commands.verify.checks.master_bits import differences, other_way
+        from ckptool.commands.verify.checks.meaning.master_bits import differences, other_way
 
         found = differences(odd, elements.source)
         way, explained = other_way(found)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from ckptool.commands.verify.checks.elements import Elements, Sense
-from ckptool.commands.verify.checks.masters import Masters
-from ckptool.commands.verify.checks.zeros import zero_weights
+from ckptool.commands.verify.checks.meaning.masters import Masters
+from ckptool.commands.verify.checks.meaning.moments import Moments
+from ckptool.commands.verify.checks.meaning.zeros import zero_weights
 from ckptool.core.catalog import Catalog
 from ckptool.engine.check.spans import Probe
 from ckptool.errors import Problem
@@ -25,7 +26,7 @@ class _Zeros:
             yield from zero_weights(content.tensors, content.read.zeros, content.spans)
 
 
-_SENSES: tuple[Callable[[Catalog], Sense], ...] = (_Zeros, Masters)
+_SENSES: tuple[Callable[[Catalog], Sense], ...] = (_Zeros, Masters, Moments)
 
 
 def senses_of(catalog: Catalog | None) -> list[Sense]:

@@ -1,0 +1,1 @@
+"""What sound bytes can hide: checks of what they mean."""

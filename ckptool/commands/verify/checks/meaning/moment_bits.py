@@ -1,0 +1,115 @@
+"""What an optimizer's moments look like, noted while they are read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import TensorEntry
+from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, pair_jobs, same_bits
+from ckptool.engine.check.spans import Part
+from ckptool.engine.checksum import crc32
+from ckptool.engine.read.numbers import decode
+from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
+from ckptool.engine.read.tiles import read_tiles
+from ckptool.errors import CkptoolError
+from ckptool.storage.files import Files
+
+if TYPE_CHECKING:
+    from ckptool.engine.read.numbers import Array
+
+_HEAD = 1 << 10
+"""Elements of a tensor by whose checksum those that may be equal are found."""
+
+
+class Moment:
+    """Looks at one moment of one parameter: is any value not zero, and is any negative?
+
+    ``elements`` were seen, ``negative`` of them are below zero if it ``is_square``, the first in
+    row-major order at ``first``. ``head`` is the checksum of the first elements, None if these are
+    stored in pieces.
+    """
+
+    def __init__(self, *, is_square: bool) -> None:
+        self.elements = self.negative = 0
+        self.is_zero = True
+        self.first: tuple[int, ...] | None = None
+        self.head: int | None = None
+        self._is_square = is_square
+        self._lock = threading.Lock()
+
+    def take(self, data: memoryview, part: Part, first: int) -> None:
+        """Look at elements of a part, the first of which is its ``first``-th."""
+        itemsize = part.dtype.itemsize
+        codes = np.frombuffer(data, f"u{itemsize}")
+        is_zero = self.is_zero and not codes.any()
+        negative = self._negative_in(codes, part) if self._is_square else None
+        head = min(_HEAD, part.box.volume)
+        starts_all = not first and not any(part.box.lo) and codes.size >= head
+        with self._lock:
+            self.elements += codes.size
+            self.is_zero &= is_zero
+            if starts_all:
+                self.head = crc32(data[: head * itemsize])
+            if negative is not None and negative.size:
+                self._note(negative, first, part.box)
+
+    @staticmethod
+    def _negative_in(codes: Array, part: Part) -> Array | None:
+        """Return where numbers are below zero, which is neither minus zero nor minus infinity."""
+        sign = 1 << (8 * part.dtype.itemsize - 1)
+        if int(codes.max()) <= sign:
+            return None
+        special = sign + (part.dtype.first_special or 0)
+        return np.flatnonzero((codes > sign) & (codes < special))
+
+    def _note(self, negative: Array, first: int, box: Box) -> None:
+        inside = np.unravel_index(first + int(negative[0]), box.shape)
+        index = tuple(int(at) + low for at, low in zip(inside, box.lo, strict=True))
+        self.negative += negative.size
+        self.first = index if self.first is None else min(self.first, index)
+
+
+def largest_sizes(entries: Iterable[TensorEntry], source: Files) -> dict[str, float]:
+    """Return the largest number without sign of each tensor that can be read."""
+    found: dict[str, float] = {}
+
+    def look(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
+        largest = 0.0
+        try:
+            for tile in tiles:
+                values = np.abs(decode(tile.values.reshape(-1), entry.source_dtype))
+                largest = max(largest, float(values.max(initial=0)))
+        except CkptoolError:
+            return  # the reader of all data reports on it
+        found[entry.name] = largest
+
+    jobs = (tensor_job(entry, stored=True) for entry in entries)
+    read_tiles(TensorSource(source), jobs, look, source.policy.workers)
+    return found
+
+
+def are_equal(one: TensorEntry, other: TensorEntry, source: Files) -> bool:
+    """Return whether two tensors of one type and shape can be read and have the same bits."""
+    equal = True
+
+    def compare(subject: None, tiles: Iterator[PairTile]) -> None:
+        nonlocal equal
+        for tile in tiles:
+            try:
+                _, left, right = tile.require()
+            except CkptoolError:
+                equal = False
+                return
+            if not same_bits(left, right):
+                equal = False
+                return
+
+    of_elements = TensorSource(source)
+    jobs = pair_jobs([TensorPair(one, other)])
+    read_tiles(PairSource(of_elements, of_elements), jobs, compare, source.policy.workers)
+    return equal

@@ -1,0 +1,150 @@
+"""Adam's moments that no step leaves: negative squares, zeros after steps, those of another layer.
+
+What may be right is none: unused experts, frozen parameters, the first step of LoRA, states of
+8 bits, and optimizers without such moments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from ckptool.commands.verify.checks.elements import Elements
+from ckptool.commands.verify.checks.training import models_by_tail
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.keymap.model import abstract
+from ckptool.core.state_category import state_category
+from ckptool.engine.check.spans import Probe
+from ckptool.errors import Problem
+
+if TYPE_CHECKING:
+    from ckptool.commands.verify.checks.meaning.moment_bits import Moment
+
+_MEAN, _SQUARE = "exp_avg", "exp_avg_sq"
+_NAME = re.compile(
+    r"(?P<first>exp_avg(?:_sq)?)\.(?P<of_first>.+)"
+    r"|(?:.+\.)?state\.(?P<inner>exp_avg(?:_sq)?)\.(?P<of_inner>.+)"
+    r"|(?:(?:.+\.)?state\.)?(?P<of_last>.+)\.(?P<last>exp_avg(?:_sq)?)"
+)
+"""A moment's name: by kind (DeepSpeed, Megatron), or by parameter (torch)."""
+_TYPES = ("float32", "bfloat16", "float16")
+_WHOLE = ("float32",)
+"""Types in which a square is no zero only because it is small."""
+_VISIBLE = 1e-12
+"""A mean whose square is no zero in 32 bits, whatever the optimizer's second decay."""
+_STEPS = 2
+"""Counted steps after which something has moments: one step without gradients may be that which
+makes the state (DeepSpeed, torch's ``get_optimizer_state_dict``)."""
+
+
+class Moments:
+    """The moments of a checkpoint's parameters, by the parameter and their kind."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._names: dict[str, dict[str, str]] = defaultdict(dict)
+        self._found: dict[str, Moment] = {}
+        for name, entry in catalog.tensors.items():
+            kind, parameter = _parse(name) or ("", "")
+            is_moment = kind and entry.source_dtype.name in _TYPES and entry.elements
+            if is_moment and state_category(entry) == "optimizer":
+                from ckptool.commands.verify.checks.meaning.moment_bits import Moment
+
+                self._names[parameter][kind] = name
+                self._found[name] = Moment(is_square=kind == _SQUARE)
+
+    @property
+    def probes(self) -> Mapping[str, Probe]:
+        """What looks at each of the moments."""
+        return self._found
+
+    def problems(self, elements: Elements) -> Iterator[Problem]:
+        """Yield the moments that no step leaves."""
+        located = elements.located
+        seen = {
+            name: moment
+            for name, moment in self._found.items()
+            if elements.are_sound(name) and moment.elements == located[name].elements
+        }
+        yield from _negative(seen, located)
+        if seen and all(moment.is_zero for moment in seen.values()):
+            yield from self._all_zero(elements, len(seen))
+        else:
+            yield from self._squares_lost(seen, elements)
+            yield from _copied(seen, elements)
+
+    def _all_zero(self, elements: Elements, count: int) -> Iterator[Problem]:
+        steps = elements.content.counters.least
+        if count > 1 and steps is not None and steps >= _STEPS:
+            first = next(iter(self._found))
+            message = f"{first}: all moments of all parameters are zero, but {steps:g} steps are"
+            yield Problem(f"{message} counted", "moments-zero", tensor=first)
+
+    def _squares_lost(self, seen: Mapping[str, Moment], elements: Elements) -> Iterator[Problem]:
+        """Yield squares that are all zero where the mean is large enough not to be."""
+        lost = {
+            kinds[_MEAN]: kinds[_SQUARE]
+            for kinds in self._names.values()
+            if kinds.keys() == {_MEAN, _SQUARE} and kinds[_MEAN] in seen and kinds[_SQUARE] in seen
+            if seen[kinds[_SQUARE]].is_zero and not seen[kinds[_MEAN]].is_zero
+            if elements.located[kinds[_SQUARE]].source_dtype.name in _WHOLE
+        }
+        if not lost:
+            return
+        from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
+
+        sizes = largest_sizes([elements.located[name] for name in lost], elements.source)
+        for mean, square in lost.items():
+            if sizes.get(mean, 0.0) >= _VISIBLE:
+                message = f"{square}: all values are zero, but {mean} is up to {sizes[mean]:g}"
+                yield Problem(message, "moments-zero", tensor=square)
+
+
+def _parse(name: str) -> tuple[str, str] | None:
+    """Return the kind of a moment and the parameter that it is of; None if it is no moment."""
+    found = _NAME.fullmatch(name) if _MEAN in name else None
+    if found is None:
+        return None
+    kind = found["first"] or found["inner"] or found["last"]
+    return kind, found["of_first"] or found["of_inner"] or found["of_last"]
+
+
+def _negative(seen: Mapping[str, Moment], located: Mapping[str, TensorEntry]) -> Iterator[Problem]:
+    for name, moment in seen.items():
+        if moment.negative and moment.first is not None:
+            message = (
+                f"{name}: {moment.negative:,} of {located[name].elements:,} values are negative"
+            )
+            message += f", first at {list(moment.first)}: means of squares cannot be"
+            yield Problem(message, "moments-negative", tensor=name)
+
+
+def _copied(seen: Mapping[str, Moment], elements: Elements) -> Iterator[Problem]:
+    """Yield moments of matrices that are those of another layer, whose weight is another.
+
+    Layers are what differs by numbers alone. Equal weights, such as those of experts copied from
+    one, may have equal gradients.
+    """
+    located = elements.located
+    alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for name, moment in seen.items():
+        entry, kind = located[name], abstract(name)[0]
+        if not moment.is_zero and moment.head is not None and _is_matrix(entry) and kind:
+            alike[kind, entry.shape, entry.source_dtype.name, moment.head].append(name)
+    models = models_by_tail(located) if any(len(names) > 1 for names in alike.values()) else {}
+    for one, other in (pair for names in alike.values() for pair in pairwise(names)):
+        from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
+
+        weights = [models.get((_parse(name) or ("", ""))[1]) for name in (one, other)]
+        known = [weight for weight in weights if weight and elements.are_sound(weight.name)]
+        if len(known) < 2 or not are_equal(located[one], located[other], elements.source):
+            continue
+        if not are_equal(known[0], known[1], elements.source):
+            message = f"{other}: the values of {one}, bit for bit, but the weights differ"
+            yield Problem(message, "moments-copied", tensor=other)
+
+
+def _is_matrix(entry: TensorEntry) -> bool:
+    return sum(size > 1 for size in entry.shape) > 1

@@ -1,0 +1,197 @@
+"""Moments of an optimizer that no step leaves, and those that rightly look odd."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import FIXTURES
+from verify.verify_runs import checked
+
+from ckptool.commands.verify.findings import Finding
+from ckptool.errors import CkptoolError
+
+LAYERS, SHAPE = 4, (40, 30)
+State = dict[str, Any]
+
+
+def found(path: Path, *codes: str) -> list[Finding]:
+    wanted = codes or ("moments-negative", "moments-zero", "moments-copied")
+    return [finding for finding in checked(path).findings if finding.code in wanted]
+
+
+@pytest.mark.parametrize("folder", sorted(FIXTURES.glob("*/ckpt")), ids=lambda p: p.parent.name)
+def test_no_fixture_has_moments_that_no_step_leaves(folder: Path) -> None:
+    with suppress(CkptoolError):  # what is refused has no moments
+        assert not found(folder)
+
+
+def trained(steps: int = 3, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> State:
+    """A model and its optimizer's state by names, after real steps."""
+    torch.manual_seed(1)
+    model = torch.nn.ModuleDict(
+        {f"layers-{n}": torch.nn.Linear(SHAPE[1], SHAPE[0]) for n in range(LAYERS)}
+    )
+    optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        total = sum(layer(torch.randn(8, SHAPE[1])).square().sum() for layer in model.values())
+        torch.as_tensor(total).backward()
+        optimizer.step()
+    names = [name.replace("-", ".") for name, _ in model.named_parameters()]
+    weights = dict(zip(names, model.state_dict().values(), strict=True))
+    states = optimizer.state_dict()["state"]
+    return {"model": weights, "optimizer": {"state": {names[at]: states[at] for at in states}}}
+
+
+def saved(path: Path, state: State) -> Path:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def of_layer(state: State, layer: int) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = state["optimizer"]["state"][f"layers.{layer}.weight"]
+    return found
+
+
+KINDS = [
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adafactor,
+]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 30])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_real_steps_leave_nothing_to_report(
+    steps: int, kind: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    assert not found(saved(tmp_path / "c", trained(steps, kind)))
+
+
+def test_squares_below_zero(tmp_path: Path) -> None:
+    state = trained()
+    of_layer(state, 2)["exp_avg_sq"][7, 3:5] *= -1
+    (finding,) = found(saved(tmp_path / "c", state))
+    assert (finding.code, finding.severity.value) == ("moments-negative", "warning")
+    assert finding.message == (
+        "optimizer.state.layers.2.weight.exp_avg_sq: 2 of 1,200 values are negative, first at"
+        " [7, 3]: means of squares cannot be"
+    )
+
+
+def test_means_and_squares_that_were_exchanged_are_one_finding(tmp_path: Path) -> None:
+    state = trained()
+    for own in state["optimizer"]["state"].values():
+        own["exp_avg"], own["exp_avg_sq"] = own["exp_avg_sq"], own["exp_avg"]
+    (finding,) = found(saved(tmp_path / "c", state))
+    assert finding.code == "moments-negative"
+    assert len(finding.affected) == 2 * LAYERS
+
+
+def test_squares_that_are_minus_zero_or_not_finite_are_not_negative(tmp_path: Path) -> None:
+    state = trained()
+    odd = torch.tensor([-0.0, float("-inf"), -float("nan")])
+    of_layer(state, 2)["exp_avg_sq"][0, :3] = odd
+    assert not found(saved(tmp_path / "c", state))
+
+
+def zero(state: State, *kinds: str, layers: range = range(LAYERS)) -> State:
+    for name, own in state["optimizer"]["state"].items():
+        if int(name.split(".")[1]) in layers:
+            for kind in kinds:
+                own[kind].zero_()
+    return state
+
+
+def test_all_moments_that_are_zero_after_steps(tmp_path: Path) -> None:
+    state = zero(trained(3), "exp_avg", "exp_avg_sq")
+    (finding,) = found(saved(tmp_path / "c", state))
+    assert finding.code == "moments-zero"
+    assert "all moments of all parameters are zero, but 3 steps are counted" in finding.message
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        zero(trained(1), "exp_avg", "exp_avg_sq"),  # the step that makes the state
+        zero(trained(0), "exp_avg", "exp_avg_sq"),
+        zero(trained(9), "exp_avg", "exp_avg_sq", layers=range(1, 3)),  # experts never chosen
+        zero(trained(9), "exp_avg", layers=range(1, 3)),  # and not chosen for long
+    ],
+)
+def test_zero_moments_that_may_be_right_are_none(state: State, tmp_path: Path) -> None:
+    assert not found(saved(tmp_path / "c", state))
+
+
+def test_squares_that_are_zero_beside_means_that_are_not(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c", zero(trained(), "exp_avg_sq", layers=range(1, 2)))
+    (finding,) = found(path)
+    names = [
+        "optimizer.state.layers.1.weight.exp_avg_sq",
+        "optimizer.state.layers.1.bias.exp_avg_sq",
+    ]
+    assert {each.tensor for each in finding.affected} == {*names}
+    assert finding.code == "moments-zero"
+    assert "all values are zero, but optimizer.state.layers.1." in finding.message
+
+
+def test_squares_too_small_for_their_type_are_none(tmp_path: Path) -> None:
+    state = zero(trained(), "exp_avg_sq", layers=range(1, 2))
+    for name in ("layers.1.weight", "layers.1.bias"):
+        state["optimizer"]["state"][name]["exp_avg"].mul_(1e-30)
+    assert not found(saved(tmp_path / "c", state))
+
+
+def copy_moments(state: State, into: int, *kinds: str) -> State:
+    for kind in kinds:
+        of_layer(state, into)[kind] = of_layer(state, 1)[kind].clone()
+    return state
+
+
+def test_moments_of_another_layer(tmp_path: Path) -> None:
+    state = copy_moments(trained(), 2, "exp_avg", "exp_avg_sq")
+    (finding,) = found(saved(tmp_path / "c", state))
+    assert finding.code == "moments-copied"
+    assert {each.tensor for each in finding.affected} == {
+        f"optimizer.state.layers.2.weight.{kind}" for kind in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def with_equal_weights(state: State) -> State:
+    state["model"]["layers.2.weight"] = state["model"]["layers.1.weight"].clone()
+    return state
+
+
+def but_for_the_last(state: State) -> State:
+    for kind in ("exp_avg", "exp_avg_sq"):
+        of_layer(state, 2)[kind][-1, -1] += 1
+    return state
+
+
+@pytest.mark.parametrize("change", [with_equal_weights, but_for_the_last])
+def test_layers_that_are_equal_or_only_begin_so_are_none(
+    change: Callable[[State], State], tmp_path: Path
+) -> None:
+    state = change(copy_moments(trained(), 2, "exp_avg", "exp_avg_sq"))
+    assert not found(saved(tmp_path / "c", state))
+
+
+def test_moments_of_megatron_by_kind(tmp_path: Path) -> None:
+    copy = shutil.copytree(FIXTURES / "megatron_torch" / "ckpt", tmp_path / "c")
+    (path,) = copy.rglob("mp_rank_01/*.pt")
+    state = torch.load(path, weights_only=False)
+    for own in state["optimizer"]["optimizer"]["state"].values():
+        own["exp_avg_sq"] *= -1
+    torch.save(state, path)
+    (finding,) = found(copy)
+    assert finding.code == "moments-negative"
+    assert all(each.tensor and each.tensor.startswith("exp_avg_sq.") for each in finding.affected)
