@@ -1,0 +1,165 @@
+"""LoRA and DoRA: a weight plus the product of two thin matrices, computed cell by cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import add
+
+import numpy as np
+from msgspec import Struct, field
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import Computed, Gather, TensorEntry
+from ckptool.core.dtype import DType
+from ckptool.engine.formulas.doubles import as_doubles, from_doubles
+from ckptool.engine.read.numbers import Array
+
+_CELL = 256
+"""Columns of a cell, of which each is one multiplication of matrices."""
+_MOST_ROWS = 64
+_ONE_THREAD = 1 << 18
+"""Multiplications up to which OpenBLAS uses one thread, whatever the machine."""
+_BAND = 8 * _CELL
+"""Columns of which the factors exist as doubles at a time."""
+
+
+class LowRank(Struct, frozen=True):
+    """``W + scale * (B @ A)``, as PEFT merges a LoRA: stored are W, B and A.
+
+    Each number is computed in 64 bits and then cast once, as torch casts. W may have one dim before
+    rows and columns, as experts, and so do B and A then. A product's last bit depends on the shapes
+    of its factors. So they are always those of a cell of a grid that begins at the tensor's first
+    element: a number is the same whichever tile it is computed in.
+    """
+
+    scale: float
+
+    def __call__(self, gather: Gather, at: Computed, box: Box, dtype: DType) -> Array:
+        """Compute a box of the sum, as bits of a type."""
+        result: Array = np.empty(box.shape, f"u{dtype.itemsize}")
+        with np.errstate(all="ignore"):  # what is not finite stays so
+            for part, numbers in self.numbers(gather, at, box):
+                result[_slices(part, box.lo)] = from_doubles(numbers, dtype)
+        return result
+
+    def numbers(self, gather: Gather, at: Computed, box: Box) -> Iterator[tuple[Box, Array]]:
+        """Yield the boxes that a box consists of, in one order, with the doubles of each."""
+        weight = at.stored[0]
+        bits = gather(weight, box)
+        for index in np.ndindex(*box.shape[:-2]):
+            outer = tuple(map(add, box.lo, index))
+            inner = Box((*outer, *box.lo[-2:]), (*(n + 1 for n in outer), *box.hi[-2:]))
+            for part, product in _products(gather, at, inner):
+                own = as_doubles(bits[_slices(part, box.lo)], weight.source_dtype)
+                yield part, own + (product if self.scale == 1 else product * self.scale)
+
+
+class Magnitudes(Struct, frozen=True):
+    """``m * V / |V|`` of each row of ``V = W + scale * (B @ A)``, as PEFT merges a DoRA.
+
+    Stored are W, B, A and m. The length of a row is that of all its columns; those of the rows of a
+    cell are kept, for other tiles have these rows, too.
+    """
+
+    sums: LowRank
+    lengths: dict[int, Array] = field(default_factory=dict)
+
+    def __call__(self, gather: Gather, at: Computed, box: Box, dtype: DType) -> Array:
+        """Compute a box of the rows, as bits of a type."""
+        result: Array = np.empty(box.shape, f"u{dtype.itemsize}")
+        magnitudes = at.stored[3]
+        rows = Box((box.lo[0],), (box.hi[0],))
+        with np.errstate(all="ignore"):  # a row of zeros has no direction, as for torch
+            factors = as_doubles(gather(magnitudes, rows), magnitudes.source_dtype)
+            factors = factors / self._lengths_of(gather, at, box.lo[0], box.hi[0])
+            for part, numbers in self.sums.numbers(gather, at, box):
+                own = factors[part.lo[0] - box.lo[0] : part.hi[0] - box.lo[0], None]
+                result[_slices(part, box.lo)] = from_doubles(own * numbers, dtype)
+        return result
+
+    def _lengths_of(self, gather: Gather, at: Computed, start: int, stop: int) -> Array:
+        """Return the lengths of some rows."""
+        height, (most, columns) = rows_of_cell(at.stored[1].shape[-1]), at.part.shape
+        first, last = _aligned(start, stop, height, most)
+        for top in range(first, last, height):
+            if top not in self.lengths:
+                rows = Box((top, 0), (min(top + height, most), columns))
+                squares = np.zeros(rows.shape[0])
+                for _, numbers in self.sums.numbers(gather, at, rows):
+                    squares += np.square(numbers).sum(axis=1)
+                self.lengths[top] = np.sqrt(squares)
+        cells = [self.lengths[top] for top in range(first, last, height)]
+        return np.concatenate(cells)[start - first : stop - first]
+
+
+def low_rank_reads(at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:
+    """Yield that a box of a sum is computed of the same box, its rows of B and its columns of A."""
+    weight, left, right = at.stored[:3]
+    height, outer = rows_of_cell(left.shape[-1]), (box.lo[:-2], box.hi[:-2])
+    rows = _aligned(box.lo[-2], box.hi[-2], height, weight.shape[-2])
+    columns = _aligned(box.lo[-1], box.hi[-1], _BAND, weight.shape[-1])
+    yield weight, box
+    yield left, Box((*outer[0], rows[0], 0), (*outer[1], rows[1], left.shape[-1]))
+    yield right, Box((*outer[0], 0, columns[0]), (*outer[1], right.shape[-2], columns[1]))
+
+
+def magnitude_reads(at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:
+    """Yield that a box is computed of all columns of its rows, and of these rows' magnitudes."""
+    most, columns = at.part.shape
+    rows = _aligned(box.lo[0], box.hi[0], rows_of_cell(at.stored[1].shape[-1]), most)
+    yield from low_rank_reads(at, Box((rows[0], 0), (rows[1], columns)))
+    yield at.stored[3], Box((box.lo[0],), (box.hi[0],))
+
+
+def rows_of_cell(rank: int) -> int:
+    """Return the rows of a cell, fewer the more numbers each is the sum of."""
+    return max(1, min(_MOST_ROWS, _ONE_THREAD // (_CELL * rank)))
+
+
+def _products(gather: Gather, at: Computed, box: Box) -> Iterator[tuple[Box, Array]]:
+    """Yield the parts of a box of one matrix with their products, in bands of columns."""
+    weight, left, right = at.stored[:3]
+    rank, low, high, outer = left.shape[-1], box.lo[-2:], box.hi[-2:], (box.lo[:-2], box.hi[:-2])
+    height = rows_of_cell(rank)
+    top, bottom = _aligned(low[0], high[0], height, weight.shape[-2])
+    of_rows = gather(left, _within(outer, (top, 0), (bottom, rank))).reshape(bottom - top, rank)
+    for start in range(low[1] // _BAND * _BAND, high[1], _BAND):
+        stop = min(start + _BAND, weight.shape[-1])
+        bits = gather(right, _within(outer, (0, start), (rank, stop))).reshape(rank, stop - start)
+        of_columns = as_doubles(bits, right.source_dtype)
+        for row in range(top, bottom, height):
+            cells = as_doubles(of_rows[row - top : row - top + height], left.source_dtype)
+            product = _multiply(cells, of_columns)
+            part = _within(
+                outer,
+                (max(row, low[0]), max(start, low[1])),
+                (min(row + len(cells), high[0]), min(stop, high[1])),
+            )
+            inside = _slices(Box(part.lo[-2:], part.hi[-2:]), (row, start))
+            yield part, product[inside].reshape(part.shape)
+
+
+def _multiply(left: Array, right: Array) -> Array:
+    """Return the product of matrices as doubles, a cell at a time."""
+    product = np.empty((len(left), right.shape[1]))
+    for start in range(0, right.shape[1], _CELL):
+        cell = slice(start, start + _CELL)
+        product[:, cell] = left @ np.ascontiguousarray(right[:, cell])
+    return product
+
+
+def _within(
+    outer: tuple[tuple[int, ...], tuple[int, ...]], low: tuple[int, int], high: tuple[int, int]
+) -> Box:
+    """Return the box of a part of one matrix, which may be one of several along a first dim."""
+    return Box((*outer[0], *low), (*outer[1], *high))
+
+
+def _aligned(start: int, stop: int, step: int, most: int) -> tuple[int, int]:
+    """Return the whole steps around a range, up to the last index."""
+    return start // step * step, min(-(-stop // step) * step, most)
+
+
+def _slices(part: Box, origin: Sequence[int]) -> tuple[slice, ...]:
+    """Return where a part is in an array whose first element is ``origin``."""
+    return tuple(map(slice, *part.relative_to(origin)))
