@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import CASES, FIXTURES, GOOD, Case, bits, case, convert_to, read_back
+from conftest import CASES, FIXTURES, GOOD, Case, bits, convert_to, read_back
 from recipes import RECIPES
 from recipes.common import run_single
 from recipes.damage import DAMAGE
@@ -25,10 +25,10 @@ def test_a_recipe_makes_its_fixture(name: str, tmp_path: Path, out: Path) -> Non
     made = tmp_path / "made" / name
     for file in ("truth.json", "truth.safetensors"):
         assert (made / file).read_bytes() == (FIXTURES / name / file).read_bytes()
-    assert files(made / "ckpt") == files(case(name).path)
-    if case(name) in GOOD:
-        convert_to("torch-save", made / "ckpt", out / "m.pt", drop=case(name).unread)
-        assert read_back("torch-save", out / "m.pt") == case(name).truth
+    assert files(made / "ckpt") == files(Case(name).path)
+    if Case(name) in GOOD:
+        convert_to("torch-save", made / "ckpt", out / "m.pt", drop=Case(name).unread)
+        assert read_back("torch-save", out / "m.pt") == Case(name).truth
 
 
 def files(folder: Path) -> list[str]:

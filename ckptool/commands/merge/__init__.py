@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from msgspec import Struct
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.convert import named_writer, own_writer, plan_conversion
 from ckptool.commands.merge.expressions import Computation, Expression, add, copy, take
+from ckptool.commands.merge.lora import fold
 from ckptool.commands.merge.operands import Operand, join, model_only, open_operands
 from ckptool.commands.merge.recipe import Recipe, read_recipe
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
@@ -22,7 +24,6 @@ from ckptool.commands.reshard.reshard import plan_reshard
 from ckptool.commands.rewrite import RewriteResult, cast_catalog
 from ckptool.commands.transfer.rewritten import RewrittenReport
 from ckptool.commands.transfer.transfer import Transfer, require_apart, resolve_target
-from ckptool.core.catalog import Catalog
 from ckptool.engine.formulas.weighted import WeightedSum, same_box
 from ckptool.storage.url import Location
 
@@ -48,13 +49,15 @@ class MergeReport(RewrittenReport, frozen=True, kw_only=True):
 class Merged(Struct, frozen=True):
     """The checkpoints of a recipe as one, which has the computed tensors: nothing is written yet.
 
-    ``rewritten`` is the same after the casts that were asked for.
+    ``rewritten`` is the same after the casts that were asked for; ``decided`` is what the adapter's
+    config decides.
     """
 
     opened: OpenedCheckpoint
     rewritten: RewriteResult
     sources: dict[str, Location]
     expressions: tuple[Expression, ...]
+    decided: object = None
 
 
 @no_collecting()
@@ -78,7 +81,7 @@ def prepare_merge(
         sources=merged.sources,
         expressions=merged.expressions,
     )
-    decided = planned.decided, recipe
+    decided = planned.decided, recipe, merged.decided
     transfer = how.transfer
     return Transfer(
         merged.opened, planned.plan, target, transfer, report, decided, placed=planned.placed
@@ -104,20 +107,24 @@ def open_merged(
     of them, Unsupported if they do not fit, and the errors of opening.
     """
     rewriting = rewriting if recipe.with_optimizer else model_only(rewriting)
-    operands = open_operands(recipe.places, read, rewriting)
+    operands = open_operands(recipe.places, read, rewriting, recipe.lora)
     for operand in operands.values():
         if target is not None:
             require_apart(operand.opened, target)
-    computation = compute(recipe, operands)
-    opened, rewritten = _as_one(operands, computation.catalog, rewriting)
+    computation = compute(recipe, operands, rewriting.map.assets)
+    opened, rewritten = _as_one(operands, computation, rewriting)
     sources = {operand.label: place for place, operand in operands.items()}
-    return Merged(opened, rewritten, sources, computation.expressions)
+    return Merged(opened, rewritten, sources, computation.expressions, computation.decided)
 
 
-def compute(recipe: Recipe, operands: Mapping[Location, Operand]) -> Computation:
+def compute(
+    recipe: Recipe, operands: Mapping[Location, Operand], assets: Path | None
+) -> Computation:
     """Compute the tensors of a recipe from its checkpoints; Unsupported if they do not fit."""
     terms = [operands[term.place] for term in recipe.terms]
-    if recipe.is_plain:
+    if recipe.lora is not None:
+        computation = fold(terms[0], operands[recipe.lora], assets)
+    elif recipe.is_plain:
         computation = copy(terms[0])
     else:
         weights = tuple(term.weight for term in recipe.terms)
@@ -129,7 +136,7 @@ def compute(recipe: Recipe, operands: Mapping[Location, Operand]) -> Computation
 
 
 def _as_one(
-    operands: Mapping[Location, Operand], catalog: Catalog, options: RewriteOptions
+    operands: Mapping[Location, Operand], computation: Computation, options: RewriteOptions
 ) -> tuple[OpenedCheckpoint, RewriteResult]:
     """Return all checkpoints as one, which has the computed tensors, and these cast as asked.
 
@@ -138,7 +145,8 @@ def _as_one(
     first = next(iter(operands.values()))
     files = {n: size for each in operands.values() for n, size in each.catalog.files.items()}
     notes = dict.fromkeys(note for each in operands.values() for note in each.catalog.notes)
-    catalog = replace(catalog, files=files, notes=tuple(notes))
+    notes |= dict.fromkeys(computation.notes)
+    catalog = replace(computation.catalog, files=files, notes=tuple(notes))
     opened = OpenedCheckpoint(first.opened.path, join(operands), first.opened.format, catalog)
     counts = dict[str, int]()
     if options.casts is not None:

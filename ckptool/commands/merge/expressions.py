@@ -37,10 +37,15 @@ class Expression(Struct, frozen=True):
 
 
 class Computation(Struct, frozen=True):
-    """The result of a merge as a catalog, and what each of its tensors is."""
+    """The result of a merge as a catalog, what each of its tensors is, and remarks on it.
+
+    ``decided`` is what decides the tensors beyond the recipe.
+    """
 
     catalog: Catalog
     expressions: tuple[Expression, ...]
+    notes: tuple[str, ...] = ()
+    decided: object = None
 
 
 def add(operands: Sequence[Operand], compute: Compute, text: str, reads: Reads) -> Computation:
@@ -52,7 +57,7 @@ def add(operands: Sequence[Operand], compute: Compute, text: str, reads: Reads) 
     """
     first, *others = operands
     for operand in operands:
-        _require_numbers(operand)
+        require_numbers(operand)
     ties = tied_names(first.catalog)
     for operand in others:
         _require_alike(first, operand)
@@ -89,7 +94,9 @@ def take(computation: Computation, name: str, operand: Operand) -> Computation:
     said = [each for each in computation.expressions if each.name in kept]
     said += [Expression(each, operand.label) for each in found]
     taken = {each: operand.catalog.tensors[each] for each in found}
-    return Computation(catalog.with_tensors(_in_order(catalog, kept | taken)), tuple(said))
+    tensors = _in_order(catalog, kept | taken)
+    catalog = catalog.with_tensors(tensors)
+    return replace(computation, catalog=catalog, expressions=tuple(said))
 
 
 def computed(
@@ -113,12 +120,13 @@ def _in_order(catalog: Catalog, tensors: dict[str, TensorEntry]) -> dict[str, Te
     return {name: tensors[name] for name in names if name in tensors}
 
 
-def _require_numbers(operand: Operand) -> None:
-    """Raise Unsupported if tensors are quantized, whose codes are no numbers to compute with."""
-    if names := quantized_names(operand.catalog):
+def require_numbers(operand: Operand, names: Iterable[str] | None = None) -> None:
+    """Raise Unsupported if tensors are quantized: their codes are no numbers to compute with."""
+    found = quantized_names(operand.catalog)
+    if found := found if names is None else found.intersection(names):
         raise Unsupported(
-            f"{operand.opened.path}: {plural(len(names), 'tensor')} quantized"
-            f" ({list_some(sorted(names), _FEW)}), which have no sum",
+            f"{operand.opened.path}: {plural(len(found), 'tensor')} quantized"
+            f" ({list_some(sorted(found), _FEW)}), which have no sum",
             hint="--dequantize computes with the numbers that they stand for",
         )
 

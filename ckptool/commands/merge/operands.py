@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.convert import require_some
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
-from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.core.catalog import Catalog
@@ -32,12 +32,21 @@ class Operand(Struct, frozen=True):
 
 
 def open_operands(
-    places: Sequence[Location], read: ReadOptions, rewriting: RewriteOptions
+    places: Sequence[Location],
+    read: ReadOptions,
+    rewriting: RewriteOptions,
+    adapter: Location | None = None,
 ) -> dict[Location, Operand]:
-    """Open every checkpoint, rewritten in the same way, but not cast: that is for the result."""
+    """Open every checkpoint, rewritten in the same way, but not cast: that is for the result.
+
+    An ``adapter`` is opened as it is.
+    """
     uncast = RewriteOptions(**{**vars(rewriting), "casts": None})
-    labels = _labels(places)
-    return {place: _open(place, labels[place], read, uncast) for place in places}
+    how = dict.fromkeys(places, (read, uncast))
+    if adapter is not None:
+        how[adapter] = (AS_DETECTED, RewriteOptions())
+    labels = _labels(list(how))
+    return {place: _open(place, labels[place], *each) for place, each in how.items()}
 
 
 def model_only(rewriting: RewriteOptions) -> RewriteOptions:

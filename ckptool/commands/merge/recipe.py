@@ -16,7 +16,7 @@ from ckptool.core.text import plural
 from ckptool.errors import UsageError
 from ckptool.storage.url import Location, location
 
-_WAYS = "--average, --ema, --add or --take"
+_WAYS = "--average, --ema, --add, --lora or --take"
 
 
 class Term(Struct, frozen=True):
@@ -37,13 +37,14 @@ class Recipe(Struct, frozen=True):
     """A weighted sum of checkpoints over a divisor, with tensors taken from others.
 
     The first term is also where everything comes from that is not computed; without the optimizer's
-    state that is the rest of the model alone.
+    state that is the rest of the model alone. A ``lora`` is an adapter that is folded into it.
     """
 
     terms: tuple[Term, ...]
     divisor: float = 1.0
     takes: tuple[Take, ...] = ()
     with_optimizer: bool = False
+    lora: Location | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -75,6 +76,7 @@ class _Written(Struct, forbid_unknown_fields=True, rename="kebab"):
     weights: list[float] = []
     ema: float | None = None
     onto: str | None = None
+    lora: str | None = None
     add: str | None = None
     minus: str | None = None
     scale: float = 1.0
@@ -99,6 +101,7 @@ def read_recipe(sources: Sequence[Location], options: ExpressionOptions) -> Reci
 def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
     """Return the recipe of a sum alone, or of a checkpoint of which tensors are replaced."""
     ways = {"--average": options.average, "--ema": options.ema is not None}
+    ways["--lora"] = options.lora is not None
     ways["--add"] = options.add is not None or options.minus is not None
     asked = [way for way, is_asked in ways.items() if is_asked]
     if len(asked) > 1:
@@ -106,6 +109,8 @@ def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
     _require_used(options, asked)
     if not asked:
         return Recipe((Term(_base(sources, options)),))
+    if options.lora is not None:
+        return Recipe((Term(_base(sources, options)),), lora=location(options.lora))
     if asked == ["--add"]:
         return Recipe(_added(sources, options))
     if options.last is not None:
@@ -150,13 +155,17 @@ def _newest(sources: Sequence[Location], count: int) -> list[Location]:
 
 
 def _base(sources: Sequence[Location], options: ExpressionOptions) -> Location:
-    """Return the checkpoint of which only tensors are replaced."""
+    """Return the one checkpoint into which an adapter is folded, or of which parts are replaced."""
     bases = [*sources, *([] if options.onto is None else [location(options.onto)])]
-    if not options.take:
+    if options.lora is None and not options.take:
         raise UsageError("nothing to do", hint=f"say {_WAYS}: `ckptool help merge` has examples")
     if len(bases) != 1:
+        way = "--take: needs one SRC, of which it replaces tensors"
+        if options.lora is not None:
+            way = "--lora: needs one base"
         raise UsageError(
-            f"--take: needs one SRC, of which it replaces tensors, {len(bases)} are given"
+            f"{way}, {len(bases)} are given",
+            hint=None if options.lora is None else "ckptool merge OUT --lora ADAPTER --onto BASE",
         )
     return bases[0]
 
@@ -188,7 +197,7 @@ def _require_used(options: ExpressionOptions, asked: Sequence[str]) -> None:
         raise UsageError("--last: only with --average or --ema")
     if options.scale != 1 and asked != ["--add"]:
         raise UsageError("--scale: only with --add or --minus")
-    if options.onto is not None and asked not in ([], ["--add"]):
+    if options.onto is not None and asked not in ([], ["--add"], ["--lora"]):
         raise UsageError(f"--onto: not with {asked[0]}, which starts from its first SRC")
 
 
@@ -224,6 +233,7 @@ def _read_file(
         "weights": tuple(written.weights),
         "ema": written.ema,
         "onto": place(written.onto),
+        "lora": place(written.lora),
         "add": place(written.add),
         "minus": place(written.minus),
         "scale": written.scale,

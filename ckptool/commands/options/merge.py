@@ -50,6 +50,11 @@ class ExpressionOptions(OptionSet):
         help="Average all SRC, the oldest first: each moves the average by 1 - DECAY.",
     )
     onto: str | None = option("--onto", metavar="BASE", help="Start from the tensors of BASE.")
+    lora: str | None = option(
+        "--lora",
+        metavar="ADAPTER",
+        help="Fold PEFT's LoRA or DoRA into BASE, as its merge_and_unload does.",
+    )
     add: str | None = option("--add", metavar="A", help="Add the tensors of A, times --scale.")
     minus: str | None = option("--minus", metavar="B", help="Subtract those of B, times --scale.")
     scale: float = option("--scale", NUMBER, default=1.0, help="How much of it to add.")

@@ -1,0 +1,229 @@
+"""What an adapter of PEFT is: its settings, understood or refused, and the part each tensor plays.
+
+As PEFT 0.21 saves and merges one; its older files have the same names.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from ckptool.commands.merge.operands import Operand
+from ckptool.commands.model.adapter_config import ADAPTER_CONFIG, adapter_problems, method_of
+from ckptool.commands.model.records import Record, read_beside, read_file
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.text import list_some
+from ckptool.errors import Unsupported
+from ckptool.storage.url import Location
+
+_PREFIX = "base_model.model."
+_INNER = ".base_layer"
+_PART = re.compile(
+    rf"(?P<module>.+?)(?P<inner>(?:\{_INNER})*)\.(?P<kind>lora_A\.weight|lora_B\.weight"
+    r"|lora_B\.bias|lora_embedding_A|lora_embedding_B|lora_magnitude_vector(?:\.weight)?)"
+)
+_TOKENS = ".token_adapter.trainable_tokens_delta"
+_KINDS = {
+    "lora_A.weight": "right",
+    "lora_B.weight": "left",
+    "lora_B.bias": "bias",
+    "lora_embedding_A": "right",
+    "lora_embedding_B": "left",
+    "lora_magnitude_vector": "magnitudes",
+    "lora_magnitude_vector.weight": "magnitudes",
+}
+_UNSUPPORTED = (
+    *("use_qalora", "use_bdlora", "alora_invocation_tokens", "velora_config", "monteclora_config"),
+    *("arrow_config", "kasa_config", "layer_replication", "megatron_config"),
+)
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Ways to initialize that subtract what they put into the adapter from the base's weights."""
+_INITIALIZED = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+_KNOWN = frozenset(
+    "peft_type task_type base_model_name_or_path revision inference_mode auto_mapping peft_version"
+    " r target_modules exclude_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora"
+    " modules_to_save init_lora_weights layers_to_transform layers_pattern rank_pattern"
+    " alpha_pattern megatron_core trainable_token_indices loftq_config eva_config corda_config"
+    " lora_ga_config use_dora qalora_group_size runtime_config lora_bias target_parameters"
+    " ensure_weight_tying".split()
+)
+
+
+class Settings(Struct, frozen=True):
+    """What adapter_config.json says of a LoRA that decides what it is merged to."""
+
+    place: str
+    r: int = 8
+    lora_alpha: float = 8
+    rank_pattern: Mapping[str, int] = {}
+    alpha_pattern: Mapping[str, float] = {}
+    use_rslora: bool = False
+    use_dora: bool = False
+    fan_in_fan_out: bool = False
+    ensure_weight_tying: bool = False
+    bias: str = "none"
+    target_parameters: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+    trainable_token_indices: Mapping[str, tuple[int, ...]] | tuple[int, ...] = ()
+    base: str = ""
+
+    def rank_of(self, key: str) -> int:
+        """Return the rank of a module or parameter, as PEFT finds it by its name."""
+        return next(_matching(self.rank_pattern, key), self.r)
+
+    def scale_of(self, key: str) -> float:
+        """Return what the product of a module's matrices is multiplied by."""
+        alpha, rank = next(_matching(self.alpha_pattern, key), self.lora_alpha), self.rank_of(key)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def tokens_of(self, module: str) -> tuple[int, ...]:
+        """Return the rows of an embedding that were trained apart; none if that is not said."""
+        said = self.trainable_token_indices
+        if not isinstance(said, Mapping):
+            return said
+        return next((said[key] for key in said if f".{module}".endswith(f".{key}")), ())
+
+
+class Matrices(Struct):
+    """The tensors of one LoRA by the part that they play; ``module`` is what it was put on.
+
+    ``depth`` counts the LoRAs on the same module that were put on it later.
+    """
+
+    module: str
+    depth: int
+    is_embedding: bool = False
+    left: TensorEntry | None = None
+    right: TensorEntry | None = None
+    bias: TensorEntry | None = None
+    magnitudes: TensorEntry | None = None
+
+    @property
+    def both(self) -> tuple[TensorEntry, TensorEntry]:
+        """B and A; Unsupported if one is missing."""
+        if self.left is None or self.right is None:
+            there = self.left or self.right or self.bias or self.magnitudes
+            name = there.name if there is not None else self.module
+            raise Unsupported(f"{name}: the other matrix of {self.module} is missing")
+        return self.left, self.right
+
+
+class Adapter(Struct, frozen=True):
+    """An adapter: its settings, LoRAs, and the tensors that replace those of the base.
+
+    ``whole`` are by their names in the base, ``tokens`` rows of an embedding by its module.
+    """
+
+    operand: Operand
+    settings: Settings
+    loras: list[Matrices]
+    whole: dict[str, TensorEntry]
+    tokens: dict[str, TensorEntry]
+
+
+def read_adapter(operand: Operand) -> Adapter:
+    """Return an opened adapter, understood; Unsupported for what is no LoRA that can be merged."""
+    place = operand.opened.path
+    record = read_beside(operand.opened.source, ADAPTER_CONFIG)
+    if not record and not place.is_dir():
+        record = read_file(place.parent / ADAPTER_CONFIG)
+    where = f"{place}: {ADAPTER_CONFIG}"
+    if not record:
+        raise Unsupported(
+            f"{place}: no {ADAPTER_CONFIG}, which says by what the adapter is scaled",
+            hint="--lora takes the folder that PEFT's save_pretrained writes; of a trainer's"
+            " checkpoint, `ckptool convert SRC DST --to hf --peft-adapter` makes one",
+        )
+    _require_understood(record, where)
+    for problem in adapter_problems(record, operand.catalog.tensors, where):
+        raise Unsupported(problem, hint=problem.hint)
+    loras: dict[tuple[str, int], Matrices] = {}
+    whole, tokens = dict[str, TensorEntry](), dict[str, TensorEntry]()
+    for name, entry in operand.catalog.tensors.items():
+        own = name.removeprefix(_PREFIX)
+        if match := _PART.fullmatch(own):
+            depth, kind = match["inner"].count(_INNER), match["kind"]
+            lora = loras.setdefault((match["module"], depth), Matrices(match["module"], depth))
+            setattr(lora, _KINDS[kind], entry)
+            lora.is_embedding |= "embedding" in kind
+        elif own.endswith(_TOKENS):
+            tokens[own.removesuffix(_TOKENS)] = entry
+        else:
+            whole[own.replace(f"{_INNER}.", ".")] = entry
+    return Adapter(operand, _settings(record, where), list(loras.values()), whole, tokens)
+
+
+def _require_understood(record: Record, where: str) -> None:
+    """Raise Unsupported for another method, and for what a LoRA may be that is not understood."""
+    method = method_of(record)
+    if method != "LORA":
+        raise Unsupported(
+            f"{where} says peft_type {method}: only LORA is merged",
+            hint="PEFT's merge_and_unload merges others, where that is possible",
+        )
+    for key in _UNSUPPORTED:
+        if record.get(key):
+            raise Unsupported(f"{where} says {key} {_short(record[key])}: not supported")
+    initialized = record.get("init_lora_weights", True)
+    if isinstance(initialized, str) and initialized.startswith(_CHANGE_THE_BASE):
+        raise Unsupported(
+            f"{where} says init_lora_weights {initialized!r}, which changes the base's weights",
+            hint="PEFT's save_pretrained(path_initial_model_for_weight_conversion=...) writes the"
+            " adapter for the base as it was",
+        )
+    if initialized not in _INITIALIZED:
+        raise Unsupported(f"{where} says init_lora_weights {_short(initialized)}: not known")
+    unknown = [key for key in record if key not in _KNOWN and record[key]]
+    if unknown := [key for key in unknown if key not in _UNSUPPORTED]:
+        said = list_some([f"{key} {_short(record[key])}" for key in unknown], 3)
+        raise Unsupported(f"{where} says {said}, which is not known of PEFT 0.21")
+
+
+def _settings(record: Record, where: str) -> Settings:
+    """Return the settings of a LoRA; Unsupported for values of other types than PEFT's."""
+    tokens = record.get("trainable_token_indices") or ()
+    said: dict[str, Any] = {
+        "r": record.get("r", 8),
+        "lora_alpha": record.get("lora_alpha", 8),
+        "rank_pattern": record.get("rank_pattern") or {},
+        "alpha_pattern": record.get("alpha_pattern") or {},
+        "bias": record.get("bias", "none"),
+        "trainable_token_indices": tokens,
+        "base": record.get("base_model_name_or_path") or "",
+    }
+    for key in ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying"):
+        said[key] = record.get(key) or False
+    for key in ("target_parameters", "modules_to_save"):
+        said[key] = record.get(key) or ()
+    from msgspec import ValidationError, convert
+
+    try:
+        return convert({"place": where, **said}, Settings)
+    except ValidationError as error:
+        raise Unsupported(f"{where}: {error}") from None
+
+
+def _matching(patterns: Mapping[str, Any], key: str) -> Any:
+    """Yield the values of the patterns that a name ends with, as PEFT matches them."""
+    for pattern, value in patterns.items():
+        try:
+            matches = re.match(rf"(.*\.)?({pattern})$", key)
+        except re.error as error:
+            raise Unsupported(f"{ADAPTER_CONFIG}: pattern {pattern!r}: {error}") from None
+        if matches:
+            yield value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def same_base(settings: Settings, base: Location) -> bool:
+    """Return whether the base's place is, or ends like, the one that an adapter names."""
+    last = settings.base.rstrip("/").rpartition("/")[2]
+    return not last or last in str(base)

@@ -1,0 +1,197 @@
+"""Fold an adapter into its base: each of its tensors is used, or an error names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptool.commands.merge.adapter import Adapter, Matrices, read_adapter, same_base
+from ckptool.commands.merge.expressions import (
+    Computation,
+    Expression,
+    computed,
+    require_numbers,
+)
+from ckptool.commands.merge.operands import Operand
+from ckptool.commands.merge.products import Product, product_of
+from ckptool.commands.merge.targets import base_names, targets_of
+from ckptool.commands.merge.ties import Change, Ties
+from ckptool.core.casts import as_type, can_cast
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.selection import rename_entry
+from ckptool.core.text import list_some, plural
+from ckptool.engine.formulas.rows import ReplacedRows
+from ckptool.engine.formulas.weighted import WeightedSum, same_box
+from ckptool.errors import Unsupported
+
+_FEW = 3
+
+
+def fold(base: Operand, operand: Operand, assets: Path | None) -> Computation:
+    """Return the base with an adapter merged into it, as PEFT's ``merge_and_unload`` does.
+
+    A weight W becomes ``W + s * (B @ A)``, in 64 bits, rounded once to its type; with DoRA each
+    row of that is scaled to its magnitude. Modules that were trained whole, biases and tokens
+    replace the base's, in the base's type. Raises Unsupported for what is not understood, is not
+    in the base, or does not fit it.
+    """
+    adapter = read_adapter(operand)
+    folding = _Folding(base, adapter)
+    folding.replace_whole()
+    folding.add_products()
+    folding.replace_tokens()
+    folding.require_biases()
+    ties = Ties(base, assets)
+    shared = ties.shared(folding.changes, tied=adapter.settings.ensure_weight_tying)
+    return folding.result(shared, ties.notes)
+
+
+class _Folding:
+    """The changes that an adapter makes to a base, by the names that its tensors have there."""
+
+    def __init__(self, base: Operand, adapter: Adapter) -> None:
+        self._base, self._adapter = base, adapter
+        self._tensors = base.catalog.tensors
+        modules = [lora.module for lora in adapter.loras] + list(adapter.tokens)
+        self._name = base_names(modules, self._tensors, base, adapter.operand)
+        self.changes: dict[str, Change] = {}
+        self._cast: list[str] = []
+        self._added: list[str] = []
+
+    def replace_whole(self) -> None:
+        """Replace the tensors that the adapter has whole; those of a new head are added."""
+        label = self._adapter.operand.label
+        for own, entry in self._adapter.whole.items():
+            name = self._name(own)
+            like = self._tensors.get(name)
+            if like is None:
+                self._require_new(own, entry)
+                self._added.append(name)
+            else:
+                entry = self._fitting(entry, like)
+            self.changes[name] = Change(rename_entry(entry, name), label, is_whole=True)
+
+    def add_products(self) -> None:
+        """Add the product of each LoRA's matrices to its weight."""
+        targets = targets_of(self._adapter, self._tensors, self._name)
+        require_numbers(self._base, [target.name for target in targets])
+        for target in targets:
+            before = self.changes.get(target.name)
+            weight = before.entry if before else self._tensors[target.name]
+            product = product_of(target, weight, self._adapter.settings)
+            source = before.text if before else self._base.label
+            text = _text(product, source, self._adapter.operand.label)
+            self.changes[target.name] = Change(product.entry, text)
+            if target.lora.bias is not None:
+                self._add_bias(target.lora, target.lora.bias, product.scale)
+
+    def _add_bias(self, lora: Matrices, bias: TensorEntry, scale: float) -> None:
+        name = f"{self._name(lora.module)}.bias"
+        if name not in self._tensors:
+            raise Unsupported(f"{bias.name}: {self._base.opened.path} has no {name} to add it to")
+        own = self._tensors[name]
+        _require_shape(bias, own, self._base)
+        entry = computed(own, [own, bias], WeightedSum((1.0, scale)), same_box)
+        text = f"{self._base.label} + {scale:g} * bias of {self._adapter.operand.label}"
+        self.changes[name] = Change(entry, text)
+
+    def replace_tokens(self) -> None:
+        """Replace the rows of embeddings that were trained apart."""
+        for module, entry in self._adapter.tokens.items():
+            name, rows = f"{self._name(module)}.weight", self._adapter.settings.tokens_of(module)
+            own = self._tensors.get(name)
+            if own is None or name in self.changes:
+                why = "has no" if own is None else "is not alone in changing"
+                raise Unsupported(f"{entry.name}: {self._base.opened.path} {why} {name}")
+            is_known = len(set(rows)) == len(rows) and all(0 <= r < own.shape[0] for r in rows)
+            if entry.shape != (len(rows), *own.shape[1:]) or not is_known:
+                raise Unsupported(
+                    f"{entry.name}: {list(entry.shape)} for {plural(len(rows), 'row')} of {name}"
+                    f" {list(own.shape)} that {self._adapter.settings.place} names"
+                )
+            formula = ReplacedRows(rows)
+            changed = computed(own, [own, entry], formula, formula.reads)
+            label = self._adapter.operand.label
+            text = f"{self._base.label} with {plural(len(rows), 'row')} of {label}"
+            self.changes[name] = Change(changed, text)
+
+    def require_biases(self) -> None:
+        """Raise Unsupported if biases were trained that the adapter does not have."""
+        bias, place = self._adapter.settings.bias, self._adapter.settings.place
+        if bias == "none":
+            return
+        names = [f"{self._name(lora.module)}.bias" for lora in self._adapter.loras]
+        if bias == "all":
+            names = [name for name in self._tensors if "bias" in name.rpartition(".")[2]]
+        lacks = [name for name in names if name in self._tensors and name not in self.changes]
+        if lacks:
+            raise Unsupported(
+                f"{place} says bias {bias}, but the adapter lacks {plural(len(lacks), 'bias')}:"
+                f" {list_some(lacks, _FEW)}"
+            )
+
+    def result(self, shared: dict[str, Change], notes: list[str]) -> Computation:
+        """Return the base with all changes, and what each tensor is."""
+        changes = self.changes | shared
+        tensors = self._tensors | {name: change.entry for name, change in changes.items()}
+        said = tuple(
+            Expression(name, changes[name].text if name in changes else self._base.label)
+            for name in tensors
+        )
+        catalog = self._base.catalog.with_tensors(tensors)
+        return Computation(catalog, said, (*self._notes(), *notes), self._adapter.settings)
+
+    def _notes(self) -> Iterator[str]:
+        settings = self._adapter.settings
+        if not same_base(settings, self._base.opened.path):
+            yield (
+                f"{settings.place} names {settings.base} as its base: whether"
+                f" {self._base.opened.path} is that one cannot be told"
+            )
+        if self._added:
+            yield (
+                f"{plural(len(self._added), 'tensor')} ({list_some(self._added, _FEW)}) of"
+                " modules_to_save that the base lacks"
+            )
+        if self._cast:
+            names = list_some(self._cast, _FEW)
+            yield f"rounded to the base's type: {plural(len(self._cast), 'tensor')} ({names})"
+
+    def _require_new(self, own: str, entry: TensorEntry) -> None:
+        """Raise Unsupported for a tensor that is neither in the base nor of a new module."""
+        steps = f".{own}"
+        if any(f".{module}." in steps for module in self._adapter.settings.modules_to_save):
+            return
+        raise Unsupported(
+            f"{self._adapter.operand.opened.path}: {entry.name} is no part of a LoRA, and"
+            f" {self._base.opened.path} has no {self._name(own)}",
+            hint="--rename changes the base's names",
+        )
+
+    def _fitting(self, entry: TensorEntry, like: TensorEntry) -> TensorEntry:
+        """Return a tensor in the type of the base's that it replaces."""
+        _require_shape(entry, like, self._base)
+        if entry.dtype == like.dtype:
+            return entry
+        if not (can_cast(entry) and can_cast(like)):
+            raise Unsupported(
+                f"{entry.name}: {entry.dtype}, {like.dtype} in {self._base.opened.path}"
+            )
+        self._cast.append(like.name)
+        return as_type(entry, like.dtype)
+
+
+def _require_shape(entry: TensorEntry, like: TensorEntry, base: Operand) -> None:
+    if entry.shape != like.shape:
+        raise Unsupported(
+            f"{entry.name}: {list(entry.shape)}, but {like.name} in {base.opened.path} is"
+            f" {list(like.shape)}",
+            hint="a vocabulary that was resized needs a base that was resized, too",
+        )
+
+
+def _text(product: Product, weight: str, adapter: str) -> str:
+    """Return a sum in words."""
+    times = "" if product.scale == 1 else f"{product.scale:g} * "
+    total = f"{weight} + {times}(B A) of {adapter}"
+    return f"m * unit rows of ({total})" if product.is_scaled else total

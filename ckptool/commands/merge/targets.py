@@ -1,0 +1,247 @@
+"""Which weight of the base each LoRA of an adapter is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import permutations
+
+from msgspec import Struct
+
+from ckptool.commands.merge.adapter import Adapter, Matrices, Settings
+from ckptool.commands.merge.operands import Operand
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.text import list_some, plural
+from ckptool.errors import Undetermined, Unsupported
+
+Tensors = Mapping[str, TensorEntry]
+Naming = Callable[[str], str]
+
+_FEW = 3
+_MODEL = "model."
+_NESTED = ("gate_up_proj", "down_proj")
+"""The parameters of experts in transformers (5) in the order in which PEFT nests their LoRAs."""
+_NO_EXPERTS = (
+    "files have experts apart that models have as one tensor: `--experts packed` makes BASE's one,"
+    " `--experts separate` apart"
+)
+
+
+class Target(Struct, frozen=True):
+    """A LoRA, its weight's ``name`` in the base, and the ``key`` by which settings know it.
+
+    ``experts`` are how many there are in the weight, if that has them as its first dim.
+    ``is_turned`` says that inputs come before outputs, as in Conv1D and embeddings.
+    """
+
+    lora: Matrices
+    name: str
+    key: str
+    experts: int = 0
+    is_turned: bool = False
+
+
+def base_names(modules: Sequence[str], tensors: Tensors, base: Operand, adapter: Operand) -> Naming:
+    """Return how names of the adapter's model become the base's: with another prefix, or none.
+
+    Raises Unsupported if the base lacks modules under any prefix, Undetermined if several fit.
+    """
+    parents = _parents(tensors)
+    ways: list[Naming] = [lambda name: name, lambda name: name.removeprefix(_MODEL)]
+    for way in ways:
+        if all(way(module) in parents for module in modules):
+            return way
+    end = f".{modules[0]}"
+    heads = [each.removesuffix(end) for each in sorted(parents) if each.endswith(end)]
+    fitting = [head for head in heads if all(f"{head}.{each}" in parents for each in modules)]
+    if len(fitting) > 1:
+        raise Undetermined(
+            f"{adapter.opened.path}: its modules are {len(fitting)} times in {base.opened.path},"
+            f" below {list_some(fitting, _FEW)}",
+            hint=f"choose one: --select '{fitting[0]}.*'",
+        )
+    if fitting:
+        return lambda name: f"{fitting[0]}.{name}"
+    lacks = [module for module in modules if module not in parents]
+    experts = any(".experts" in module for module in lacks)
+    raise Unsupported(
+        f"{base.opened.path}: lacks {len(lacks):,} of {plural(len(modules), 'module')} of"
+        f" {adapter.opened.path}: {list_some(lacks, _FEW)}",
+        hint=_NO_EXPERTS if experts else _lacking(lacks),
+    )
+
+
+def _lacking(lacks: Sequence[str]) -> str:
+    if all(module.rpartition(".")[2] == "lm_head" for module in lacks):
+        return (
+            "a base whose head is tied has none of its own; PEFT adds the head's LoRA to the"
+            " embedding, too, which no training did"
+        )
+    return "--rename changes the base's names; the adapter may be of another model"
+
+
+def _parents(tensors: Tensors) -> set[str]:
+    """Return every module that has tensors, or modules with some."""
+    found = set[str]()
+    for name in tensors:
+        module = name.rpartition(".")[0]
+        while module and module not in found:
+            found.add(module)
+            module = module.rpartition(".")[0]
+    return found
+
+
+def targets_of(adapter: Adapter, tensors: Tensors, naming: Naming) -> list[Target]:
+    """Return the target of each LoRA; Unsupported if one has none, or another shape."""
+    by_module: dict[str, list[Matrices]] = {}
+    for lora in adapter.loras:
+        by_module.setdefault(lora.module, []).append(lora)
+    leaves: dict[str, list[str]] = {}
+    for name in tensors:
+        parent, _, leaf = name.rpartition(".")
+        leaves.setdefault(parent, []).append(leaf)
+    found = list[Target]()
+    for module, loras in by_module.items():
+        own = leaves.get(naming(module), [])
+        if keys := _parameters(module, own, adapter.settings):
+            found += _of_parameters(loras, keys, naming, tensors)
+        elif len(loras) == 1 and not loras[0].depth and "weight" in own:
+            found.append(Target(loras[0], f"{naming(module)}.weight", module))
+        else:
+            raise Unsupported(
+                f"{loras[-1].both[0].name}: no parameter of the base that it is for:"
+                f" {naming(module)} has {list_some(own, _FEW) or 'none'}",
+                hint=_NO_EXPERTS if ".experts" in f".{module}" else None,
+            )
+    return list(_oriented(found, tensors, adapter.settings))
+
+
+def _parameters(module: str, leaves: Sequence[str], settings: Settings) -> list[str]:
+    """Return the parameters of a module that were targeted themselves, by their own names."""
+    targets = [f".{target}" for target in settings.target_parameters]
+    keys = [f"{module}.{leaf}" for leaf in leaves]
+    found = [key for key in keys if any(f".{key}".endswith(target) for target in targets)]
+    return sorted(found, key=_nesting)
+
+
+def _nesting(key: str) -> int:
+    leaf = key.rpartition(".")[2]
+    return _NESTED.index(leaf) if leaf in _NESTED else len(_NESTED)
+
+
+def _of_parameters(
+    loras: list[Matrices], keys: list[str], naming: Naming, tensors: Tensors
+) -> Iterator[Target]:
+    """Yield the LoRAs of a module's parameters: the deepest was put on the first parameter."""
+    deepest = sorted(loras, key=lambda lora: -lora.depth)
+    entries = {key: tensors[naming(key)] for key in keys}
+    orders = [
+        order
+        for order in permutations(keys, len(loras))
+        if all(map(_fits, deepest, (entries[key] for key in order)))
+    ]
+    if not orders:
+        shapes = [f"{key} {list(entry.shape)}" for key, entry in entries.items()]
+        matrices = [f"{part.name} {list(part.shape)}" for part in deepest[0].both]
+        raise Unsupported(f"{' and '.join(matrices)} fit none of {list_some(shapes, _FEW)}")
+    usual = {key.rpartition(".")[2] for key in keys} <= {*_NESTED}
+    if len(orders) > 1 and not (usual and len(keys) == len(loras)):
+        raise Undetermined(
+            f"{deepest[0].both[0].name}: fits several of {list_some(keys, _FEW)}, and PEFT does not"
+            " record which it is for"
+        )
+    for lora, key in zip(deepest, orders[0], strict=True):
+        shape = entries[key].shape
+        yield Target(lora, naming(key), key, shape[0] if len(shape) == 3 else 0)
+
+
+def _fits(lora: Matrices, entry: TensorEntry) -> bool:
+    """Return whether a parameter has the inputs and outputs of a LoRA, in either order."""
+    left, right = lora.both
+    sizes = (left.shape[0], right.shape[-1])
+    count = entry.shape[0] if len(entry.shape) == 3 else 1
+    return entry.shape[-2:] in (sizes, sizes[::-1]) and right.shape[0] % count == 0
+
+
+def _oriented(targets: Sequence[Target], tensors: Tensors, settings: Settings) -> Iterator[Target]:
+    """Yield the targets with the order of their dims, of square ones as the others say it.
+
+    Raises Unsupported for other shapes or ranks, Undetermined for a square that nothing decides.
+    """
+    known: dict[str, set[bool]] = {}
+    for target in targets:
+        entry = tensors[target.name]
+        _require_fit(target, entry, settings)
+        sides = _sides(target, entry, settings)
+        is_matrix = target.experts or len(entry.shape) == 2
+        if len(sides) == 1 and is_matrix and not target.lora.is_embedding:
+            known.setdefault(_kind(target), set()).update(sides)
+    for target in targets:
+        sides = _sides(target, tensors[target.name], settings)
+        if len(sides) > 1:
+            sides = _sides_of_square(target, known.get(_kind(target), set()))
+        if len(sides) != 1:
+            raise Undetermined(
+                f"{target.name} {list(tensors[target.name].shape)}: nothing says whether inputs or"
+                " outputs come first"
+            )
+        yield Target(target.lora, target.name, target.key, target.experts, sides.pop())
+
+
+def _sides_of_square(target: Target, others: set[bool]) -> set[bool]:
+    """Return the order of a square weight's dims, given that of the others that are not square.
+
+    Experts are as the others of their module. Modules are turned, as fan_in_fan_out says, if there
+    is one that shows it: PEFT ignores that for what is no Conv1D.
+    """
+    if target.experts:
+        return others
+    return {True} if True in others or not others else set()
+
+
+def _kind(target: Target) -> str:
+    """Return the module within which all parameters have the same order; empty for modules."""
+    return target.lora.module if target.experts else ""
+
+
+def _sides(target: Target, entry: TensorEntry, settings: Settings) -> set[bool]:
+    """Return whether inputs may come first, and whether outputs may."""
+    left, right = target.lora.both
+    if target.lora.is_embedding:
+        return {True}
+    if len(entry.shape) > 2 and not target.experts:
+        return {False}
+    shape, outputs, inputs = entry.shape[-2:], left.shape[0], right.shape[-1]
+    ways = {False: (outputs, inputs), True: (inputs, outputs)}
+    is_parameter = target.key != target.lora.module  # which PEFT takes as a Linear's
+    if not target.experts and (is_parameter or not settings.fan_in_fan_out):
+        ways.pop(True)
+    return {is_turned for is_turned, fits in ways.items() if shape == fits}
+
+
+def _require_fit(target: Target, entry: TensorEntry, settings: Settings) -> None:
+    """Raise Unsupported if matrices do not have a weight's shape, or the rank that scales them."""
+    left, right = target.lora.both
+    rank = settings.rank_of(target.key) * (target.experts or 1)
+    if len(left.shape) < 2 or len(right.shape) < 2 or not rank == right.shape[0] == left.shape[1]:
+        raise Unsupported(
+            f"{left.name} {list(left.shape)} and {right.name} {list(right.shape)}: not of rank"
+            f" {rank:,}, which {settings.place} says"
+        )
+    if not _has_shape(target, entry, settings):
+        raise Unsupported(
+            f"{target.name}: {list(entry.shape)}, but the product of {left.name} and {right.name}"
+            f" is {[left.shape[0], *right.shape[1:]]}",
+            hint="the adapter may be of another model; where inputs come before outputs,"
+            " adapter_config.json says fan_in_fan_out true",
+        )
+
+
+def _has_shape(target: Target, entry: TensorEntry, settings: Settings) -> bool:
+    """Return whether the product of a LoRA's matrices is as a weight, maybe turned."""
+    left, right = target.lora.both
+    product = (left.shape[0], *right.shape[1:])
+    if len(entry.shape) > 2 and not target.experts:  # B's kernel has one element
+        return product == entry.shape and left.elements == left.shape[0] * left.shape[1]
+    if target.lora.is_embedding:
+        return product[::-1] == entry.shape
+    return len(product) == 2 and bool(_sides(target, entry, settings))

@@ -1,0 +1,220 @@
+"""A merged adapter is what PEFT makes of it, and what torch computes in 64 bits, cast once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FIXTURES, Case, bits
+from merge_adapters import Tensors, pair, run, save_adapter, save_base, some
+from safetensors.torch import load_file
+
+import ckptool
+
+OPTIONS = {
+    "experts": ("--experts", "packed"),
+    "quantized": ("--dequantize", "--dtype", "fp32"),
+}
+"""What a fixture's base needs: files have experts apart, and codes for numbers."""
+
+
+def merged(out: Path, adapter: Path, base: Path, *words: str) -> Tensors:
+    code, said = run(out, "--lora", adapter, "--onto", base, *words)
+    assert code == 0, said
+    files = [out] if out.is_file() else sorted(out.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def delta(tensors: Tensors, module: str) -> torch.Tensor:
+    left, right = (tensors[f"{module}.lora_{side}.weight"].double() for side in "BA")
+    return left @ right
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plain", "dora", "tied", "experts", "quantized"),
+        *("conv1d", "conv1d_dora", "conv2d", "tokens"),
+    ],
+)
+def test_the_result_is_that_of_peft_in_64_bits_rounded_once(name: str, tmp_path: Path) -> None:
+    folder, truth = FIXTURES / "merged" / name, Case(f"merged/{name}").truth
+    words = OPTIONS.get(name, ())
+    found = merged(tmp_path / "out", folder / "adapter", folder / "ckpt", *words)
+    assert {name: bits(tensor) for name, tensor in found.items()} == truth
+
+
+def test_config_and_tokenizer_come_from_the_base(tmp_path: Path) -> None:
+    folder = FIXTURES / "merged" / "plain"
+    merged(tmp_path / "out", folder / "adapter", folder / "ckpt")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said == json.loads((folder / "ckpt" / "config.json").read_text())
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_weight_of_many_tiles_is_the_sum_in_64_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    weights = {
+        "layers.0.proj.weight": some(700, 2100, dtype=dtype),
+        "layers.0.proj.bias": some(700, seed=7, dtype=dtype),
+        "layers.0.norm.weight": some(2100, dtype=dtype),
+    }
+    tensors = pair("layers.0.proj", 700, 2100, rank=20)
+    adapter = save_adapter(tmp_path / "adapter", tensors, r=20, use_rslora=True)
+    base = save_base(tmp_path / "base.safetensors", weights)
+    wanted = weights["layers.0.proj.weight"].double()
+    wanted += delta(tensors, "layers.0.proj") * (8 / 20**0.5)
+    found = merged(tmp_path / "out.safetensors", adapter, base)
+    assert found["layers.0.proj.weight"].dtype == dtype
+    if dtype == torch.float64:  # the last bit is that of a sum's order
+        assert torch.allclose(found["layers.0.proj.weight"], wanted, rtol=1e-13, atol=1e-13)
+    else:
+        assert torch.equal(found["layers.0.proj.weight"], wanted.to(dtype))
+    for name in ("layers.0.proj.bias", "layers.0.norm.weight"):
+        assert torch.equal(found[name], weights[name])
+
+
+def test_bits_are_the_same_in_any_format_and_sharding(tmp_path: Path) -> None:
+    weights = {"proj.weight": some(900, 1300)}
+    base = save_base(tmp_path / "base.safetensors", weights)
+    adapter = save_adapter(tmp_path / "adapter", pair("proj", 900, 1300))
+    plain = merged(tmp_path / "plain.safetensors", adapter, base)
+    sharded = tmp_path / "sharded"
+    ckptool.reshard(base, sharded, mesh="dp=2,tp=3", shard="proj.weight=Shard(0),Shard(1)")
+    code, said = run(tmp_path / "out", "--lora", adapter, "--onto", sharded, "--to", "dcp")
+    assert code == 0, said
+    with ckptool.open(tmp_path / "out") as opened:
+        found = torch.as_tensor(opened.read("proj.weight"))
+        columns = torch.as_tensor(opened.read("proj.weight", (slice(None), slice(1100, 1111))))
+    assert torch.equal(found, plain["proj.weight"])
+    assert torch.equal(columns, plain["proj.weight"][:, 1100:1111])
+
+
+def test_an_adapter_that_torch_saved_is_merged(tmp_path: Path) -> None:
+    folder = FIXTURES / "merged" / "plain"
+    adapter = tmp_path / "adapter"
+    shutil.copytree(folder / "adapter", adapter)
+    weights = load_file(adapter / "adapter_model.safetensors")
+    torch.save(weights, adapter / "adapter_model.bin")
+    (adapter / "adapter_model.safetensors").unlink()
+    found = merged(tmp_path / "out", adapter, folder / "ckpt")
+    assert {n: bits(t) for n, t in found.items()} == Case("merged/plain").truth
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_experts_of_one_tensor_have_outputs_or_inputs_first(
+    is_turned: bool, tmp_path: Path
+) -> None:
+    """As PEFT: A has a row for each expert and rank, B a column for each rank and expert."""
+    experts, outputs, inputs = 3, 10, 6
+    shape = (experts, inputs, outputs) if is_turned else (experts, outputs, inputs)
+    square = some(experts, 6, 6, seed=9)
+    base = {"mlp.experts.gate_up_proj": some(*shape), "mlp.experts.down_proj": square}
+    tensors = pair("mlp.experts.base_layer", outputs, inputs, rank=2 * experts)
+    tensors |= pair("mlp.experts", 6, 6, rank=2 * experts, seed=4)
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    adapter = save_adapter(tmp_path / "a", tensors, r=2, target_parameters=targets)
+    found = merged(tmp_path / "o.safetensors", adapter, save_base(tmp_path / "b.safetensors", base))
+    for name, inner in (("gate_up_proj", ".base_layer"), ("down_proj", "")):
+        right = tensors[f"mlp.experts{inner}.lora_A.weight"].double()
+        left = tensors[f"mlp.experts{inner}.lora_B.weight"].double()
+        by_expert = torch.einsum(
+            "ore,eri->eio" if is_turned else "ore,eri->eoi",
+            left.reshape(left.shape[0], -1, experts),
+            right.reshape(experts, -1, right.shape[1]),
+        )
+        weight = base[f"mlp.experts.{name}"]
+        wanted = (weight.double() + by_expert * 4).float()
+        assert torch.equal(found[f"mlp.experts.{name}"], wanted), name
+
+
+def test_experts_apart_are_modules_as_all_others(tmp_path: Path) -> None:
+    names = [f"mlp.experts.{index}.up_proj" for index in range(3)]
+    base = {f"{name}.weight": some(5, 6, seed=i) for i, name in enumerate(names)}
+    tensors = {n: t for i in (0, 2) for n, t in pair(names[i], 5, 6, seed=i + 5).items()}
+    adapter = save_adapter(tmp_path / "a", tensors)
+    found = merged(tmp_path / "o.safetensors", adapter, save_base(tmp_path / "b.safetensors", base))
+    for index, name in enumerate(names):
+        wanted = base[f"{name}.weight"]
+        if index != 1:
+            wanted = (wanted.double() + delta(tensors, name) * 2).float()
+        assert torch.equal(found[f"{name}.weight"], wanted)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("model.layers.0.q", "layers.0.q"),
+        ("layers.0.q", "model.layers.0.q"),
+        ("model.layers.0.q", "language_model.model.layers.0.q"),
+    ],
+)
+def test_a_base_may_have_another_prefix(theirs: str, ours: str, tmp_path: Path) -> None:
+    base = {f"{ours}.weight": some(5, 6), "norm.weight": some(6)}
+    tensors = pair(theirs, 5, 6)
+    found = merged(
+        tmp_path / "o.safetensors",
+        save_adapter(tmp_path / "a", tensors),
+        save_base(tmp_path / "b.safetensors", base),
+    )
+    wanted = (base[f"{ours}.weight"].double() + delta(tensors, theirs) * 2).float()
+    assert torch.equal(found[f"{ours}.weight"], wanted)
+    assert torch.equal(found["norm.weight"], base["norm.weight"])
+
+
+def test_what_is_tied_by_its_bytes_stays_so(tmp_path: Path) -> None:
+    weight = some(12, 6)
+    torch.save({"embed_tokens.weight": weight, "head.weight": weight}, tmp_path / "b.pt")
+    tensors = {
+        "embed_tokens.lora_embedding_A": some(4, 12, seed=1),
+        "embed_tokens.lora_embedding_B": some(6, 4, seed=2),
+    }
+    adapter = save_adapter(tmp_path / "a", tensors)
+    code, said = run(tmp_path / "o.pt", "--lora", adapter, "--onto", tmp_path / "b.pt")
+    assert code == 0, said
+    assert "tied to head.weight: merged into both, as PEFT's merge_and_unload does" in said
+    right, left = (tensor.double() for tensor in tensors.values())
+    found = torch.load(tmp_path / "o.pt")
+    for name in ("embed_tokens.weight", "head.weight"):
+        assert torch.equal(found[name], (weight.double() + (left @ right).T * 2).float())
+
+
+def test_a_new_head_is_added_and_said(tmp_path: Path) -> None:
+    tensors = pair("q", 5, 6) | {"score.weight": some(2, 6)}
+    adapter = save_adapter(tmp_path / "a", tensors, modules_to_save=["score"])
+    base = save_base(tmp_path / "b.safetensors", {"q.weight": some(5, 6)})
+    code, said = run(tmp_path / "o.safetensors", "--lora", adapter, "--onto", base)
+    assert code == 0, said
+    assert "1 tensor (score.weight) of modules_to_save that the base lacks" in said
+    assert torch.equal(load_file(tmp_path / "o.safetensors")["score.weight"], some(2, 6))
+
+
+def test_a_dry_run_groups_tensors_by_what_they_are(tmp_path: Path) -> None:
+    folder = FIXTURES / "merged" / "plain"
+    words = ("--lora", folder / "adapter", "--onto", folder / "ckpt", "--dry-run")
+    code, said = run(tmp_path / "out", *words)
+    assert code == 0, said
+    assert "2 tensors = ckpt + 1.75 * (B A) of adapter model.layers.{0,1}" in said
+    assert "13 tensors = ckpt" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_says_the_same(tmp_path: Path) -> None:
+    folder = FIXTURES / "merged" / "dora"
+    (tmp_path / "r.toml").write_text(f"lora = '{folder}/adapter'\nonto = '{folder}/ckpt'\n")
+    code, said = run(tmp_path / "out", "--recipe", tmp_path / "r.toml")
+    assert code == 0, said
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {n: bits(t) for n, t in found.items()} == Case("merged/dora").truth
+
+
+def test_another_base_than_the_adapter_names_is_noted(tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "a", pair("q", 5, 6), base_model_name_or_path="some/Model-7B")
+    for name, is_noted in (("b", True), ("Model-7B", False)):
+        base = save_base(tmp_path / f"{name}.safetensors", {"q.weight": some(5, 6)})
+        code, said = run(tmp_path / f"{name}-o.safetensors", "--lora", adapter, "--onto", base)
+        assert code == 0, said
+        assert ("names some/Model-7B as its base" in said) == is_noted

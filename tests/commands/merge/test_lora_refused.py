@@ -1,0 +1,172 @@
+"""What is not understood of an adapter, or does not fit its base, is named and not ignored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FIXTURES
+from merge_adapters import Tensors, pair, run, save_adapter, save_base, some
+from safetensors.torch import save_file
+
+BASE = {
+    "model.embed_tokens.weight": some(12, 6),
+    "model.q.weight": some(5, 6),
+    "model.q.bias": some(5),
+    "model.square.weight": some(6, 6),
+    "model.count": torch.tensor([1, 2, 3]),
+    "model.experts.gate_up_proj": some(2, 8, 6),
+    "model.experts.down_proj": some(2, 6, 4),
+}
+EMBEDDING: Tensors = {
+    "model.embed_tokens.lora_embedding_A": some(4, 12),
+    "model.embed_tokens.lora_embedding_B": some(6, 4),
+}
+Q = pair("model.q", 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "wanted"),
+    [
+        ({"peft_type": "LOHA"}, {"model.q.hada_w1_a": some(5, 4)}, "says peft_type LOHA"),
+        ({"peft_type": "IA3"}, {"model.q.ia3_l": some(5, 1)}, "says peft_type IA3"),
+        ({"init_lora_weights": "pissa_niter_4"}, Q, "'pissa_niter_4', which changes the base"),
+        ({"init_lora_weights": "olora"}, Q, "'olora', which changes the base"),
+        ({"init_lora_weights": "corda"}, Q, "'corda', which changes the base"),
+        ({"init_lora_weights": "loftq"}, Q, "'loftq', which changes the base"),
+        ({"init_lora_weights": "another"}, Q, "init_lora_weights 'another': not known"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, Q, "says layer_replication [[0, 2], [1, 2]]"),
+        ({"use_qalora": True}, Q, "says use_qalora True: not supported"),
+        ({"alora_invocation_tokens": [3]}, Q, "says alora_invocation_tokens [3]: not supported"),
+        ({"kasa_config": {"beta": 1}}, Q, "says kasa_config {'beta': 1}: not supported"),
+        ({"of_the_future": 3}, Q, "says of_the_future 3, which is not known of PEFT"),
+        ({"lora_alpha": "8"}, Q, "lora_alpha"),
+        ({"rank_pattern": {"(": 3}}, Q, "pattern '(': "),
+        ({"bias": "all"}, Q, "says bias all, but the adapter lacks 1 bias: model.q.bias"),
+        ({"bias": "lora_only"}, Q, "says bias lora_only, but the adapter lacks 1 bias"),
+        ({"use_dora": True}, Q, "says use_dora, but no tensor is a magnitude vector"),
+        ({}, Q | {"model.q.lora_magnitude_vector": some(5)}, "does not say use_dora"),
+        ({"r": 5}, Q, "says r 5, but"),
+        ({}, {"model.q.lora_A.weight": some(4, 6)}, "there is base_model.model.model.q.lora_A"),
+        ({}, Q | {"model.q.lora_diag": some(4)}, "model.q.lora_diag is no part of a LoRA"),
+        ({}, Q | {"model.norm.weight": some(6)}, "has no model.norm.weight"),
+        ({}, Q | pair("model.k", 5, 6), "lacks 1 of 2 modules of"),
+        ({}, pair("model.q", 6, 5), "inputs come before outputs"),
+        ({}, pair("model.q", 5, 7), "model.q.weight: [5, 6], but the product of"),
+        ({}, pair("model.experts", 8, 6), "model.experts has down_proj, gate_up_proj"),
+        ({"fan_in_fan_out": True}, Q | pair("model.square", 6, 6), "inputs or outputs come first"),
+        ({}, pair("model.lm_head", 12, 6), "PEFT adds the head's LoRA to the embedding, too"),
+        ({}, pair("model.experts.0.up", 5, 6), "--experts packed"),
+        ({}, Q | {"model.q.lora_B.bias": some(4)}, "model.q.lora_B.bias: [4], but model.q.bias"),
+        ({}, Q | {"model.embed_tokens.weight": some(13, 6)}, "[13, 6], but"),
+        ({}, Q | {"model.count": some(3)}, "float32, int64 in"),
+        (
+            {"trainable_token_indices": [3, 12]},
+            {"model.embed_tokens.token_adapter.trainable_tokens_delta": some(2, 6)} | Q,
+            "[2, 6] for 2 rows of model.embed_tokens.weight [12, 6]",
+        ),
+        (
+            {"trainable_token_indices": {"embed_tokens": [3]}},
+            {"model.embed_tokens.token_adapter.trainable_tokens_delta": some(1, 6)} | EMBEDDING,
+            "is not alone in changing model.embed_tokens.weight",
+        ),
+        (
+            {"target_parameters": ["experts.gate_up_proj"], "r": 2},
+            pair("model.experts", 7, 6, rank=4),
+            "fit none of model.experts.gate_up_proj [2, 8, 6]",
+        ),
+    ],
+)
+def test_what_cannot_be_merged_is_named(
+    config: dict[str, Any], tensors: Tensors, wanted: str, tmp_path: Path
+) -> None:
+    adapter = save_adapter(tmp_path / "adapter", tensors, **config)
+    base = save_base(tmp_path / "base.safetensors", BASE)
+    code, said = run(tmp_path / "out.safetensors", "--lora", adapter, "--onto", base)
+    assert code == 4, said
+    assert wanted in said
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_quantized_weight_needs_numbers(tmp_path: Path) -> None:
+    folder = FIXTURES / "merged" / "quantized"
+    code, said = run(tmp_path / "out", "--lora", folder / "adapter", "--onto", folder / "ckpt")
+    assert (code, "quantized" in said) == (4, True)
+
+
+def test_separate_experts_of_a_packed_adapter_are_explained(tmp_path: Path) -> None:
+    folder = FIXTURES / "merged" / "experts"
+    code, said = run(tmp_path / "out", "--lora", folder / "adapter", "--onto", folder / "ckpt")
+    assert code == 4
+    assert "mlp.experts" in said
+
+
+def test_an_adapter_without_its_config_is_explained(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base.safetensors", BASE)
+    save_file(Q, tmp_path / "bare.safetensors")
+    words = ("--lora", tmp_path / "bare.safetensors", "--onto", base)
+    code, said = run(tmp_path / "out.safetensors", *words)
+    assert code == 4
+    assert "no adapter_config.json, which says by what the adapter is scaled" in said
+
+
+def test_modules_that_are_twice_in_the_base_are_undetermined(tmp_path: Path) -> None:
+    twice = {f"{name}.q.weight": some(5, 6) for name in ("student", "teacher")}
+    adapter = save_adapter(tmp_path / "adapter", pair("q", 5, 6))
+    base = save_base(tmp_path / "base.safetensors", twice)
+    words = ("--lora", adapter, "--onto", base)
+    code, said = run(tmp_path / "out.safetensors", *words)
+    assert code == 4
+    assert "2 times in" in said
+    code, said = run(tmp_path / "out.safetensors", *words, "--select", "student")
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("names", [("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head")])
+def test_a_module_that_was_trained_apart_from_its_tie_is_refused(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    config = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    base = {"embed_tokens.weight": some(12, 6), "q.weight": some(5, 6)}
+    save_file(base, folder / "model.safetensors", {"format": "pt"})
+    tensors = pair("q", 5, 6) | {f"{name}.weight": some(12, 6) for name in names}
+    adapter = save_adapter(tmp_path / "adapter", tensors, modules_to_save=[*names])
+    words = ("--lora", adapter, "--onto", folder, "--dry-run")
+    code, said = run(tmp_path / "out", *words)
+    assert code == 4
+    assert "trained apart from what" in said
+    if "lm_head" in names:
+        assets = tmp_path / "assets"
+        assets.mkdir()
+        untied = json.dumps(config | {"tie_word_embeddings": False})
+        (assets / "config.json").write_text(untied)
+        code, said = run(tmp_path / "out", *words, "--hf-assets", assets)
+        assert code == 0, said
+
+
+def test_two_changes_of_one_tensor_are_refused(tmp_path: Path) -> None:
+    weight = some(12, 6)
+    torch.save({"embed_tokens.weight": weight, "lm_head.weight": weight}, tmp_path / "b.pt")
+    tensors = {name.removeprefix("model."): t for name, t in EMBEDDING.items()}
+    adapter = save_adapter(tmp_path / "a", tensors | pair("lm_head", 12, 6))
+    code, said = run(tmp_path / "o.pt", "--lora", adapter, "--onto", tmp_path / "b.pt")
+    assert code == 4
+    assert "are one tensor in" in said
+
+
+def test_the_base_is_one_checkpoint(tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", Q)
+    base = save_base(tmp_path / "base.safetensors", BASE)
+    code, said = run(tmp_path / "out.safetensors", "--lora", adapter)
+    assert (code, "--lora: needs one base, 0 are given" in said) == (2, True)
+    words = ("--lora", adapter, "--onto", base)
+    code, said = run(tmp_path / "out.safetensors", *words, "--scale", "2")
+    assert (code, "--scale: only with --add or --minus" in said) == (2, True)
+    code, said = run(tmp_path / "out.safetensors", *words, "--add", base)
+    assert (code, "one at a time" in said) == (2, True)
