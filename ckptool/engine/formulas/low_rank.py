@@ -19,8 +19,8 @@ _CELL = 256
 _MOST_ROWS = 64
 _ONE_THREAD = 1 << 18
 """Multiplications up to which OpenBLAS uses one thread, whatever the machine."""
-_BAND = 8 * _CELL
-"""Columns of which the factors exist as doubles at a time."""
+_BAND = 2 * _CELL
+"""Columns of which all exist as doubles at a time, little enough for the processor's cache."""
 
 
 class LowRank(Struct, frozen=True):
@@ -51,7 +51,8 @@ class LowRank(Struct, frozen=True):
             inner = Box((*outer, *box.lo[-2:]), (*(n + 1 for n in outer), *box.hi[-2:]))
             for part, product in _products(gather, at, inner):
                 own = as_doubles(bits[_slices(part, box.lo)], weight.source_dtype)
-                yield part, own + (product if self.scale == 1 else product * self.scale)
+                product *= self.scale
+                yield part, np.add(own, product, out=product)
 
 
 class Magnitudes(Struct, frozen=True):
@@ -144,7 +145,7 @@ def _multiply(left: Array, right: Array) -> Array:
     product = np.empty((len(left), right.shape[1]))
     for start in range(0, right.shape[1], _CELL):
         cell = slice(start, start + _CELL)
-        product[:, cell] = left @ np.ascontiguousarray(right[:, cell])
+        np.matmul(left, right[:, cell], out=product[:, cell])
     return product
 
 
