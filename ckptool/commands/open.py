@@ -40,7 +40,7 @@ from ckptool.errors import (
     refused,
 )
 from ckptool.formats.base import Format, ScanOptions
-from ckptool.formats.safetensors import require_weights
+from ckptool.formats.safetensors import DELTA, require_weights
 from ckptool.storage.files import Files
 from ckptool.storage.place import run_bounded
 from ckptool.storage.url import Location
@@ -184,7 +184,8 @@ def require_writable(opened: OpenedCheckpoint, kept: Catalog) -> None:
 
 
 def _is_empty(catalog: Catalog) -> bool:
-    return not (catalog.tensors or catalog.objects or catalog.conflicts)
+    """Return whether nothing is there; a weight delta that changes nothing is something."""
+    return not (catalog.tensors or catalog.objects or catalog.conflicts or DELTA in catalog.info)
 
 
 def _scan(candidate: Candidate, options: ScanOptions) -> Catalog:

@@ -121,7 +121,8 @@ class Computed(Struct, frozen=True):
 
     ``part`` is what the chunk consists of, in elements of the whole that ``compute`` computes a box
     of. ``reads`` says which boxes of stored tensors that takes; by default all of each. Quantized
-    numbers have one scale per ``block``, its elements in each dim.
+    numbers have one scale per ``block``, its elements in each dim. ``memory`` is what a thread that
+    computes holds in bytes, beside boxes.
     """
 
     stored: tuple[TensorEntry, ...]
@@ -129,6 +130,7 @@ class Computed(Struct, frozen=True):
     compute: Compute
     block: tuple[int, ...] = ()
     reads: Reads | None = None
+    memory: int = 0
 
     @property
     def values(self) -> TensorEntry:

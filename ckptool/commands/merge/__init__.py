@@ -11,6 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.commands.convert import named_writer, own_writer, plan_conversion
+from ckptool.commands.merge.deltas import apply_deltas, require_as_stored
 from ckptool.commands.merge.expressions import Computation, Expression, add, copy, take
 from ckptool.commands.merge.lora import fold
 from ckptool.commands.merge.operands import Operand, join, model_only, open_operands
@@ -107,7 +108,9 @@ def open_merged(
     of them, Unsupported if they do not fit, and the errors of opening.
     """
     rewriting = rewriting if recipe.with_optimizer else model_only(rewriting)
-    operands = open_operands(recipe.places, read, rewriting, recipe.lora)
+    if recipe.deltas:
+        require_as_stored(rewriting)
+    operands = open_operands(recipe, read, rewriting)
     for operand in operands.values():
         if target is not None:
             require_apart(operand.opened, target)
@@ -124,6 +127,8 @@ def compute(
     terms = [operands[term.place] for term in recipe.terms]
     if recipe.lora is not None:
         computation = fold(terms[0], operands[recipe.lora], assets)
+    elif recipe.deltas:
+        computation = apply_deltas(terms[0], [operands[place] for place in recipe.deltas])
     elif recipe.is_plain:
         computation = copy(terms[0])
     else:

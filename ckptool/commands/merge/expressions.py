@@ -100,7 +100,11 @@ def take(computation: Computation, name: str, operand: Operand) -> Computation:
 
 
 def computed(
-    like: TensorEntry, parts: Iterable[TensorEntry], compute: Compute, reads: Reads
+    like: TensorEntry,
+    parts: Iterable[TensorEntry],
+    compute: Compute,
+    reads: Reads,
+    memory: int = 0,
 ) -> TensorEntry:
     """Return a tensor of the shape and type of another that is computed of others.
 
@@ -109,7 +113,7 @@ def computed(
     wide = BY_NAME["float32"]
     stored = tuple(replace(each, dtype=wide) if is_computed(each) else each for each in parts)
     part = StridedPart(like.shape, 0, row_major_strides(like.shape, 1))
-    at = Computed(stored, part, compute, reads=reads)
+    at = Computed(stored, part, compute, reads=reads, memory=memory)
     chunk = Chunk(Box.whole(like.shape), at)
     return replace(like, chunks=(chunk,), placements=None, mesh=None, stored=None)
 

@@ -8,12 +8,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.commands.convert import require_some
-from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
+from ckptool.commands.merge.recipe import Recipe
+from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, require_agreement
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.core.catalog import Catalog
 from ckptool.formats.companions import relocate
+from ckptool.formats.safetensors import delta_notes
 from ckptool.storage.url import Location
 from ckptool.storage.virtual.joined import JoinedFiles
 
@@ -32,21 +34,23 @@ class Operand(Struct, frozen=True):
 
 
 def open_operands(
-    places: Sequence[Location],
-    read: ReadOptions,
-    rewriting: RewriteOptions,
-    adapter: Location | None = None,
+    recipe: Recipe, read: ReadOptions, rewriting: RewriteOptions
 ) -> dict[Location, Operand]:
     """Open every checkpoint, rewritten in the same way, but not cast: that is for the result.
 
-    An ``adapter`` is opened as it is.
+    An adapter and deltas, which are no weights, are opened as they are.
     """
     uncast = RewriteOptions(**{**vars(rewriting), "casts": None})
-    how = dict.fromkeys(places, (read, uncast))
-    if adapter is not None:
-        how[adapter] = (AS_DETECTED, RewriteOptions())
-    labels = _labels(list(how))
-    return {place: _open(place, labels[place], *each) for place, each in how.items()}
+    labels = _labels(recipe.places)
+    operands = dict[Location, Operand]()
+    for place, label in labels.items():
+        if place in recipe.deltas:
+            operands[place] = _open_delta(place, label)
+        elif place == recipe.lora:
+            operands[place] = _open(place, label, AS_DETECTED, RewriteOptions())
+        else:
+            operands[place] = _open(place, label, read, uncast)
+    return operands
 
 
 def model_only(rewriting: RewriteOptions) -> RewriteOptions:
@@ -66,6 +70,16 @@ def _open(place: Location, label: str, read: ReadOptions, rewriting: RewriteOpti
     catalog = relocate(rewritten.catalog, label)
     beside = {f"{label}/{name}": size for name, size in catalog.companions.items()}
     return Operand(label, opened, rewritten, replace(catalog, companions=beside))
+
+
+def _open_delta(place: Location, label: str) -> Operand:
+    # an index alone, of a version in which nothing changed, is taken for no checkpoint
+    read = ReadOptions(from_format="hf" if place.is_dir() else None)
+    opened = open_checkpoint(place, read, whole=False, placements=False)
+    as_is = rewrite(opened, RewriteOptions(), locate=True, defers=False, check=require_agreement)
+    notes = [note for note in as_is.catalog.notes if note not in delta_notes(opened.catalog.info)]
+    catalog = relocate(replace(as_is.catalog, notes=tuple(notes)), label)
+    return Operand(label, opened, as_is, catalog)
 
 
 def _labels(places: Sequence[Location]) -> dict[Location, str]:

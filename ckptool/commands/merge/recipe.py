@@ -16,7 +16,7 @@ from ckptool.core.text import plural
 from ckptool.errors import UsageError
 from ckptool.storage.url import Location, location
 
-_WAYS = "--average, --ema, --add, --lora or --take"
+_WAYS = "--average, --ema, --add, --lora, --apply-delta or --take"
 
 
 class Term(Struct, frozen=True):
@@ -37,7 +37,8 @@ class Recipe(Struct, frozen=True):
     """A weighted sum of checkpoints over a divisor, with tensors taken from others.
 
     The first term is also where everything comes from that is not computed; without the optimizer's
-    state that is the rest of the model alone. A ``lora`` is an adapter that is folded into it.
+    state that is the rest of the model alone. Into it a ``lora``, an adapter, is folded, or weight
+    ``deltas`` are applied to it in order.
     """
 
     terms: tuple[Term, ...]
@@ -45,6 +46,7 @@ class Recipe(Struct, frozen=True):
     takes: tuple[Take, ...] = ()
     with_optimizer: bool = False
     lora: Location | None = None
+    deltas: tuple[Location, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -64,8 +66,9 @@ class Recipe(Struct, frozen=True):
     @property
     def places(self) -> list[Location]:
         """Every checkpoint that is read, the first one first."""
-        named = [*(term.place for term in self.terms), *(take.place for take in self.takes)]
-        return list(dict.fromkeys(named))
+        terms, taken = (term.place for term in self.terms), (take.place for take in self.takes)
+        adapter = [] if self.lora is None else [self.lora]
+        return list(dict.fromkeys([*terms, *self.deltas, *adapter, *taken]))
 
 
 class _Written(Struct, forbid_unknown_fields=True, rename="kebab"):
@@ -80,6 +83,7 @@ class _Written(Struct, forbid_unknown_fields=True, rename="kebab"):
     add: str | None = None
     minus: str | None = None
     scale: float = 1.0
+    apply_delta: bool = False
     take: dict[str, str] = {}
     last: int | None = None
     with_optimizer: bool = False
@@ -103,6 +107,7 @@ def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
     ways = {"--average": options.average, "--ema": options.ema is not None}
     ways["--lora"] = options.lora is not None
     ways["--add"] = options.add is not None or options.minus is not None
+    ways["--apply-delta"] = options.apply_delta
     asked = [way for way, is_asked in ways.items() if is_asked]
     if len(asked) > 1:
         raise UsageError(f"{asked[0]} and {asked[1]}: one at a time")
@@ -113,6 +118,8 @@ def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
         return Recipe((Term(_base(sources, options)),), lora=location(options.lora))
     if asked == ["--add"]:
         return Recipe(_added(sources, options))
+    if options.apply_delta:
+        return Recipe((_base_of(sources, options),), deltas=tuple(sources))
     if options.last is not None:
         sources = _newest(sources, options.last)
     if len(sources) < 2:
@@ -180,6 +187,20 @@ def _added(sources: Sequence[Location], options: ExpressionOptions) -> tuple[Ter
     return tuple(Term(location(text), weight) for text, weight in signed if text is not None)
 
 
+def _base_of(sources: Sequence[Location], options: ExpressionOptions) -> Term:
+    """Return what deltas are applied to."""
+    if options.onto is None or not sources:
+        lacking = "--onto BASE, what they change" if sources else "a SRC or more, the deltas"
+        raise UsageError(
+            f"--apply-delta: needs {lacking}",
+            hint="ckptool merge OUT --apply-delta DELTA1 DELTA2 --onto BASE",
+        )
+    base = location(options.onto)
+    if base in sources:
+        raise UsageError(f"--onto {base}: is one of the deltas, too")
+    return Term(base)
+
+
 def _moving(sources: Sequence[Location], decay: float) -> tuple[Term, ...]:
     """Return the terms of an exponential moving average, which begins with the first."""
     if not 0 < decay < 1:
@@ -197,7 +218,7 @@ def _require_used(options: ExpressionOptions, asked: Sequence[str]) -> None:
         raise UsageError("--last: only with --average or --ema")
     if options.scale != 1 and asked != ["--add"]:
         raise UsageError("--scale: only with --add or --minus")
-    if options.onto is not None and asked not in ([], ["--add"], ["--lora"]):
+    if options.onto is not None and asked not in ([], ["--add"], ["--lora"], ["--apply-delta"]):
         raise UsageError(f"--onto: not with {asked[0]}, which starts from its first SRC")
 
 
@@ -237,6 +258,7 @@ def _read_file(
         "add": place(written.add),
         "minus": place(written.minus),
         "scale": written.scale,
+        "apply_delta": written.apply_delta,
         "take": tuple(f"{name}={place(text)}" for name, text in written.take.items()),
         "last": written.last,
         "with_optimizer": written.with_optimizer,

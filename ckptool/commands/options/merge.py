@@ -58,6 +58,11 @@ class ExpressionOptions(OptionSet):
     add: str | None = option("--add", metavar="A", help="Add the tensors of A, times --scale.")
     minus: str | None = option("--minus", metavar="B", help="Subtract those of B, times --scale.")
     scale: float = option("--scale", NUMBER, default=1.0, help="How much of it to add.")
+    apply_delta: bool = option(
+        "--apply-delta",
+        FLAG,
+        help="Apply the weight deltas SRC, in this order, to --onto BASE, bit for bit.",
+    )
     take: tuple[str, ...] = option(
         "--take",
         TEXTS,

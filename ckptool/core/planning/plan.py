@@ -10,7 +10,9 @@ from ckptool.core.box import Box, is_run
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
+    Computed,
     EncodedBlob,
+    Place,
     TensorEntry,
     stored_places,
 )
@@ -78,15 +80,17 @@ class Plan:
 
     @cached_property
     def largest_blob(self) -> int:
-        """Bytes of the largest blob that must be decoded completely, stored plus decoded."""
+        """Bytes of the largest blob that must be decoded completely, stored plus decoded.
+
+        Or what computing a tensor takes, if that is more.
+        """
         return max(
             (
-                at.nbytes + at.size
+                nbytes
                 for entry in self.entries
                 if not (chunks := chunks_of(entry)).bare
                 for chunk in chunks.opened
-                for at in stored_places(chunk.at)
-                if isinstance(at, EncodedBlob)
+                for nbytes in _memory_of(chunk.at)
             ),
             default=0,
         )
@@ -236,3 +240,12 @@ class Plan:
         if entry.name not in self._indexes:
             self._indexes[entry.name] = ChunkIndex(entry)
         return self._indexes[entry.name]
+
+
+def _memory_of(at: Place) -> Iterator[int]:
+    """Yield the bytes of each blob of a place, and those that computing it takes."""
+    if isinstance(at, Computed):
+        yield at.memory
+    for place in stored_places(at):
+        if isinstance(place, EncodedBlob):
+            yield place.nbytes + place.size

@@ -20,7 +20,11 @@ from ckptool.formats.base import (
     ScanOptions,
     Writing,
 )
-from ckptool.formats.safetensors.weight_delta import delta_info, delta_notes
+from ckptool.formats.safetensors.weight_delta import DELTA as DELTA
+from ckptool.formats.safetensors.weight_delta import WeightDelta as WeightDelta
+from ckptool.formats.safetensors.weight_delta import delta_info
+from ckptool.formats.safetensors.weight_delta import delta_notes as delta_notes
+from ckptool.formats.safetensors.weight_delta import read_delta as read_delta
 from ckptool.formats.safetensors.weight_delta import require_weights as require_weights
 from ckptool.formats.shards import note_part
 from ckptool.formats.side_file import split_side, with_headers

@@ -1,23 +1,83 @@
 """Weight deltas of reinforcement learning: what changed since the version before, no weights.
 
-slime (THUDM, ``UpdateWeightFromDiskDelta``, 2026) writes them like a model in safetensors: one
-tensor of bytes for each weight that changed, compressed, under the weight's name. SGLang's
-``weight_sync.disk_delta`` applies them. The ``metadata`` of the index says so: ``version``,
-``base_version``, ``delta_encoding`` (``xor`` or ``overwrite``), ``compression_format`` and
-``checksum_format``. ModelExpress's own files are among those that ``file_kinds.py`` knows.
+slime (THUDM, ``UpdateWeightFromDiskDelta``, read at 624b824a of 2026-08) writes them like a model
+in safetensors, and so do miles (radixark, 31f1ca96) and ModelExpress (0.7.0,
+``CanonicalDeltaPublicationMethod``); SGLang's ``weight_sync.local_checkpoint`` (01d5bfe5) applies
+them. The ``metadata`` of the index says:
+
+- ``version`` and ``base_version``: slime's are counted in six digits, and version 0 is the model
+  that the run began with; ModelExpress's are any texts.
+- ``delta_encoding``: ``xor`` or, of slime and miles, ``overwrite``.
+- ``compression_format``: ``zstd``, one frame of level 1 for each tensor.
+- ``checksum_format``: ``xxh3-128``, ``blake3`` or ``adler32``; ModelExpress has the last only.
+
+Each weight of which a byte changed is a tensor of bytes, U8 and of one dim, under the weight's
+name: the compressed change of the weight's bytes, in row-major order and whatever their type is.
+``xor`` has the old bytes xor the new ones; ``overwrite`` how many bytes changed (32 bits, little
+endian), their positions in order (32 bits each), and their new values. The header of each file has
+the checksum of all new bytes of each weight in it, in hexadecimal digits, under the weight's name.
+A version in which nothing changed has an index and no files.
+
+ModelExpress's files of buckets are among those that ``file_kinds.py`` knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from msgspec import Struct
+
 from ckptool.core.catalog import Catalog
-from ckptool.errors import Problem, Unsupported
+from ckptool.errors import Damaged, Problem, Unsupported
+from ckptool.formats.safetensors.shard_sets import index_of
+from ckptool.formats.shards import read_index
+from ckptool.serialization.source import Source
 
 _ENCODING, _BASE = "delta_encoding", "base_version"
 _MORE = ("compression_format", "checksum_format")
-_INFO = "delta"
-HINT = "apply it with what wrote it to the weights of its base version, and use the result"
+DELTA = "delta"
+"""The key in ``Catalog.info`` of a weight delta."""
+HINT = (
+    "`ckptool merge OUT --apply-delta DELTA... --onto BASE` applies it to the weights of its base"
+    " version"
+)
+
+
+class WeightDelta(Struct, frozen=True):
+    """What a weight delta says of itself, and the checksum of each tensor that it changes."""
+
+    version: str
+    base_version: str
+    encoding: str
+    compression: str
+    checksum: str
+    digests: Mapping[str, str]
+
+
+def read_delta(source: Source, catalog: Catalog) -> WeightDelta:
+    """Return what the weight delta with a catalog says of itself.
+
+    Raises Unsupported if it is none, Damaged if it lacks something of that.
+    """
+    if DELTA not in catalog.info:
+        message = f"{source.root}: weights, no weight delta"
+        raise Unsupported(message, hint="its index has no delta_encoding; it may be the --onto")
+    index = index_of(source, None)
+    headers = [*catalog.metadata.values()]
+    metadata = [read_index(source, index)[1]] if index else []
+    said = next(m for m in (*metadata, *headers) if isinstance(m, Mapping) and delta_info([m]))
+    keys = ("version", _BASE, _ENCODING, *_MORE)
+    missing = [key for key in keys if said.get(key) is None]
+    if missing:
+        raise Damaged(f"{source.root}: its metadata has no {', '.join(missing)}")
+    digests = {name: text for texts in headers for name, text in texts.items()}
+    for name, entry in catalog.tensors.items():
+        if entry.dtype.name != "uint8" or len(entry.shape) != 1:
+            raise Damaged(f"{source.root}: {name} is {entry.dtype}, no compressed bytes")
+        if name not in digests:
+            raise Damaged(f"{source.root}: {name} has no checksum in the header of its file")
+    version, base, encoding, compression, checksum = (str(said[key]) for key in keys)
+    return WeightDelta(version, base, encoding, compression, checksum, digests)
 
 
 def delta_info(said: Iterable[object]) -> dict[str, str]:
@@ -33,13 +93,13 @@ def delta_info(said: Iterable[object]) -> dict[str, str]:
         if encoding or (base is not None and more):
             version = metadata.get("version", "unknown")
             how = ", ".join([str(encoding or "unknown encoding"), *more])
-            return {_INFO: f"version {version}, on base version {base}: {how}"}
+            return {DELTA: f"version {version}, on base version {base}: {how}"}
     return {}
 
 
 def delta_notes(info: Mapping[str, str]) -> list[Problem]:
     """Return the note that ``Catalog.info`` is that of a weight delta, none for weights."""
-    said = info.get(_INFO)
+    said = info.get(DELTA)
     if said is None:
         return []
     message = f"a weight delta of reinforcement learning, not weights ({said})"

@@ -1,0 +1,188 @@
+"""Apply a chain of weight deltas to the weights that it begins with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from ckptool.commands.merge.expressions import Computation, Expression, computed
+from ckptool.commands.merge.operands import Operand
+from ckptool.commands.options.rewrite import RewriteOptions
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.text import list_some, plural
+from ckptool.engine.formulas.delta import (
+    CHECKSUMS,
+    ChangedBits,
+    KeptChanges,
+    Step,
+    box_and_share,
+)
+from ckptool.engine.formulas.delta_changes import CHANGES
+from ckptool.errors import Unsupported, UsageError
+from ckptool.formats.safetensors import WeightDelta, read_delta
+from ckptool.serialization.source import is_there, parse_json_object, read_metadata
+
+_FEW = 3
+_STATE = ".weight_sync/state.json"
+"""Where SGLang (01d5bfe5 of 2026-08) notes the version of the weights that it applied deltas to."""
+_FULL = re.compile(r"weight_v(\d+)")
+"""How slime calls the folder of a version, a full one, too."""
+_REACH = 1 << 32
+"""Bytes that positions of 32 bits reach."""
+
+
+class _Link(NamedTuple):
+    """A delta of a chain, and what it says of itself."""
+
+    operand: Operand
+    said: WeightDelta
+
+    @property
+    def path(self) -> str:
+        return str(self.operand.opened.path)
+
+
+def apply_deltas(base: Operand, deltas: Sequence[Operand]) -> Computation:
+    """Compute the tensors that deltas change, one after the other; all others stay.
+
+    Raises Unsupported if the chain has a gap or begins with another version, if a delta is of an
+    unknown kind, or changes tensors that the base lacks.
+    """
+    chain = [_Link(each, read_delta(each.opened.source, each.opened.catalog)) for each in deltas]
+    _require_order(base, chain)
+    for link in chain:
+        _require_known(link)
+        _require_tensors(base, link)
+    tensors, said, kept = dict[str, TensorEntry](), list[Expression](), KeptChanges()
+    for name, entry in base.catalog.tensors.items():
+        changing = [link for link in chain if name in link.operand.catalog.tensors]
+        tensors[name] = _changed(entry, changing, kept) if changing else entry
+        labels = [link.operand.label for link in changing]
+        text = f"{base.label} with {list_some(labels, _FEW)}" if labels else base.label
+        said.append(Expression(name, text))
+    return Computation(_without_digests(base.catalog, chain).with_tensors(tensors), tuple(said))
+
+
+def require_as_stored(options: RewriteOptions) -> None:
+    """Raise UsageError for what makes other tensors of those that deltas change."""
+    selection = options.selection
+    asked = {
+        "--map": options.map.name,
+        "--experts": options.map.experts,
+        "--dequantize": options.dequantize,
+        "--rename": selection.rename,
+        "--strip-prefix": selection.strip_prefix,
+        "--peft-adapter": selection.peft_adapter,
+    }
+    for option, value in asked.items():
+        if value:
+            raise UsageError(
+                f"{option}: not with --apply-delta, which changes tensors as they are stored",
+                hint="convert what it writes",
+            )
+
+
+def _changed(entry: TensorEntry, chain: Sequence[_Link], kept: KeptChanges) -> TensorEntry:
+    """Return a tensor with the changes of the deltas that change it."""
+    nbytes, steps, parts = entry.elements * entry.source_dtype.itemsize, list[Step](), [entry]
+    for link in chain:
+        said = link.said
+        if said.encoding == "overwrite" and nbytes > _REACH:
+            raise Unsupported(
+                f"{link.path}: {entry.name} has {nbytes:,} bytes, and positions of 32 bits reach"
+                f" {_REACH:,}"
+            )
+        what = f"{link.path}: {entry.name}"
+        steps.append(Step(said.encoding, said.checksum, said.digests[entry.name], what))
+        parts.append(link.operand.catalog.tensors[entry.name])
+    formula = ChangedBits(steps, kept)
+    return computed(entry, parts, formula, box_and_share, formula.memory)
+
+
+def _without_digests(catalog: Catalog, chain: Sequence[_Link]) -> Catalog:
+    """Return a catalog without the checksums of tensors that change, as ModelExpress has them."""
+    changed = {name for link in chain for name in link.operand.catalog.tensors}
+    metadata = {
+        file: {key: text for key, text in texts.items() if key not in changed}
+        for file, texts in catalog.metadata.items()
+    }
+    return replace(catalog, metadata={file: texts for file, texts in metadata.items() if texts})
+
+
+def _require_known(link: _Link) -> None:
+    """Raise Unsupported for a delta that is encoded, compressed or summed in an unknown way."""
+    said = link.said
+    facts = (
+        ("delta_encoding", said.encoding, CHANGES),
+        ("compression_format", said.compression, ("zstd",)),
+        ("checksum_format", said.checksum, CHECKSUMS),
+    )
+    for key, value, known in facts:
+        if value not in known:
+            raise Unsupported(f"{link.path}: {key} {value!r} is not one of {', '.join(known)}")
+    CHECKSUMS[said.checksum]()  # its package may be missing
+
+
+def _require_tensors(base: Operand, link: _Link) -> None:
+    """Raise Unsupported if a delta changes tensors that the base lacks."""
+    has = base.opened.catalog.tensors
+    lacking = [name for name in link.operand.catalog.tensors if name not in has]
+    if lacking:
+        raise Unsupported(
+            f"{link.path}: changes {plural(len(lacking), 'tensor')} that {base.opened.path} lacks:"
+            f" {list_some(lacking, _FEW)}",
+            hint="--onto names the model whose training wrote the deltas, under its own names",
+        )
+
+
+def _require_order(base: Operand, chain: Sequence[_Link]) -> None:
+    """Raise Unsupported unless each delta is of the version that the one before it leaves.
+
+    A base that does not say its version is known by the checksums alone.
+    """
+    here, path = _version_of(base), str(base.opened.path)
+    for link in chain:
+        if here is not None and _key(link.said.base_version) != _key(here):
+            raise Unsupported(
+                f"{link.path}: from version {link.said.base_version} to {link.said.version}, but"
+                f" {path} is of version {here}",
+                hint=_next_step(chain, here, link),
+            )
+        here, path = link.said.version, link.path
+
+
+def _next_step(chain: Sequence[_Link], here: str, link: _Link) -> str:
+    """Return the order of deltas that are a chain in another one, or what is missing."""
+    ordered = list(_in_order(chain))
+    if len(ordered) == len(chain) and ordered != list(chain):
+        return f"in order they are {' '.join(each.path for each in ordered)}"
+    return f"give what leads from version {here} to {link.said.base_version} before it"
+
+
+def _in_order(chain: Sequence[_Link]) -> Iterator[_Link]:
+    """Yield deltas from the one that no other leads to, each followed by that of its version."""
+    following = {_key(link.said.base_version): link for link in chain}
+    leaves = {_key(link.said.version) for link in chain}
+    version = next((key for key in following if key not in leaves), None)
+    while version in following:
+        link = following.pop(version)
+        yield link
+        version = _key(link.said.version)
+
+
+def _key(version: str) -> str:
+    """Return what two texts for one version have in common: ``1`` and ``000001`` are one."""
+    return version.lstrip("0") if version.isdecimal() else version
+
+
+def _version_of(base: Operand) -> str | None:
+    """Return the version of weights that a folder says it has, None if it says none."""
+    source, path = base.opened.source, base.opened.path
+    if is_there(source, _STATE):
+        version = parse_json_object(read_metadata(source, _STATE), _STATE).get("version")
+        return None if version is None else str(version)
+    names = (path.name, path.parent.name)  # a folder of one file is read as that
+    return next((match[1] for match in map(_FULL.fullmatch, names) if match), None)
