@@ -16,6 +16,7 @@ from ckptool.commands.merge.expressions import Computation, Expression, add, cop
 from ckptool.commands.merge.lora import fold
 from ckptool.commands.merge.operands import Operand, join, model_only, open_operands
 from ckptool.commands.merge.recipe import Recipe, read_recipe
+from ckptool.commands.merge.rows import append_rows
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
 from ckptool.commands.options.merge import MergeOptions
 from ckptool.commands.options.read import ReadOptions
@@ -137,7 +138,7 @@ def compute(
         computation = add(terms, WeightedSum(weights, recipe.divisor), text, same_box)
     for each in recipe.takes:
         computation = take(computation, each.name, operands[each.place])
-    return computation
+    return append_rows(computation, recipe.rows)
 
 
 def _as_one(

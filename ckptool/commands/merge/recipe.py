@@ -13,10 +13,14 @@ from msgspec.structs import replace
 from ckptool.commands.options.files import text_of
 from ckptool.commands.options.merge import ExpressionOptions
 from ckptool.core.text import plural
+from ckptool.engine.formulas.rows import MEAN, ZEROS
 from ckptool.errors import UsageError
 from ckptool.storage.url import Location, location
 
-_WAYS = "--average, --ema, --add, --lora, --apply-delta or --take"
+_COPIED = "copied:"
+_WAYS = "--average, --ema, --add, --lora, --apply-delta, --rows or --take"
+_ROWS = "such as --rows embed_tokens=152064 --rows lm_head=152064 --fill mean"
+_DIGITS = 16
 
 
 class Term(Struct, frozen=True):
@@ -33,12 +37,28 @@ class Take(Struct, frozen=True):
     place: Location
 
 
+class Rows(Struct, frozen=True):
+    """How many rows tensors are to have, as options name them, and how new ones are filled.
+
+    ``fill`` is ``mean``, ``zeros``, or the number of the row that all are copied from.
+    """
+
+    name: str
+    count: int
+    fill: str | int
+
+    @property
+    def rule(self) -> str:
+        """The rule as an option says it."""
+        return f"{_COPIED}{self.fill}" if isinstance(self.fill, int) else self.fill
+
+
 class Recipe(Struct, frozen=True):
     """A weighted sum of checkpoints over a divisor, with tensors taken from others.
 
     The first term is also where everything comes from that is not computed; without the optimizer's
     state that is the rest of the model alone. Into it a ``lora``, an adapter, is folded, or weight
-    ``deltas`` are applied to it in order.
+    ``deltas`` are applied to it in order. Rows are appended last.
     """
 
     terms: tuple[Term, ...]
@@ -47,6 +67,7 @@ class Recipe(Struct, frozen=True):
     with_optimizer: bool = False
     lora: Location | None = None
     deltas: tuple[Location, ...] = ()
+    rows: tuple[Rows, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -87,6 +108,8 @@ class _Written(Struct, forbid_unknown_fields=True, rename="kebab"):
     take: dict[str, str] = {}
     last: int | None = None
     with_optimizer: bool = False
+    rows: dict[str, int] = {}
+    fill: str | None = None
 
 
 def read_recipe(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
@@ -99,7 +122,8 @@ def read_recipe(sources: Sequence[Location], options: ExpressionOptions) -> Reci
         sources, options = _read_file(options.recipe, sources, options)
     recipe = _sum_of(sources, options)
     takes = tuple(map(_parse_take, options.take))
-    return replace(recipe, takes=takes, with_optimizer=options.with_optimizer)
+    rows, whole = _rows(options), options.with_optimizer
+    return replace(recipe, takes=takes, rows=rows, with_optimizer=whole)
 
 
 def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
@@ -164,10 +188,10 @@ def _newest(sources: Sequence[Location], count: int) -> list[Location]:
 def _base(sources: Sequence[Location], options: ExpressionOptions) -> Location:
     """Return the one checkpoint into which an adapter is folded, or of which parts are replaced."""
     bases = [*sources, *([] if options.onto is None else [location(options.onto)])]
-    if options.lora is None and not options.take:
+    if options.lora is None and not (options.take or options.rows):
         raise UsageError("nothing to do", hint=f"say {_WAYS}: `ckptool help merge` has examples")
     if len(bases) != 1:
-        way = "--take: needs one SRC, of which it replaces tensors"
+        way = f"{'--take' if options.take else '--rows'}: needs one SRC, whose tensors it changes"
         if options.lora is not None:
             way = "--lora: needs one base"
         raise UsageError(
@@ -216,6 +240,11 @@ def _require_used(options: ExpressionOptions, asked: Sequence[str]) -> None:
         raise UsageError("--weights: only with --average")
     if options.last is not None and not {*asked} & {"--average", "--ema"}:
         raise UsageError("--last: only with --average or --ema")
+    if options.rows and asked:
+        raise UsageError(
+            f"--rows: not with {asked[0]}",
+            hint="append them to what that writes, or to each SRC before",
+        )
     if options.scale != 1 and asked != ["--add"]:
         raise UsageError("--scale: only with --add or --minus")
     if options.onto is not None and asked not in ([], ["--add"], ["--lora"], ["--apply-delta"]):
@@ -227,6 +256,24 @@ def _parse_take(text: str) -> Take:
     if not (name.strip() and equals and place.strip()):
         raise UsageError(f"invalid --take {text!r}: expected NAME=SRC")
     return Take(name.strip(), location(place.strip()))
+
+
+def _rows(options: ExpressionOptions) -> tuple[Rows, ...]:
+    """Return how many rows tensors are to have; UsageError without a rule to fill them."""
+    rule, row = options.fill, (options.fill or "").removeprefix(_COPIED)
+    if (rule is None) != (not options.rows):
+        raise UsageError("--rows and --fill: one needs the other", hint=_ROWS)
+    fill: str | int = int(row) if row != rule and row.isdecimal() and len(row) < _DIGITS else row
+    if rule is not None and isinstance(fill, str) and rule not in (MEAN, ZEROS):
+        raise UsageError(f"invalid --fill {rule!r}", hint=f"{MEAN}, {ZEROS} or {_COPIED}ROW")
+    return tuple(_parse_rows(text, fill) for text in options.rows)
+
+
+def _parse_rows(text: str, fill: str | int) -> Rows:
+    name, _, count = text.rpartition("=")
+    if not (name.strip() and count.strip().isdecimal() and len(count) < _DIGITS):
+        raise UsageError(f"invalid --rows {text!r}: expected NAME=COUNT", hint=_ROWS)
+    return Rows(name.strip(), int(count), fill)
 
 
 def _read_file(
@@ -261,6 +308,8 @@ def _read_file(
         "apply_delta": written.apply_delta,
         "take": tuple(f"{name}={place(text)}" for name, text in written.take.items()),
         "last": written.last,
+        "rows": tuple(f"{name}={count}" for name, count in written.rows.items()),
+        "fill": written.fill,
         "with_optimizer": written.with_optimizer,
     }
     places = [location(str(place(text))) for text in written.sources]

@@ -72,6 +72,17 @@ class ExpressionOptions(OptionSet):
     last: int | None = option(
         "--last", COUNT, minimum=2, help="Take the newest N complete steps of the run SRC."
     )
+    rows: tuple[str, ...] = option(
+        "--rows",
+        TEXTS,
+        metavar="NAME=COUNT",
+        help=f"Append rows to what NAME means, up to COUNT: {NAMED} (repeatable).",
+    )
+    fill: str | None = option(
+        "--fill",
+        metavar="RULE",
+        help="Fill them with the mean of the rows, with zeros, or as copied:ROW.",
+    )
     with_optimizer: bool = option(
         "--with-optimizer",
         FLAG,

@@ -1,0 +1,75 @@
+"""Append rows to tensors: to embeddings and output heads, for a vocabulary that has grown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from ckptool.commands.merge.expressions import Computation, computed
+from ckptool.commands.merge.recipe import Rows
+from ckptool.core.casts import can_cast
+from ckptool.core.catalog import Catalog, TensorEntry, tied_names
+from ckptool.core.quantization.names import quantized_names
+from ckptool.core.quantization.scale_names import is_coarse
+from ckptool.core.selection import tensors_named
+from ckptool.core.text import plural
+from ckptool.engine.formulas.rows import MoreRows
+from ckptool.errors import Unsupported, UsageError
+
+
+def append_rows(computation: Computation, wanted: Sequence[Rows]) -> Computation:
+    """Lengthen tensors to as many rows as are wanted; those there are stay.
+
+    Raises UsageError for a name that means none, and for one that has more rows; Unsupported for
+    one without floats, and if only some of tied tensors would be longer.
+    """
+    catalog = computation.catalog
+    counts = {
+        name: each for each in wanted for name in tensors_named(catalog, [each.name], "--rows")
+    }
+    _require_ties(catalog, counts)
+    quantized, longer, said = quantized_names(catalog), dict[str, TensorEntry](), dict[str, str]()
+    for name, rows in counts.items():
+        entry = catalog.tensors[name]
+        if name in quantized or not can_cast(entry) or is_coarse(entry):
+            raise Unsupported(
+                f"--rows {rows.name}: {name} ({entry.dtype}, {list(entry.shape)}) has no rows of"
+                " plain numbers",
+                hint="--dequantize makes such of quantized tensors",
+            )
+        longer[name] = _lengthened(entry, rows)
+        more = plural(rows.count - entry.shape[0], "row")
+        said[name] = f" and {more} of {rows.rule}"
+    expressions = tuple(
+        replace(each, text=each.text + said.get(each.name, "")) for each in computation.expressions
+    )
+    return Computation(catalog.with_tensors(catalog.tensors | longer), expressions)
+
+
+def _lengthened(entry: TensorEntry, rows: Rows) -> TensorEntry:
+    has = entry.shape[0]
+    if rows.count < has:
+        raise UsageError(
+            f"--rows {rows.name}={rows.count}: {entry.name} has {has:,} rows, not less"
+        )
+    if isinstance(rows.fill, int) and rows.fill >= has:
+        raise UsageError(f"--fill {rows.rule}: {entry.name} has {has:,} rows, from 0 on")
+    if not has:
+        raise Unsupported(f"{entry.name}: has no row, of which others could be made")
+    like = replace(entry, shape=(rows.count, *entry.shape[1:]))
+    formula = MoreRows(rows.fill)
+    memory = 8 * math.prod(entry.shape[1:])  # the mean, in 64 bits
+    return computed(like, [entry], formula, formula.reads, memory)
+
+
+def _require_ties(catalog: Catalog, names: dict[str, Rows]) -> None:
+    """Raise Unsupported if names of one tensor would have other rows afterwards."""
+    for group in tied_names(catalog):
+        wanted = {names[name].count if name in names else None for name in group}
+        if len(wanted) > 1:
+            raise Unsupported(
+                f"--rows: {' and '.join(group)} are one tensor, and would be of several sizes",
+                hint=" ".join(f"--rows {name}=N" for name in group),
+            )
