@@ -211,6 +211,7 @@ _TARGETS = (
     "--to hf writes a folder for transformers and vLLM, --to dcp one for torch; DST.safetensors and"
     " DST.pt are files"
 )
+_GGUF = "--to hf writes a folder, from which llama.cpp's convert_hf_to_gguf.py makes a .gguf"
 
 
 def own_writer(opened: OpenedCheckpoint, target: Location) -> Format:
@@ -218,7 +219,7 @@ def own_writer(opened: OpenedCheckpoint, target: Location) -> Format:
     row = opened.format
     if re.fullmatch(r"\.[A-Za-z]\w*", target.suffix):
         message = f"{target}: a file's name, whose end is none that convert knows"
-        raise UsageError(message, hint=_TARGETS)
+        raise UsageError(message, hint=_GGUF if target.suffix == ".gguf" else _TARGETS)
     if row.writing.convert is not None and not row.detection.suffixes:
         return row
     instead = ""
@@ -237,7 +238,8 @@ def named_writer(to: str | None, target: Location) -> Format | None:
     if to is None and alone is None:
         return None
     if to is not None and (to not in FORMATS or FORMATS[to].writing.convert is None):
-        raise UsageError(f"--to {to!r}: unknown format", hint=one_of(to, targets()))
+        why = "convert does not write it" if to in FORMATS else "unknown format"
+        raise UsageError(f"--to {to!r}: {why}", hint=_written_by(to))
     row = FORMATS[to] if to is not None else alone
     if row is None or (alone is not None and alone is not row):
         kind = "files" if row is not None and row.detection.suffixes else "a folder"
@@ -253,6 +255,13 @@ def named_writer(to: str | None, target: Location) -> Format | None:
             hint=f"name it {target.name}{suffixes[0]}; --to dcp and --to hf write folders",
         )
     return row if folder is None or alone is row else FORMATS[folder]
+
+
+def _written_by(to: str) -> str | None:
+    """Return what writes a format that convert does not."""
+    if to in targets(mesh=True):
+        return f"`ckptool reshard SRC DST --mesh N --to {to}` writes it"
+    return _GGUF if to == "gguf" else one_of(to, targets())
 
 
 def _writer_of(catalog: Catalog, writer: Format) -> Format:

@@ -87,6 +87,9 @@ WRONG_USAGES: dict[str, tuple[str, ...]] = {
     "Words and numbers of options": (
         "convert dcp_base out --to safetensor",
         "convert dcp_base out --to gguf",
+        "convert dcp_base out.gguf",
+        "convert dcp_base out --to verl",
+        "convert dcp_base out --to onnx",
         "convert dcp_base out.pt --dtype bfloat61",
         "convert dcp_base out.pt --dtype int8",
         "convert dcp_base out --to dcp --part 9/8",
