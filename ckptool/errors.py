@@ -23,6 +23,7 @@ for damage, and it ends all work, as a TransferError.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -215,11 +216,28 @@ class TransferError(CkptoolError):
     exit_code = 5
 
 
+_MAY_NOT = "`ls -ld` shows who may, of it and of its folders; chmod changes that"
+_FULL = "free some space, or write to another disk"
+_REFUSED = {
+    errno.EACCES: _MAY_NOT,
+    errno.EPERM: _MAY_NOT,
+    errno.EROFS: "the disk is mounted read-only: write elsewhere",
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EMFILE: "raise the limit of open files: ulimit -n 65536",
+}
+
+
+def refused_hint(error: OSError) -> str | None:
+    """Return the next step where a disk refuses, None if it only depends on the case."""
+    return _REFUSED.get(error.errno or 0)
+
+
 def failure_of(error: OSError, head: str = "") -> TransferError:
     """Return the error for an OSError of a disk or store, prefixed with ``head``."""
     where = f"{error.filename}: " if error.filename is not None else ""
     reason = f"{error.strerror or error or type(error).__name__}".removeprefix(head)
-    code, hint = getattr(error, "code", UNCODED), getattr(error, "hint", None)
+    code, hint = getattr(error, "code", UNCODED), getattr(error, "hint", refused_hint(error))
     return TransferError(f"{head or where}{reason}", code, hint=hint)
 
 

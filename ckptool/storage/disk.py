@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckptool.errors import Committed, Unsupported
+from ckptool.errors import Committed, Unsupported, refused_hint
 
 _HERE = -100
 _NO_REPLACE, _EXCHANGE = 1, 2
@@ -182,7 +182,8 @@ def write_whole(path: Path, data: bytes, *, mark: bytes) -> None:
         _write_new(part, data)
         _or_remove(part, lambda: os.replace(part, path))
     except OSError as error:
-        raise Unsupported(f"{path}: cannot be written: {error.strerror}") from None
+        message = f"{path}: cannot be written: {error.strerror}"
+        raise Unsupported(message, hint=refused_hint(error)) from None
     try:
         sync_folder(path.parent)
     except OSError as error:

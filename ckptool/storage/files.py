@@ -10,7 +10,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from ckptool.errors import Damaged, NotFound, Problem
+from ckptool.errors import Damaged, NotFound, Problem, refused_hint
 from ckptool.storage.file_status import missing
 
 ReadSpan = tuple[str, int, int]
@@ -128,7 +128,9 @@ def read_exactly(source: Files, file: str, offset: int, nbytes: int) -> bytes:
 
 def unreadable(file: str, error: OSError) -> NotFound:
     """Return the error for a file that cannot be opened or read."""
-    return NotFound(f"{file}: cannot be read: {error.strerror}", "file-unreadable", file=file)
+    problem = Problem(f"{file}: cannot be read: {error.strerror}", "file-unreadable", file=file)
+    hint = refused_hint(error)
+    return NotFound(problem.with_hint(hint) if hint else problem)
 
 
 def too_short(file: str, offset: int, nbytes: int, size: int) -> Damaged:

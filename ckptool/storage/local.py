@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from itertools import chain, islice, repeat, starmap
 from pathlib import Path
 
-from ckptool.errors import CkptoolError, NotFound, Problem
+from ckptool.errors import CkptoolError, NotFound, Problem, refused_hint
 from ckptool.storage.commit_note import side_file, side_name
 from ckptool.storage.file_status import (
     DEPTH,
@@ -79,7 +79,8 @@ class LocalSource:
         try:
             listing.enter("", (), DEPTH)
         except OSError as error:
-            raise NotFound(f"{root}: cannot be listed: {error.strerror}") from None
+            message = f"{root}: cannot be listed: {error.strerror}"
+            raise NotFound(message, hint=refused_hint(error)) from None
         files, unlisted = sorted(listing.files.items()), sorted(listing.unlisted.items())
         return cls.of(root, {n: s for n, s in files if n not in without}, dict(unlisted))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptool.core.text import list_some, nearest
-from ckptool.errors import Damaged, NotFound, Unrecognized
+from ckptool.errors import Damaged, NotFound, Unrecognized, refused_hint
 from ckptool.storage.disk import write_whole
 from ckptool.storage.files import Files
 from ckptool.storage.local import LocalSource
@@ -39,7 +39,8 @@ def require_there(path: Location) -> None:
             target = os.readlink(path)
             hint = f"`ckptool inspect {path.parent}` shows what is beside it"
             raise NotFound(f"{path}: link to {target}: {_reason(error)}", hint=hint) from None
-        raise NotFound(f"{path}: {_reason(error)}", hint=_meant(path)) from None
+        meant = refused_hint(error) or _meant(path)
+        raise NotFound(f"{path}: {_reason(error)}", hint=meant) from None
     except ValueError:
         raise NotFound(f"{str(path)!r}: invalid path: contains a null character") from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):

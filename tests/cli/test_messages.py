@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,12 @@ from conftest import run_command
 
 from ckptool.cli.app import SUMMARIES, load_command
 from ckptool.cli.parameters import parse_place
+from ckptool.cli.process import known_error
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.declaration import parse_dims
 from ckptool.errors import CkptoolError, Damaged, NotFound, UsageError, damaged
 from ckptool.render.messages import show_error
+from ckptool.storage.files import unreadable
 
 DCP = Path(__file__).parents[2] / "fixtures" / "dcp_base" / "ckpt"
 
@@ -37,6 +41,21 @@ def test_an_error_on_the_screen(
 ) -> None:
     show_error(error)
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [
+        (errno.EACCES, "`ls -ld` shows who may"),
+        (errno.ENOSPC, "free some space"),
+        (errno.EROFS, "write elsewhere"),
+    ],
+)
+def test_what_a_disk_refuses_has_a_next_step(number: int, hint: str) -> None:
+    refused = OSError(number, os.strerror(number), "a")
+    error, unread = known_error(refused), unreadable("a", refused)
+    assert hint in (error.hint or "")
+    assert hint in (unread.hint or "")
 
 
 def test_an_empty_path_is_not_the_current_folder() -> None:

@@ -35,7 +35,7 @@ from ckptool.engine.write.run import run
 from ckptool.engine.write.schemas import FileMark, JournalHead, PartEnd, require_same_run
 from ckptool.engine.write.stage import WHOLE, Role, Target
 from ckptool.engine.write.work import Work
-from ckptool.errors import Unsupported
+from ckptool.errors import Unsupported, refused_hint
 from ckptool.storage.commit_note import CommitNote, NoteFile, staging_folder
 from ckptool.storage.disk import (
     first_stranger,
@@ -134,9 +134,8 @@ class DiskTarget(Target):
             else:
                 self._begin_part(part)
         except OSError as error:
-            raise Unsupported(
-                f"{self.path.parent}: cannot be written to: {error.strerror}"
-            ) from None
+            message = f"{self.path.parent}: cannot be written to: {error.strerror}"
+            raise Unsupported(message, hint=refused_hint(error)) from None
         if part is not None:
             for number, head in self._journals.heads().items():
                 require_same_run(self._journals.path(number), head, run_head(options, part.size))

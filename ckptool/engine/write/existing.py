@@ -117,7 +117,10 @@ def require_space(folder: Path, needed: int, staged: Path, sizes: Mapping[str, i
     free = shutil.disk_usage(nearest_folder(folder)).free
     free += sum(512 * status.st_blocks for status in _written_files(staged, sizes).values())
     if needed > free:
-        raise Unsupported(f"{folder}: {needed:,} bytes are needed, {free:,} are free")
+        raise Unsupported(
+            f"{folder}: {needed:,} bytes are needed, {free:,} are free",
+            hint=f"free {needed - free:,} bytes, or write to another disk",
+        )
 
 
 def require_short_names(folder: Path, names: Iterable[str], hint: str) -> None:
