@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from ckptool.commands.inspect import InspectReport
     from ckptool.commands.inspect.stats import StatsReport
+    from ckptool.commands.reshard.holdings import MeshHoldings
     from ckptool.storage.url import Location
 
 
@@ -81,6 +82,15 @@ def inspect(
     rank_bytes: Annotated[
         bool, typer.Option("--rank-bytes", help="Show the bytes per rank, and the imbalance.")
     ] = False,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            "--mesh",
+            metavar="MESH",
+            help="Show what each rank of this mesh would hold after a reshard, and the largest:"
+            " 2x4, 8, or dp=2,tp=4.",
+        ),
+    ] = None,
     values: Annotated[bool, typer.Option("--values", help="Show the non-tensor values.")] = False,
     stats: Annotated[
         list[str] | None,
@@ -109,8 +119,8 @@ def inspect(
             "--format",
             metavar="FORMAT",
             help="Print text, json (same as --json), or one table as csv or markdown: the tensors,"
-            " or what --depth, --shards, --rank-bytes, --values or --stats select; for a run, its"
-            " steps.",
+            " or what --depth, --shards, --rank-bytes, --mesh, --values or --stats select; for a"
+            " run, its steps.",
             autocompletion=complete_from(lambda: FORMATS),
         ),
     ] = None,
@@ -132,7 +142,7 @@ def inspect(
     tensors = [*(names or ()), *(tensors or ())]
     asked = {
         "stats": stats, "modules": depth, "shards": shards, "rank_bytes": rank_bytes,
-        "values": values, "tensors": tensors,
+        "holdings": mesh, "values": values, "tensors": tensors,
     }  # fmt: skip
     views = [view for view, option in asked.items() if option] or ["tensors"]
     _require_printable(form, views, export)
@@ -143,6 +153,7 @@ def inspect(
     if report is None:
         _show_run(place, reading, page_file, form)
         return
+    held = _hold(report, mesh) if mesh else None
     statistics = _read_stats(report, stats) if stats else None
     write_inspect_page(page_file, report, statistics)
     if form != "text":
@@ -152,6 +163,7 @@ def inspect(
             ranks=rank_bytes,
             shards=shards,
             depth=depth,
+            held=held,
             sort=None if sort == "name" and form == "json" else sort,
         )
         content |= {} if statistics is None else statistics.more()
@@ -167,6 +179,7 @@ def inspect(
             shards=shards,
             stats=() if statistics is None else statistics,
             depth=depth,
+            held=held,
             sort=sort,
         )
         if export is not None:
@@ -213,6 +226,14 @@ def _export(screen: Console, file: Path) -> None:
     from ckptool.storage.disk import write_whole
 
     write_whole(file, export_screen(screen), mark=EXPORT_MARK)
+
+
+def _hold(report: InspectReport, mesh: str) -> MeshHoldings:
+    """Place the tensors on another mesh."""
+    from ckptool.commands.reshard.holdings import hold_by_default
+    from ckptool.core.sharding.placement import parse_mesh
+
+    return hold_by_default(report.opened, parse_mesh(mesh))
 
 
 def _read_stats(report: InspectReport, names: list[str]) -> StatsReport:

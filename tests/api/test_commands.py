@@ -64,7 +64,7 @@ ALL = [one for functions in FUNCTIONS.values() for one in functions] + [
 FOR_PEOPLE = {
     *("json", "html", "quiet", "debug", "verbose", "color", "no_progress", "help_all"),
     *("inspect tensors", "inspect shards", "inspect rank_bytes", "inspect export"),
-    *("inspect depth", "inspect sort", "inspect format"),
+    *("inspect depth", "inspect sort", "inspect format", "inspect mesh"),
     *("verify format", "verify codes", "bench plot", "bench recommend"),
     *("verify follow", "verify then"),
 }

@@ -308,3 +308,17 @@ def test_the_parts_of_a_step_are_no_steps(place: Path) -> None:
     (place / "run" / "step-7" / "optim" / "__0_0.distcp").unlink()
     assert "FAILED  optim: " in ckptool(place, "verify", "run/step-7", "--all", code=1).stdout
     ckptool(place, "verify", "run/step-7", "--latest-good", "--json", code=1)
+
+
+def test_inspect_says_what_each_rank_of_another_mesh_would_hold(place: Path) -> None:
+    shown = ckptool(place, "inspect", "runs/step-1000", "--mesh", "2x4").stdout
+    assert "on mesh 2x4" in shown
+    assert "8 ranks: mean" in shown
+    by_rank = ckptool(place, "inspect", "runs/step-1000", "--mesh", "2x4", "--json").stdout
+    planned = ("reshard", "runs/step-1000", "on-8", "--mesh", "2x4", "--dry-run", "--json")
+    would_hold = json.loads(ckptool(place, *planned).stdout)["rank_bytes"]
+    held = json.loads(by_rank)["holdings"]
+    assert [each["bytes"] for each in held] == would_hold
+    assert [each["rank"] for each in held] == [*range(8)]
+    said = ckptool(place, "inspect", "runs/step-1000", "--mesh", "2x", code=2).stderr
+    assert "such as 8, 2x4 or dp=2,tp=4" in said

@@ -21,6 +21,7 @@ VIEWS = {
     "modules": ["--depth", "2"],
     "shards": ["--shards", "*weight"],
     "rank_bytes": ["--rank-bytes"],
+    "holdings": ["--mesh", "2x4"],
     "values": ["--values"],
     "stats": ["--stats", "*weight"],
 }

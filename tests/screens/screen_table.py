@@ -40,6 +40,7 @@ INSPECT = {
         "inspect dcp_fsdp2 --tensors '*weight' --sort size",
         "inspect dcp_fsdp2 --depth 2 --sort size",
         "inspect dcp_fsdp2_tp --rank-bytes",
+        "inspect dcp_fsdp2_tp --mesh 2x4",
     ),
     "inspect-shards": on_terminal("inspect rank_strided --shards '*'"),
     "inspect-values": on_terminal("inspect zip_zoo --values"),

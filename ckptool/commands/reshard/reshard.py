@@ -16,6 +16,7 @@ from ckptool.commands.model.records import records
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_writable
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.families import in_families
+from ckptool.commands.reshard.holdings import hold, own_writer
 from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
 from ckptool.commands.reshard.rank_state import (
     DroppedState,
@@ -196,14 +197,9 @@ def plan_reshard(
     rewritten = _rewrite(opened, kept, target, options, ranks)
     assets = options.rewrite.map.assets
     catalog = in_families(rewritten.catalog, writer.writing.families)
-    mesh = _with_names(placer.mesh, catalog.mesh)
-    placer = replace(placer, mesh=mesh, rules=(*placer.rules, *writer.loading.rules()))
-    choices = placer.choose(catalog)
-    placed = PlacedTensors(
-        placer.mesh, {name: choice.placements for name, choice in choices.items()}
-    )
+    held = hold(catalog, placer, writer)
     catalog = _with_companions(opened, catalog, writer)
-    request = _request(opened, catalog, writer, target, placed, assets)
+    request = _request(opened, catalog, writer, target, held.placed, assets)
     layout = writer.lay_out(catalog, request)
     layout = with_assets(opened.source, layout, assets, rewritten.map, catalog, writer)
     if rewritten.cast:
@@ -215,11 +211,11 @@ def plan_reshard(
         target,
         writer.name,
         options.transfer,
-        mesh_size=placer.mesh.size,
-        mesh=placer.mesh,
-        choices=choices,
+        mesh_size=held.mesh.size,
+        mesh=held.mesh,
+        choices=held.choices,
         entries=catalog.tensors,
-        rank_bytes=_rank_bytes(catalog, placed),
+        rank_bytes=held.rank_bytes,
         peak_memory=peak_memory(
             plan, opened.source, options.transfer.run, local=on_disk(target) is not None
         ),
@@ -228,10 +224,10 @@ def plan_reshard(
         dropped=dropped,
         notes=(*catalog.notes, *dropped_notes(dropped), *layout.notes),
     )
-    decided = (writer.name, placed, rewritten.map and rewritten.map.decided)
+    decided = (writer.name, held.placed, rewritten.map and rewritten.map.decided)
     transfer = options.transfer
     return Reshard(
-        opened, plan, target, transfer, report, decided, placed=placed, check=options.check
+        opened, plan, target, transfer, report, decided, placed=held.placed, check=options.check
     )
 
 
@@ -303,16 +299,6 @@ def _placer(options: ReshardOptions) -> Placer:
     return Placer(mesh, tuple(rules), options.policy)
 
 
-def _with_names(mesh: Mesh, source: Mesh | None) -> Mesh:
-    """Return the mesh with the names of the source's dims if it is unnamed and has as many dims.
-
-    A trainer that finds its mesh dims by name, as verl does, loads no others.
-    """
-    if mesh.names is not None or source is None or len(source.shape) != len(mesh.shape):
-        return mesh
-    return replace(mesh, names=source.names)
-
-
 # Where to
 
 
@@ -323,25 +309,7 @@ def _writer(to: str | None, opened: OpenedCheckpoint) -> Format:
             hint = one_of(to, targets(mesh=True))
             raise UsageError(f"--to {to!r}: unknown format", hint=hint)
         return FORMATS[to]
-    if opened.catalog.format == "rank-local":
-        from ckptool.formats.rank_files import WRITERS
-
-        if (same := WRITERS.get(opened.catalog.info.get("writer", ""))) is not None:
-            return FORMATS[same]
-    return FORMATS["dcp"] if opened.format.writing.reshard is None else opened.format
-
-
-def _rank_bytes(catalog: Catalog, placed: PlacedTensors) -> tuple[int, ...]:
-    """Return the bytes of tensor data that each rank of the new mesh holds."""
-    totals = [0] * placed.mesh.size
-    alike: dict[object, list[TensorEntry]] = defaultdict(list)
-    for entry in catalog.tensors.values():
-        alike[entry.shape, placed.placements[entry.name], entry.dtype].append(entry)
-    for entry, *others in alike.values():
-        for position, shard in enumerate(placed.shards(entry)):
-            elements = sum(piece.box.volume for piece in shard.pieces)
-            totals[position] += elements * entry.dtype.itemsize * (1 + len(others))
-    return tuple(totals)
+    return own_writer(opened)
 
 
 class LoadCost(Struct, frozen=True):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.text import Text
 
@@ -20,7 +23,11 @@ from ckptool.render.inspect.listing import (
     placements_text,
 )
 from ckptool.render.inspect.values import notable_values
+from ckptool.render.reshard import mesh_text
 from ckptool.render.text import MOST_LINES, Cell, bar, columns, magnitude, ranges, size, visible
+
+if TYPE_CHECKING:
+    from ckptool.commands.reshard.holdings import MeshHoldings
 
 _PART_COLORS = {"model": "green", "optimizer": "blue", "other": "yellow"}
 
@@ -213,7 +220,7 @@ def _values(catalog: Catalog, screen: Console) -> list[Text]:
 # Bytes per rank
 
 Loads = dict[int, tuple[int, int]]
-"""Chunks and bytes by rank."""
+"""Chunks, or tensors, and bytes by rank."""
 
 
 def rank_lines(catalog: Catalog, screen: Console) -> list[Text]:
@@ -221,6 +228,23 @@ def rank_lines(catalog: Catalog, screen: Console) -> list[Text]:
     loads, unknown = loads_of(catalog)
     if not loads:
         return [Text("  the files do not record which rank wrote them", style="dim")]
+    return _load_lines(loads, unknown, "chunks", screen)
+
+
+def mesh_lines(held: MeshHoldings, screen: Console) -> list[Text]:
+    """Return how tensors would be placed on another mesh, and a row for each of its ranks."""
+    counts = Counter((each.placements, each.reason) for each in held.choices.values())
+    rows = [
+        (f"{count:,}", (", ".join(map(str, placements)), "magenta"), (f"({reason})", "dim"))
+        for (placements, reason), count in counts.most_common(8)
+    ]
+    lines = columns(screen, rows, "rll", heads=("tensors", "placements", ""))
+    loads = dict(enumerate(held.loads))
+    title = Text.assemble("  on mesh ", (visible(mesh_text(held.mesh)), "bold"))
+    return [title, *lines, Text(), *_load_lines(loads, 0, "tensors", screen)]
+
+
+def _load_lines(loads: Loads, unknown: int, what: str, screen: Console) -> list[Text]:
     heaviest = max(nbytes for _, nbytes in loads.values())
     groups: dict[tuple[int, int], list[int]] = {}
     for rank in sorted(loads):
@@ -229,7 +253,7 @@ def rank_lines(catalog: Catalog, screen: Console) -> list[Text]:
     for (chunks, nbytes), members in groups.items():
         drawn = _bar(nbytes / max(heaviest, 1), _RANK_BAR, screen)
         rows.append([(ranges(members), "bold"), f"{chunks:,}", size(nbytes), (drawn, "green")])
-    heads = ("rank", "chunks per rank", "bytes per rank", "")
+    heads = ("rank", f"{what} per rank", "bytes per rank", "")
     return [*columns(screen, rows, "lrrl", heads=heads, cuts=0), *_imbalance(loads, unknown)]
 
 

@@ -24,6 +24,7 @@ from ckptool.render.inspect.listing import (
 )
 from ckptool.render.inspect.overview import (
     loads_of,
+    mesh_lines,
     module_lines,
     overview,
     rank_lines,
@@ -35,6 +36,7 @@ from ckptool.render.text import emit, size
 
 if TYPE_CHECKING:
     from ckptool.commands.inspect.stats import TensorStats
+    from ckptool.commands.reshard.holdings import MeshHoldings
 
 
 def show(
@@ -47,6 +49,7 @@ def show(
     shards: str | None = None,
     stats: Sequence[TensorStats] = (),
     depth: int | None = None,
+    held: MeshHoldings | None = None,
     sort: str = "name",
 ) -> None:
     """Print the whole overview, or only the requested views."""
@@ -60,6 +63,8 @@ def show(
         views.append(shard_lines(catalog, shards, console))
     if ranks:
         views.append(rank_lines(catalog, console))
+    if held is not None:
+        views.append(mesh_lines(held, console))
     if values:
         views.append([*value_lines(catalog, console), *metadata_lines(catalog, console)])
     if not views:
@@ -83,12 +88,13 @@ def inspect_json(
     ranks: bool = False,
     shards: str | None = None,
     depth: int | None = None,
+    held: MeshHoldings | None = None,
     sort: str | None = None,
 ) -> dict[str, Any]:
     """Return the report as ``ckptool.inspect/2``; ``value`` is omitted if JSON cannot hold it.
 
     With globs only the ``tensors`` that match, in the checkpoint's order unless they are to be
-    sorted; ``rank_bytes``, ``shards`` and ``modules`` only on request.
+    sorted; ``rank_bytes``, ``shards``, ``modules`` and ``holdings`` only on request.
     """
     catalog = report.catalog
     names = tensors_named(catalog, tensors, "NAME") if tensors else catalog.tensors
@@ -99,6 +105,9 @@ def inspect_json(
     if ranks:
         loads = sorted(loads_of(catalog)[0].items())
         content["rank_bytes"] = [{"rank": r, "chunks": n, "bytes": size} for r, (n, size) in loads]
+    if held is not None:
+        rows = enumerate(held.loads)
+        content["holdings"] = [{"rank": r, "tensors": n, "bytes": size} for r, (n, size) in rows]
     if shards is not None:
         wanted = tensors_named(catalog, [shards], "--shards")
         content["shards"] = [row for n in wanted for row in _shards_json(catalog.tensors[n])]
