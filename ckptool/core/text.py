@@ -44,3 +44,16 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s".removesuffix(" 0 s")
     return f"{whole // 3600:,} h {whole % 3600 // 60} min".removesuffix(" 0 min")
+
+
+def ranges(numbers: Iterable[int], separator: str = ",") -> str:
+    """Return ``0..3,7``: ascending numbers, runs of three or more as first and last."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return separator.join(
+        f"{run[0]}..{run[-1]}" if len(run) > 2 else separator.join(map(str, run)) for run in runs
+    )

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ckptool.commands.inspect.fold import Numbers, natural, split_numbers, with_numbers
 from ckptool.core.layout import FileLayout
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.core.text import plural
-from ckptool.render.inspect.listing import Numbers, natural, split_numbers, with_numbers
 from ckptool.render.text import columns, console, emit, escaped, first_lines, free, size, visible
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from ckptool.commands.inspect.fold import fold
 from ckptool.core.text import plural
 from ckptool.render.convert import compares, planned_part, rewriting_lines, show_files, show_moves
-from ckptool.render.inspect.listing import ROOMY, fold, line_name, placements_text
+from ckptool.render.inspect.listing import ROOMY, line_name, placements_text
 from ckptool.render.text import Cell, columns, console, emit, first_lines, free, size, visible
 
 if TYPE_CHECKING:

@@ -89,19 +89,6 @@ def _three_digits(value: float) -> str:
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
-def ranges(numbers: Iterable[int], separator: str = ",") -> str:
-    """Return ``0..3,7``: ascending numbers, runs of three or more as first and last."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return separator.join(
-        f"{run[0]}..{run[-1]}" if len(run) > 2 else separator.join(map(str, run)) for run in runs
-    )
-
-
 def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
     """Draw a bar of ``share`` (0 to 1) of ``width`` cells; anything above zero shows."""
     if ascii_only:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.commands.inspect import report
+from ckptool.commands.inspect.fold import fold, products
 from ckptool.commands.inspect.stats import TensorStats
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.box import Box, row_major_strides
@@ -29,10 +30,10 @@ from ckptool.core.catalog import (
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import FileLayout
 from ckptool.core.mesh import Shard, StridedShard
+from ckptool.core.text import ranges
 from ckptool.errors import UsageError
 from ckptool.formats import FORMATS
 from ckptool.render.convert import _alike, _file_rows
-from ckptool.render.inspect.listing import fold, products
 from ckptool.render.inspect.report import show
 from ckptool.render.inspect.values import preview
 from ckptool.render.text import (
@@ -40,7 +41,6 @@ from ckptool.render.text import (
     console,
     escaped,
     magnitude,
-    ranges,
     say,
     size,
     visible,

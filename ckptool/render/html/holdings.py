@@ -11,8 +11,8 @@ from ckptool.core.box import Box, is_grid
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.mesh import Mesh
 from ckptool.core.sharding.dtensor import LocalShard, local_shards
+from ckptool.core.text import ranges
 from ckptool.errors import Damaged, Unsupported
-from ckptool.render.text import ranges
 
 _MOST_RANKS = 1 << 16
 _MOST_BOXES = 1024

@@ -1,28 +1,25 @@
-"""Tensors, their statistics and non-tensor values, one per line; repeated layers folded."""
+"""Tensors, their statistics and non-tensor values, one per line."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
-from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
+from ckptool.commands.inspect.fold import TensorLine, natural
 from ckptool.commands.inspect.records import content_of, simple_value, unwrap
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.chunks import chunks_of
 from ckptool.core.dtype import short_name
 from ckptool.core.mesh import Placement
 from ckptool.core.selection import tensors_named
-from ckptool.core.state_category import STATE_CATEGORIES, state_category
-from ckptool.core.text import list_some, plural
+from ckptool.core.text import list_some, plural, ranges
 from ckptool.render.inspect.values import preview
-from ckptool.render.text import Cell, cell_width, columns, ranges, visible
+from ckptool.render.text import Cell, cell_width, columns, visible
 from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.state_dict.values import type_name
 
@@ -193,25 +190,7 @@ def _number(value: Number | None) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-# Folding
-
-_NUMBER = re.compile(r"([0-9](?:(?<![^.][0-9])|(?<=@rank[0-9]))(?:(?<!0)[0-9]{1,8})?(?![^.@]))")
-"""A number between dots. It begins with a digit, and all else is looked at from there: re searches
-for a set of characters many times as fast as for anything else."""
-
-Numbers = tuple[int, ...]
-Kind = TypeVar("Kind", bound=Hashable)
-Looks = Callable[[TensorEntry], Hashable]
 _STATES = re.compile(r"\{[A-Za-z][^{}]*\}$")
-
-
-class TensorLine(Struct, frozen=True):
-    """``count`` tensors similar to ``entry``; ``name`` has braces for the differing parts."""
-
-    part: str
-    name: str
-    entry: TensorEntry
-    count: int
 
 
 def line_name(line: TensorLine, brief: bool) -> Text:
@@ -219,111 +198,3 @@ def line_name(line: TensorLine, brief: bool) -> Text:
     name = Text(visible(_STATES.sub("{…}", line.name) if brief else line.name))
     name.highlight_regex(r"\{[^{}]*\}|(?<![^.])\*(?![^.])", "bold cyan")
     return name
-
-
-def fold(entries: Collection[TensorEntry], looks: Looks | None = None) -> list[TensorLine]:
-    """Return few lines that name every tensor once, in natural order within each part.
-
-    Those of a line look alike: in type, shape and placements, or as ``looks`` says.
-    """
-    looks = looks or _looks
-    known = {entry.name: entry for entry in entries}
-    kinds = {name: (state_category(entry), looks(entry)) for name, entry in known.items()}
-    lines = [
-        TensorLine(part, name, known[first], count)
-        for name, first, (part, _), count in fold_names(kinds)
-    ]
-    lines.sort(key=lambda line: STATE_CATEGORIES.index(line.part))
-    return _fold_states(_fold_scalars(lines, list(known), looks), looks)
-
-
-def fold_names(kinds: Mapping[str, Kind]) -> list[tuple[str, str, Kind, int]]:
-    """Join names of one kind that differ only in numbers, in natural order.
-
-    Each line has the name with braces, the first of its names, their kind, and how many they are.
-    """
-    alike: dict[tuple[tuple[str, ...], Kind], dict[Numbers, str]] = {}
-    for name, kind in kinds.items():
-        words, numbers = split_numbers(name)
-        alike.setdefault((words, kind), {})[numbers] = name
-    lines = []
-    for (words, kind), members in alike.items():
-        for axes in products(members):
-            first = members[tuple(axis[0] for axis in axes)]
-            lines.append((with_numbers(words, axes), first, kind, math.prod(map(len, axes))))
-    return sorted(lines, key=lambda line: natural(line[1]))
-
-
-def _looks(entry: TensorEntry) -> tuple[object, ...]:
-    scattered = entry.placements is None and len(entry.chunks)
-    return entry.dtype, entry.shape, entry.placements, scattered
-
-
-def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
-    """Split a dotted name into its integer components and the words around them."""
-    pieces = _NUMBER.split(name)
-    return tuple(pieces[::2]), tuple(map(int, pieces[1::2]))
-
-
-def with_numbers(words: Sequence[str], axes: Sequence[Numbers]) -> str:
-    """Rebuild a name, with several numbers at one place in braces."""
-    name = words[0]
-    for axis, word in zip(axes, words[1:], strict=True):
-        name += (f"{{{ranges(axis)}}}" if len(axis) > 1 else str(axis[0])) + word
-    return name
-
-
-def products(tuples: Collection[Numbers]) -> list[tuple[Numbers, ...]]:
-    """Return disjoint products of number sets whose union is the set of tuples."""
-    if () in tuples:
-        return [()]
-    tails: dict[int, set[Numbers]] = {}
-    for head, *tail in tuples:
-        tails.setdefault(head, set()).add(tuple(tail))
-    heads: dict[frozenset[Numbers], list[int]] = {}
-    for head in sorted(tails):
-        heads.setdefault(frozenset(tails[head]), []).append(head)
-    return [(tuple(axis), *rest) for tail, axis in heads.items() for rest in products(tail)]
-
-
-def natural(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key under which layer 2 comes before layer 10."""
-    pieces = _NUMBER.split(name)
-    return [(0, int(p), "") if i % 2 else (1, 0, p) for i, p in enumerate(pieces)]
-
-
-def _fold_scalars(lines: list[TensorLine], names: list[str], looks: Looks) -> list[TensorLine]:
-    """Join an optimizer's 0-d states as ``optim.state.*.step``, if that matches no others."""
-    groups: dict[tuple[str, str, object], list[TensorLine]] = {}
-    for line in lines:
-        steps = line.entry.name.split(".")
-        if line.part == "optimizer" and not line.entry.shape and len(steps) > 3:
-            key = (".".join(steps[:2]) + ".", "." + steps[-1], looks(line.entry))
-            groups.setdefault(key, []).append(line)
-    merged: dict[str, TensorLine | None] = {}
-    for (head, tail, _), group in groups.items():
-        if len(group) == 1:
-            continue
-        count = sum(line.count for line in group)
-        if count == sum(name.startswith(head) and name.endswith(tail) for name in names):
-            merged |= dict.fromkeys(line.name for line in group)
-            merged[group[-1].name] = replace(group[-1], name=f"{head}*{tail}", count=count)
-    folded = [merged.get(line.name, line) for line in lines]
-    return [line for line in folded if line is not None]
-
-
-def _fold_states(lines: list[TensorLine], looks: Looks) -> list[TensorLine]:
-    """Join an optimizer's states of one parameter, such as ``{exp_avg,exp_avg_sq}``."""
-    groups: dict[tuple[object, ...], list[TensorLine]] = {}
-    for line in lines:
-        head, _, state = line.name.rpartition(".")
-        is_state = line.part == "optimizer" and head and not re.search(r"[{}*]", state)
-        groups.setdefault((head, looks(line.entry)) if is_state else (line,), []).append(line)
-    joined = []
-    for first, *others in groups.values():
-        head, _, state = first.name.rpartition(".")
-        states = ",".join([state, *(line.name.rpartition(".")[2] for line in others)])
-        name = f"{head}.{{{states}}}" if others else first.name
-        count = sum(line.count for line in (first, *others))
-        joined.append(replace(first, name=name, count=count))
-    return joined

@@ -9,22 +9,16 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.commands.inspect import InspectReport, ModuleShare, PartShare, modules_of
+from ckptool.commands.inspect.fold import TensorLine, fold, natural
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.quantization.names import kinds
 from ckptool.core.state_category import state_category
-from ckptool.core.text import plural
-from ckptool.render.inspect.listing import (
-    TensorLine,
-    fold,
-    line_name,
-    metadata_lines,
-    natural,
-    placements_text,
-)
+from ckptool.core.text import plural, ranges
+from ckptool.render.inspect.listing import line_name, metadata_lines, placements_text
 from ckptool.render.inspect.values import notable_values
 from ckptool.render.reshard import mesh_text
-from ckptool.render.text import MOST_LINES, Cell, bar, columns, magnitude, ranges, size, visible
+from ckptool.render.text import MOST_LINES, Cell, bar, columns, magnitude, size, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.reshard.holdings import MeshHoldings

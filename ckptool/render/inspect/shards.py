@@ -26,8 +26,8 @@ from ckptool.core.catalog import (
 from ckptool.core.dtype import short_name
 from ckptool.core.selection import tensors_named
 from ckptool.core.sharding.index import ChunkIndex
-from ckptool.core.text import plural
-from ckptool.render.text import Cell, columns, ranges, size, visible
+from ckptool.core.text import plural, ranges
+from ckptool.render.text import Cell, columns, size, visible
 
 _WIDEST = 64
 _TALLEST = 32
