@@ -15,7 +15,8 @@ from ckptool.api.containers import Containers
 from ckptool.api.html import checkpoint_html
 from ckptool.api.index import Index, parse_index
 from ckptool.api.keywords import OpenKeywords
-from ckptool.api.read import cast_entry, read_numpy, read_torch
+from ckptool.api.listing import TensorListing
+from ckptool.api.read import cast_entry, installed_library, read_numpy, read_torch
 from ckptool.commands.inspect import step_of
 from ckptool.commands.model.assets import require_unquantized
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_sound
@@ -106,7 +107,7 @@ class Checkpoint(Mapping[str, Any]):
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
         """Return tensors by name: ``dtype``, ``shape``, ``placements``, ``mesh``, ``chunks``."""
-        return MappingProxyType(self._catalog.tensors)
+        return TensorListing(self._catalog.tensors)
 
     @property
     def objects(self) -> Mapping[str, Any]:
@@ -199,7 +200,7 @@ class Checkpoint(Mapping[str, Any]):
         name: str,
         index: Index | None = None,
         *,
-        as_: Literal["torch"] = "torch",
+        as_: Literal["torch"] = ...,
         device: torch.device | str | int | None = None,
         dtype: AnyDType | None = None,
         out: torch.Tensor | None = None,
@@ -219,7 +220,7 @@ class Checkpoint(Mapping[str, Any]):
         name: str,
         index: Index | None = None,
         *,
-        as_: Literal["torch", "numpy"] = "torch",
+        as_: Literal["torch", "numpy"] | None = None,
         device: torch.device | str | int | None = None,
         dtype: AnyDType | None = None,
         out: Any = None,
@@ -228,7 +229,7 @@ class Checkpoint(Mapping[str, Any]):
 
         ``index`` has integers, slices with positive steps and ``...``, as torch takes them. The
         tensor is read onto ``device``, cast to the floating type ``dtype``, or into ``out``, a
-        tensor or array of its shape and type.
+        tensor or array of its shape and type. Without torch it is a numpy array, with a warning.
 
         A checksum is verified if all bytes that it covers are read. Raises NoSuchName for an
         unknown name, UsageError for an index outside the shape, Unsupported if numpy (with
@@ -237,6 +238,7 @@ class Checkpoint(Mapping[str, Any]):
         """
         entry = self.entry(name) if dtype is None else cast_entry(self, name, dtype)
         wanted = parse_index(entry, index)
+        as_ = as_ or installed_library()
         if as_ == "torch":
             return read_torch(self, entry, wanted, device, out)
         if as_ != "numpy":

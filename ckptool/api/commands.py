@@ -38,7 +38,7 @@ from ckptool.commands.options.verify import (
 )
 from ckptool.commands.reshard.reshard import ReshardReport, prepare_reshard
 from ckptool.engine.ranks import join_ranks
-from ckptool.errors import UsageError
+from ckptool.errors import Several, UsageError
 from ckptool.formats import list_formats as list_formats
 from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
@@ -103,7 +103,7 @@ def inspect(
     """Describe the checkpoint at ``path`` from its metadata alone.
 
     ``values`` stored among the data are read from a disk; from a URL only if True. Raises NotFound,
-    Unrecognized, Damaged or Hostile, as every function here does.
+    Unrecognized, Damaged or Hostile, as every function here does. ``list_steps`` describes a run.
     """
     opened = _opened(path, options)
     if opened is not None:
@@ -111,7 +111,11 @@ def inspect(
     place, _ = _place(path, options)
     values = on_disk(place) is not None if values is None else values
     read = Keywords("inspect", options, ReadKeywords).options(ReadOptions, values=values)
-    return _inspect.inspect(place, read)
+    try:
+        return _inspect.inspect(place, read)
+    except Several as error:
+        error.add_hint(f"ckptool.list_steps({str(place)!r}) describes each of them")
+        raise
 
 
 @with_keywords(ReadKeywords)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import parse_dtype
@@ -16,6 +17,19 @@ if TYPE_CHECKING:
     import torch
 
     from ckptool.api.checkpoint import Checkpoint
+
+
+def installed_library() -> Literal["torch", "numpy"]:
+    """Return torch, or else numpy, with a warning."""
+    try:
+        import torch  # noqa: F401 (only whether it is there)
+    except ImportError:
+        warnings.warn(
+            "torch is not installed: tensors are read as numpy arrays; as_='numpy' asks for them",
+            stacklevel=3,
+        )
+        return "numpy"
+    return "torch"
 
 
 def read_torch(

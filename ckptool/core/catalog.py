@@ -248,6 +248,16 @@ class TensorEntry(Struct, frozen=True):
     stored: DType | None = None
     part: str | None = None
 
+    def __repr__(self) -> str:
+        return f"<ckptool.TensorEntry {self.name!r} {self.looks}>"
+
+    @property
+    def looks(self) -> str:
+        """Shape, element type and placements, or else the number of chunks, in one line."""
+        placed = "" if self.placements is None else ", ".join(map(str, self.placements))
+        pieces = f"{len(self.chunks):,} chunks" if len(self.chunks) > 1 else ""
+        return " ".join(filter(None, [str(list(self.shape)), str(self.dtype), placed or pieces]))
+
     @property
     def source_dtype(self) -> DType:
         """The element type of the bytes in the source's files."""
@@ -354,17 +364,6 @@ def places(entry: TensorEntry) -> Iterator[Place]:
         yield chunk.at
         for copy in chunk.copies:
             yield copy.at
-
-
-def proved_equal(first: Place, second: Place) -> bool:
-    """Return whether the checksums that their writers recorded prove two places equal."""
-    spans = []
-    for at in (first, second):
-        if not isinstance(at, Extent) or at.record is None:
-            return False
-        record = at.record
-        spans.append((record.crc32, record.nbytes, at.offset - record.offset, at.strides, at.ops))
-    return spans[0] == spans[1]
 
 
 def merge_copies(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:

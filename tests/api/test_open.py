@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.core.mesh import Shard
-from ckptool.errors import Damaged, Unsupported, UsageError
+from ckptool.errors import Damaged, Several, Unsupported, UsageError
 
 
 def test_importing_costs_nothing() -> None:
@@ -232,6 +233,51 @@ def test_what_a_notebook_shows_is_inert(tmp_path: Path) -> None:
     shown = ckptool.open(tmp_path / "m.safetensors")._repr_html_()
     assert "<script>" not in shown
     assert "and 11 more" in shown
+
+
+def test_a_notebook_shows_what_it_is_and_its_tensors_folded() -> None:
+    one = ckptool.open(case("dcp_fsdp2_tp").path)
+    shown = one._repr_html_()
+    for said in ("step 7", "mesh 2 x 2", "23 tensors, 1,739 bytes, 4 non-tensor values"):
+        assert f"<div>{said}</div>" in shown
+    assert "<td>optim.state.*.step</td><td>fp32</td><td>[]</td>" in shown
+    assert shown.count('<td title="') == 4
+    assert 'title="50.4%"><div style="width:60px' in shown
+
+
+def test_tensors_print_one_line_each(tmp_path: Path) -> None:
+    names = ["w", "bad\x1b[2J", *(f"layers.{at}.w" for at in range(100))]
+    save_file({name: torch.zeros(2, 3) for name in names}, tmp_path / "m.safetensors")
+    one = ckptool.open(tmp_path / "m.safetensors")
+    lines = repr(one.tensors).splitlines()
+    assert len(lines) == 61
+    assert lines[-1] == "... and 42 more"
+    assert not any("\x1b" in line for line in lines)
+    assert repr(one.tensors["w"]) == "<ckptool.TensorEntry 'w' [2, 3] float32>"
+    assert "w" in one.tensors
+    assert len(one.tensors) == len([*one.tensors.values()]) == 102
+    assert {**one.tensors} == one.tensors
+    split = ckptool.open(case("dcp_fsdp2_tp").path).tensors["model.blocks.0.down.weight"]
+    assert repr(split).endswith(" [6, 10] float32 Shard(0), Shard(1)>")
+
+
+def test_without_torch_numpy_is_read_and_said(
+    saved: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = ckptool.open(saved[0])
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.warns(UserWarning, match="torch is not installed: tensors are read as numpy"):
+        found = one.read("x")
+    assert isinstance(found, np.ndarray)
+    assert np.array_equal(found, saved[1].numpy())
+
+
+def test_inspect_of_a_run_says_what_lists_its_steps(tmp_path: Path) -> None:
+    for step in (1, 2):
+        shutil.copytree(case("dcp_base").path, tmp_path / f"step-{step}")
+    with pytest.raises(Several) as several:
+        ckptool.inspect(tmp_path)
+    assert f"ckptool.list_steps({str(tmp_path)!r})" in (several.value.hint or "")
 
 
 def test_numpy_where_it_has_the_type(

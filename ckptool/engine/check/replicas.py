@@ -15,9 +15,8 @@ from ckptool.core.catalog import (
     Copy,
     Place,
     TensorEntry,
-    proved_equal,
 )
-from ckptool.core.chunks import chunks_of
+from ckptool.core.chunks import chunks_of, proved_equal
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import Problem
 from ckptool.storage.files import Files

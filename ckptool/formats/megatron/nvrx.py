@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, proved_equal
+from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
+from ckptool.core.chunks import proved_equal
 from ckptool.core.sharding.tensor_parallel import GivenRules, given_rules, suggest_rule
 from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, UsageError, damaged
 from ckptool.formats.base import ScanOptions

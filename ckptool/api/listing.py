@@ -1,0 +1,51 @@
+"""The tensors of an open checkpoint, by name: a mapping that prints as one line for each."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from itertools import islice
+
+from ckptool.core.catalog import TensorEntry
+
+_MOST_LINES = 60
+
+
+class TensorListing(Mapping[str, TensorEntry]):
+    """The entries of tensors by name, as the metadata has them; nothing can be changed."""
+
+    def __init__(self, tensors: Mapping[str, TensorEntry]) -> None:
+        self._tensors = tensors
+
+    def __repr__(self) -> str:
+        shown = list(islice(self._tensors.values(), _MOST_LINES))
+        names = [n if n.isprintable() else repr(n) for n in (entry.name for entry in shown)]
+        width = max(map(len, names), default=0)
+        lines = [
+            f"{name:<{width}}  {entry.looks}" for name, entry in zip(names, shown, strict=True)
+        ]
+        more = len(self._tensors) - len(lines)
+        return "\n".join([*lines, *([f"... and {more:,} more"] if more else [])]) or "no tensors"
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def keys(self) -> KeysView[str]:
+        """Return the names."""
+        return self._tensors.keys()
+
+    def values(self) -> ValuesView[TensorEntry]:
+        """Return the entries."""
+        return self._tensors.values()
+
+    def items(self) -> ItemsView[str, TensorEntry]:
+        """Return names with their entries."""
+        return self._tensors.items()
