@@ -102,8 +102,11 @@ function masthead(kind, path, ...more) {
     h("p", { class: "kind" }, kind), h("h1", null, nameOf(path)), more);
 }
 
-function answer(summary, ok) {
+/** A path without the folder that it is in. */
+const within = (path, folder) => path.startsWith(`${folder}/`) ? path.slice(folder.length + 1) : path;
+
+function answer(summary, ok, partly = false) {
   const [head, ...rest] = shown(summary).split(":");
-  return h("p", { class: `answer ${ok ? "good" : "bad"}` },
+  return h("p", { class: `answer ${!ok ? "bad" : partly ? "partly" : "good"}` },
     h("b", null, head), rest.length ? `:${rest.join(":")}` : "");
 }

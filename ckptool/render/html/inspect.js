@@ -60,17 +60,22 @@ function shares({ shares: rows, totals }) {
 
 function explorer(report, root, tensors, statistics) {
   const held = new Held(report.held), detail = h("div", { class: "detail" });
-  const tree = new TreeView(root, select), map = new Treemap(select);
-  const mesh = new MeshView(report, tensors, held, (tensor) => select(tree.find(tensor)));
+  const tree = new TreeView(root, choose), map = new Treemap(choose);
+  const mesh = new MeshView(report, tensors, held, (tensor) => choose(tree.find(tensor)));
   function select(node) {
     try { history.replaceState(null, "", node.name ? `#${encodeURIComponent(node.name)}` : "#"); } catch { /* a name that no address holds */ }
     const { drawing, parts } = node.tensor && !node.children.size
-      ? tensorDetail(node.tensor, held, statistics.get(node.name)) : { drawing: null, parts: moduleDetail(node, root, select, tree) };
+      ? tensorDetail(node.tensor, held, statistics.get(node.name)) : { drawing: null, parts: moduleDetail(node, root, choose, tree) };
     detail.replaceChildren(...parts.flat(9).filter(Boolean));
     mesh.onpoint = drawing ? drawing.point : null;
     tree.reveal(node);
     map.show(node);
     mesh.show(node);
+  }
+  /** What is chosen by a click or the address is brought into view; a module only by the address: its areas are above. */
+  function choose(node, addressed) {
+    select(node);
+    if (addressed || !node.children.size) detail.parentNode.scrollIntoView({ block: "nearest" });
   }
   const made = h("div", { class: "explorer" },
     h("aside", { class: "panel side" }, h("header", null, h("h2", null, "Modules and tensors")), tree.element),
@@ -79,7 +84,10 @@ function explorer(report, root, tensors, statistics) {
       section("Who holds what", mesh.axes, mesh.element),
       h("section", { class: "panel", "aria-live": "polite" }, detail)));
   tree.openSome(root);
-  select(tree.named(addressed()) || root);
+  const first = tree.named(addressed());
+  select(first || root);
+  if (first) requestAnimationFrame(() => choose(first, true));
+  window.addEventListener("hashchange", () => { const node = tree.named(addressed()); if (node) choose(node, true); });
   return made;
 }
 
@@ -158,10 +166,12 @@ function long(text, most = 160) {
 
 function runPage(report) {
   const good = report.steps.filter((step) => step.complete).length;
-  return [masthead("run", report.path, answer(`${good === report.steps.length ? "COMPLETE" : "INCOMPLETE"}: ${good} of ${plural(report.steps.length, report.steps.some((s) => s.number !== null) ? "step" : "checkpoint")} complete`, good === report.steps.length)),
+  const steps = plural(report.steps.length, report.steps.some((s) => s.number !== null) ? "step" : "checkpoint");
+  const said = good === report.steps.length ? "COMPLETE" : good ? "PARTLY COMPLETE" : "INCOMPLETE", newest = report.steps.find((step) => step.complete);
+  return [masthead("run", report.path, answer(`${said}: ${good} of ${steps} complete${newest && good < report.steps.length ? `, the newest of them ${within(newest.path, report.path)}` : ""}`, good > 0, good < report.steps.length)),
     section("Steps", null, table([
       { head: "step", right: true, of: (s) => s.number ?? -1, cell: (s) => s.number === null ? "" : count(s.number) },
-      { head: "checkpoint", of: (s) => s.path, cell: (s) => nameOf(s.path.startsWith(`${report.path}/`) ? s.path.slice(report.path.length + 1) : s.path) },
+      { head: "checkpoint", of: (s) => s.path, cell: (s) => nameOf(within(s.path, report.path)) },
       { head: "saved", of: (s) => s.saved || "", cell: (s) => h("span", { class: "whole" }, s.saved ? `${s.saved.slice(0, 16).replace("T", " ")} UTC` : "–") },
       { head: "bytes", right: true, of: (s) => s.bytes, cell: (s) => size(s.bytes) },
       { head: "format", cell: (s) => s.formats.join(" + ") },

@@ -32,7 +32,7 @@ function table(columns, rows, options = {}) {
     heads.forEach((head, at) => head.setAttribute("aria-sort",
       at === state.sort ? (state.down ? "descending" : "ascending") : "none"));
     body.replaceChildren(...drawn.map((row) => h("tr", null, columns.map((column) =>
-      h("td", { class: column.right ? "right" : null }, column.cell(row, state.text))))));
+      h("td", { class: column.right ? "right" : null, "data-head": column.head || null }, column.cell(row, state.text))))));
     const left = found.length - drawn.length;
     more.replaceChildren();
     if (!found.length) more.append(h("p", { class: "empty" }, "nothing matches"));

@@ -65,7 +65,7 @@ function verifyRunPage(report) {
   return [masthead("verification of a run", report.path, answer(said, report.ok)),
     section("Steps", `${count(report.steps.length)} of ${count(report.total)} verified`, table([
       { head: "step", right: true, of: (s) => s.number ?? -1, cell: (s) => s.number === null ? "" : count(s.number) },
-      { head: "checkpoint", of: (s) => s.path, cell: (s) => nameOf(s.path.startsWith(`${report.path}/`) ? s.path.slice(report.path.length + 1) : s.path) },
+      { head: "checkpoint", of: (s) => s.path, cell: (s) => nameOf(within(s.path, report.path)) },
       { head: "", cell: (s) => chip(s.ok ? "OK" : "failed", s.ok ? "good" : "bad") },
       { head: "why", cell: (s) => shown(s.reasons.join("; ")) },
     ], report.steps, { search: (s) => s.path, label: "Filter steps" })),

@@ -5,6 +5,7 @@ Pictures are in the folder that ``CKPTOOL_PAGES`` names: light and dark, wide an
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -70,3 +71,61 @@ def test_a_browser_draws_every_page_without_an_error(tmp_path: Path) -> None:
             picture = f"--screenshot={Path(PICTURES).absolute() / f'{name}-{look}.png'}"
             browse(file, picture, f"--window-size={wide},2200", *(DARK * (look == "dark")))
         browse(file, f"--print-to-pdf={Path(PICTURES).absolute() / f'{name}.pdf'}")
+
+
+MEASURES = {
+    "height": "page.documentElement.scrollHeight",
+    "wide": "page.documentElement.scrollWidth",
+    "names": "Math.min(...[...page.querySelectorAll('td .name')].map((n) => n.closest('td')"
+    ".clientWidth))",
+    "shifted": "[...page.querySelectorAll('.cell')].filter((cell) =>"
+    " getComputedStyle(cell).marginTop !== '0px').length",
+    "scrolled": "Math.round(frame.contentWindow.scrollY)",
+    "detail": "Math.round(page.querySelector('.detail').getBoundingClientRect().top)",
+}
+
+
+def measured_at(file: Path, wide: int, address: str = "") -> dict[str, int]:
+    """Measure a page in a frame so wide, narrower than a window may be."""
+    asked = ",".join(f"{name}:{each}" for name, each in MEASURES.items())
+    around = file.with_name("frame.html")
+    around.write_text(
+        f"<iframe id=frame src='{file.name}{address}' style='width:{wide}px;height:900px;border:0'>"
+        "</iframe><script>onload=()=>setTimeout(()=>{const page=frame.contentDocument;"
+        f"document.title=JSON.stringify({{{asked}}})}},1500)</script>"
+    )
+    drawn = browse(around, "--dump-dom", "--allow-file-access-from-files")
+    title = re.findall(r"<title>(.*?)</title>", drawn.stdout)[0]
+    return dict(json.loads(title))
+
+
+def test_a_narrow_page_has_whole_names_and_is_not_long(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_bytes(pages()["inspect"][0])
+    for wide in (400, 1280):
+        found = measured_at(file, wide)
+        assert found["wide"] <= wide
+        assert found["height"] < 6000
+        assert found["names"] > 150
+        assert found["shifted"] == 0
+        assert found["scrolled"] == 0
+
+
+def test_the_address_of_a_name_shows_it(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_bytes(pages()["inspect"][0])
+    for wide in (400, 1280):
+        found = measured_at(file, wide, "#model.layers.3.attention.wq.weight")
+        assert found["scrolled"] > 0
+        assert 0 <= found["detail"] < 850
+
+
+def test_a_run_with_one_killed_save_is_partly_complete(tmp_path: Path) -> None:
+    for step in (1, 2):
+        shutil.copytree(case("dcp_base").path, tmp_path / "run" / f"step-{step}")
+    (tmp_path / "run" / "step-2" / ".metadata").unlink()
+    file = tmp_path / "page.html"
+    file.write_bytes(page(ckptool.list_steps(tmp_path / "run").to_dict()))
+    drawn = browse(file, "--dump-dom").stdout
+    assert '<p class="answer partly"><b>PARTLY COMPLETE</b>: 1 of 2 steps complete' in drawn
+    assert "the newest of them step-1" in drawn
