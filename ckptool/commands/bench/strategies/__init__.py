@@ -8,14 +8,19 @@ from collections.abc import Iterable
 from importlib.machinery import PathFinder
 
 from ckptool.commands.bench.isolated import search_path
-from ckptool.commands.bench.strategies import nvrx, torch_checkpointing, torch_savers
+from ckptool.commands.bench.strategies import (
+    experimental,
+    nvrx,
+    torch_checkpointing,
+    torch_savers,
+)
 from ckptool.commands.bench.strategies.base import Strategy
 from ckptool.core.text import one_of
 from ckptool.errors import UsageError
 
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
-    for family in (torch_savers, torch_checkpointing, nvrx)
+    for family in (torch_savers, experimental, torch_checkpointing, nvrx)
     for strategy in family.STRATEGIES
 }
 """Every strategy by name, in the order of measurement."""

@@ -1,7 +1,7 @@
-"""torch's own ways to save: ``torch.save``, DCP's saves, and the ``_experimental`` checkpointers.
+"""torch's own ways to save: ``torch.save``, and DCP's saves.
 
 ``StagingOptions`` and ``AsyncCheckpointerType`` of ``torch.distributed.checkpoint`` are there from
-torch 2.9 on, as are the builders of ``_experimental``.
+torch 2.9 on.
 """
 
 from __future__ import annotations
@@ -166,60 +166,6 @@ def _stages_again() -> bool:
     return True
 
 
-class Experimental(Strategy):
-    """A checkpointer of ``_experimental``: a file per rank, at once or in the background."""
-
-    def __init__(self, *, background: bool) -> None:
-        self.name = "experimental-async" if background else "experimental-sync"
-        kind = "asynchronous" if background else "synchronous"
-        self.says = f"torch's experimental {kind} checkpointer"
-        self.background = self.must_wait = self.shares = self.pins = background
-        self._checkpointer: Any = None
-
-    def unavailable(self, environment: Environment) -> str | None:
-        """Require torch's builders, and shared memory to stage in."""
-        try:
-            import torch.distributed.checkpoint._experimental  # noqa: F401
-        except Exception as error:  # noqa: BLE001 (a library that cannot be used is a reason)
-            return (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        return super().unavailable(environment)
-
-    def set_up(self, device: Device) -> None:
-        """Build it: without its barrier, which wants a port of its own; with all staging can do."""
-        from torch.distributed.checkpoint import _experimental as library
-
-        if not self.background:
-            barrier = library.BarrierConfig(barrier_type=None)
-            config = library.CheckpointerConfig(barrier_config=barrier)
-            self._checkpointer = library.make_sync_checkpointer(config)
-            return
-        staging = library.CheckpointStagerConfig(
-            use_pinned_memory=device.pins, use_non_blocking_copy=device.is_accelerator
-        )
-        config = library.CheckpointerConfig(staging_config=staging)
-        self._checkpointer = library.make_async_checkpointer(config)
-
-    def save(self, state: State, path: Path) -> Handle:
-        """Write this rank's file and wait for the others; or stage, and hand over."""
-        import torch.distributed as dist
-
-        saved = self._checkpointer.save(str(path), state)
-        if self.background:
-            staging, written = saved
-            return PendingSave(written, staging.result)
-        dist.barrier()
-        return Handle()
-
-    def load(self, state: State, path: Path) -> State:
-        """Load this rank's own file, whole."""
-        loaded: State = self._checkpointer.load(str(path))
-        return loaded
-
-    def finish(self) -> None:
-        """Close it."""
-        self._checkpointer.close()
-
-
 STRATEGIES: tuple[Strategy, ...] = (
     TorchSave(),
     DcpSync(),
@@ -227,6 +173,4 @@ STRATEGIES: tuple[Strategy, ...] = (
         DcpAsync(writer, staging, cached)
         for writer, staging, cached in product((_THREAD, _PROCESS), _STAGINGS, (False, True))
     ),
-    Experimental(background=False),
-    Experimental(background=True),
 )

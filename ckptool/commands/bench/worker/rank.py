@@ -28,6 +28,7 @@ from ckptool.commands.bench.shared_memory import SharedMemory, free_shared_memor
 from ckptool.commands.bench.specs import total
 from ckptool.commands.bench.strategies import load_strategy
 from ckptool.commands.bench.strategies.base import Environment, Strategy
+from ckptool.commands.bench.strategies.experimental import import_experimental
 from ckptool.commands.bench.worker.abort import abort
 from ckptool.commands.bench.worker.device import Device
 from ckptool.commands.bench.worker.loop import measure
@@ -67,10 +68,10 @@ def import_torch() -> None:
     """Import all that is heavy, so that no fork does; none of it starts a device's runtime."""
     import torch._dynamo
     import torch.distributed.checkpoint
-    import torch.distributed.tensor
+    import torch.distributed.tensor  # noqa: F401
 
     with suppress(ImportError):  # its strategies say why they cannot run
-        import torch.distributed.checkpoint._experimental  # noqa: F401
+        import_experimental()
 
 
 class Rank:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,14 @@ import pytest
 from ckptool.commands.bench.machine import installed_version
 from ckptool.commands.bench.strategies import (
     STRATEGIES,
+    experimental,
     load_strategy,
     nvrx,
     select_strategies,
     torch_checkpointing,
 )
 from ckptool.commands.bench.strategies.base import Environment
+from ckptool.commands.bench.strategies.experimental import Experimental
 from ckptool.commands.bench.strategies.nvrx import Nvrx
 from ckptool.commands.bench.worker.device import Device
 from ckptool.errors import UsageError
@@ -102,6 +105,50 @@ def test_what_is_not_installed_is_not_available() -> None:
         reason = STRATEGIES[name].unavailable(environment(2000 * MIB))
         assert (reason is None) == (installed_version(package) is not None)
         assert reason is None or "is not installed" in reason
+
+
+GONE = "torch.distributed.checkpoint._experimental"
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_what_torch_is_to_remove_is_said_and_where_it_is_gone_what_follows_is_used(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    strategy, here = STRATEGIES[f"experimental-{kind}"], environment(2000 * MIB)
+    assert strategy.unavailable(here) is None
+    assert "torch is to remove it (pytorch/pytorch#195683)" in (strategy.remark(here) or "")
+    monkeypatch.setitem(sys.modules, GONE, None)
+    monkeypatch.setattr(experimental, "installed_version", lambda name: None)
+    reason = "this torch has it no more, and torch_checkpointing is not installed"
+    assert strategy.unavailable(here) == reason
+    monkeypatch.setattr(experimental, "installed_version", lambda name: "0.1.1")
+    assert strategy.unavailable(here) is None
+    assert "torch_checkpointing's builders made it" in (strategy.remark(here) or "")
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_builders_that_follow_save_and_load_the_same(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch_checkpointing.schema")
+    monkeypatch.setitem(sys.modules, GONE, None)
+    strategy = Experimental(background=kind == "async")
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        strategy.set_up(Device("cpu", 0))
+        saved = strategy.save({"model": {"w": torch.arange(6.0)}, "step": 3}, tmp_path / "save")
+        saved.staged()
+        saved.commit()
+        empty = {"model": {"w": torch.zeros(6)}, "step": 0}
+        loaded = strategy.load(empty, tmp_path / "save")
+        assert loaded["model"]["w"].tolist() == [0, 1, 2, 3, 4, 5]
+        assert loaded["step"] == 3
+        strategy.finish()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class OldWriter:
