@@ -8,6 +8,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,16 @@ from typing import Any
 import psutil
 
 from ckptool.commands.bench.save_folders import SaveFolder
+from ckptool.commands.bench.shared_memory import free_shared_memory
 from ckptool.commands.bench.worker.device import Accelerators, Device, gather
 from ckptool.errors import Unsupported
 from ckptool.version import __version__
 
 _ROUNDS = 3
 _MOST = 4 << 30
+
+_KINDS = ("pageable", "pinned", "registered")
+_WAYS = ("device_to_host", "host_to_device")
 
 Probe = Callable[[], object]
 
@@ -64,7 +69,9 @@ def measure_limits(nbytes: int, device: Device, folder: SaveFolder) -> dict[str,
 
     ``nbytes`` is one rank's share, of which at most 4 GiB are moved. Ranks work at the same time.
     ``write`` is sequential into a file per rank, including fsync; ``upload``, if a store is used,
-    by fsspec alone, until the file is closed.
+    by fsspec alone, until the file is closed. Copies between device and host are from and to
+    memory of three kinds: pageable, pinned (which CUDA allocates), and registered (shared memory,
+    which stagers have CUDA pin).
     """
     import torch
 
@@ -75,16 +82,20 @@ def measure_limits(nbytes: int, device: Device, folder: SaveFolder) -> dict[str,
         "memory_copy": _rate(nbytes, lambda: copied.copy_(host)),
         "write": None,
         "upload": None,
-        "device_to_host_pageable": None,
-        "device_to_host_pinned": None,
+        **dict.fromkeys(f"{way}_{kind}" for kind in _KINDS for way in _WAYS),
     }
     data, file = memoryview(host.numpy().data), folder / f"raw-{os.environ['RANK']}"
     limits["write" if file.disk else "upload"] = _rate(nbytes, partial(file.write, data))
     file.remove()
     if device.is_accelerator:
         on_device = host.to(device.torch_device)
-        limits["device_to_host_pageable"] = _rate(nbytes, _copy(on_device, copied, device))
-        limits["device_to_host_pinned"] = _rate(nbytes, _copy(on_device, host.pin_memory(), device))
+        room = free_shared_memory() // 2 > nbytes * int(os.environ["WORLD_SIZE"])
+        with device.registered_memory(nbytes) if room else nullcontext() as registered:
+            for kind, memory in zip(_KINDS, (copied, host.pin_memory(), registered), strict=True):
+                if memory is not None:
+                    to_host, to_device = (f"{way}_{kind}" for way in _WAYS)
+                    limits[to_host] = _rate(nbytes, _copy(on_device, memory, device))
+                    limits[to_device] = _rate(nbytes, _copy(memory, on_device, device))
     return limits
 
 

@@ -16,8 +16,9 @@ from ckptool.commands.document import Report, document
 _Sample = TypeVar("_Sample")
 
 Limits = Mapping[str, float | None]
-"""``memory_copy``, ``write`` (to disk), ``upload`` (to a store), ``device_to_host_pageable`` and
-``_pinned``: bytes a second of all ranks together; None if there is no such."""
+"""``memory_copy``, ``write`` (to disk), ``upload`` (to a store), ``device_to_host_`` and
+``host_to_device_``, each with ``pageable``, ``pinned`` and ``registered`` memory: bytes a second of
+all ranks together; None if there is no such."""
 
 
 class Settings(Struct, frozen=True):
@@ -97,8 +98,10 @@ class Measured(Struct, frozen=True):
     None where there is nothing to wait for.
 
     A value of a save is that of the slowest rank. ``host_base`` is the memory (PSS) of the rank and
-    its children before the first save, ``host_peak`` the most of any rank since; ``device_peak``
-    what the device held above the model.
+    its children before the first save, ``host_peak`` the most of any rank since: registered memory
+    is in it, pinned memory is not, and is ``pinned``, as far as torch's allocator has it. Beyond
+    what training has, the rank's own process allocates ``device_peak`` on its device, and all
+    processes use ``device_used``, with their contexts. None where that cannot be told.
     """
 
     name: str
@@ -119,6 +122,9 @@ class Measured(Struct, frozen=True):
     abort: AbortResult | None
     remark: str | None
     overlapped: tuple[float, ...] | None = None
+    loaded: tuple[float, ...] = ()
+    device_used: int | None = None
+    pinned: int | None = None
 
     @property
     def blocked_median(self) -> float:
@@ -139,6 +145,11 @@ class Measured(Struct, frozen=True):
     def durable_median(self) -> float:
         """Seconds from the call of a steady save until its bytes are safe."""
         return statistics.median(steady(self.durable))
+
+    @property
+    def loaded_median(self) -> float | None:
+        """Seconds of a load of what was just saved, from the page cache; None if none was timed."""
+        return statistics.median(steady(self.loaded)) if self.loaded else None
 
     @property
     def slowdown(self) -> float | None:
@@ -238,6 +249,11 @@ class BenchReport(Report, frozen=True):
         return pinned or self.limits.get("memory_copy")
 
     @property
+    def loading_limit(self) -> float | None:
+        """The fastest that state can reach the device; on CPU ranks, a memory copy."""
+        return self.limits.get("host_to_device_pinned") or self.limits.get("memory_copy")
+
+    @property
     def write_limit(self) -> float | None:
         """Raw writing and syncing; where a store is saved to, raw uploading."""
         return self.limits.get("write") or self.limits.get("upload")
@@ -249,6 +265,10 @@ class BenchReport(Report, frozen=True):
     def durable_fraction(self, result: Measured) -> float | None:
         """Return the rate at which bytes become safe, as a part of ``write_limit``."""
         return self._fraction(self.write_limit, result.durable_median)
+
+    def loaded_fraction(self, result: Measured) -> float | None:
+        """Return the rate at which state reaches the device, as a part of ``loading_limit``."""
+        return self._fraction(self.loading_limit, result.loaded_median or 0.0)
 
     def _fraction(self, limit: float | None, seconds: float) -> float | None:
         return self.settings.nbytes / seconds / limit if limit and seconds else None
@@ -266,6 +286,9 @@ def _strategy(report: BenchReport, result: Measured) -> dict[str, Any]:
         else _times(result.overlapped, nbytes, None),
         "written": _times(result.written, nbytes, None),
         "durable": _times(result.durable, nbytes, report.durable_fraction(result)),
+        "loaded": _times(result.loaded, nbytes, report.loaded_fraction(result))
+        if result.loaded
+        else None,
         "steps": {
             "before": result.before,
             "during": result.during,
@@ -278,6 +301,8 @@ def _strategy(report: BenchReport, result: Measured) -> dict[str, Any]:
             "extra": result.host_extra,
         },
         "device_memory": result.device_peak,
+        "device_used": result.device_used,
+        "pinned_memory": result.pinned,
         "disk": {"bytes": result.nbytes, "files": result.files},
         "consistency": result.consistency,
         "abort": result.abort,

@@ -18,7 +18,7 @@ _BLOCKED, _BACKGROUND, _SYNCING = "#e0605a", "#5fafff", "#b9b4d0"
 _NAMES = {_BLOCKED: "training blocked", _BACKGROUND: "until written", _SYNCING: "until durable"}
 _SHADES, _ASCII = "█▓░", "#=-"
 _NARROWEST, _WIDEST = 10, 40
-_BESIDE = 36
+_BESIDE = 60
 """Cells of a line besides the name and the bar."""
 
 _INCHES_PER_BAR = 0.34
@@ -37,17 +37,21 @@ def draw_bars(report: BenchReport, screen: Console) -> list[Text]:
         legend.append(shade, color).append(f" {name}  ")
     staging = "pinned" if report.limits.get("device_to_host_pinned") else "memory"
     writing = "upload" if report.limits.get("upload") else "write"
-    heads = ("", "", f"of {staging} copy", f"of raw {writing}")
+    heads = ("", "", f"of {staging} copy", f"of raw {writing}", f"load, of {staging} copy")
     rows = [[Text(head, "dim") for head in heads]]
     width = _width(report, screen)
     for result in report.ranked:
-        fractions = (report.blocked_fraction(result), report.durable_fraction(result))
+        fractions = (
+            report.blocked_fraction(result),
+            report.durable_fraction(result),
+            report.loaded_fraction(result),
+        )
         cells = [Text("" if value is None else f"{value:.0%}") for value in fractions]
         rows.append(
             [Text(f"  {visible(result.name)}"), _bar(report, result, width, shades), *cells]
         )
     legend.rstrip()
-    return [legend, *columns(screen, rows, "llrr", cuts=0)]
+    return [legend, *columns(screen, rows, "llrrr", cuts=0)]
 
 
 def _width(report: BenchReport, screen: Console) -> int:

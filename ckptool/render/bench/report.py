@@ -70,13 +70,28 @@ def _show_begin(event: Mapping[str, Any]) -> None:
 
 
 _LONGEST = 24
-_HEADINGS = "  strategy|blocked|overlapped|first|durable|steps|memory|device|saved state"
-_OVERLAPPED, _FIRST, _MEMORY, _DEVICE = 2, 3, 6, 7
+_HEADINGS = "  strategy|blocked|overlapped|first|durable|steps|memory|pinned|device|saved state"
+_OVERLAPPED, _FIRST, _MEMORY, _PINNED, _DEVICE = 2, 3, 6, 7, 8
 _DISPENSABLE = (_MEMORY, _FIRST, _OVERLAPPED)
 """Columns that a narrow terminal omits, in this order."""
 
 _COST_HEADINGS = "  strategy|a save costs|steps|every|of training time|a week|best interval"
 _ONCE_STAGED = "consistent where training waits for the staging, as it does here; DIRTY without"
+_LIMITS = {
+    "device_to_host_pinned": "pinned copy",
+    "device_to_host_registered": "registered copy",
+    "device_to_host_pageable": "pageable copy",
+    "host_to_device_pinned": "to the device pinned",
+    "host_to_device_registered": "registered",
+    "host_to_device_pageable": "pageable",
+    "memory_copy": "memory copy",
+    "write": "raw write and fsync",
+    "upload": "raw upload",
+}
+_COUNTED = (
+    "registered memory is in it, pinned memory is beside it, as far as torch's allocator in the"
+    " training process has it; device: all that is used there, with the contexts of workers"
+)
 _LATE = "blocked, if training waits for the staging only before its next optimizer step"
 _ABORT_HEADINGS = "strategy|killed in mid-save: the folder|processes|shared memory|temporary files"
 
@@ -88,13 +103,14 @@ def show_bench(report: BenchReport, changes: Sequence[Change] | None = None) -> 
     rows += [_row(report, result) for result in report.ranked]
     if report.settings.device == "cpu":
         _blank_column(rows, _DEVICE)
+        _blank_column(rows, _PINNED)
     if not any(result.overlapped for result in report.results):
         _blank_column(rows, _OVERLAPPED)
     for column in _DISPENSABLE:
         if screen.is_terminal and _width(rows) > screen.width:
             _blank_column(rows, column)
     blank = Text()
-    emit(screen, [*_heading(report), blank, *columns(screen, rows, "lrrrrrrrl", cuts=0), blank])
+    emit(screen, [*_heading(report), blank, *columns(screen, rows, "lrrrrrrrrl", cuts=0), blank])
     emit(screen, [*draw_bars(report, screen), blank])
     if costs := _cost_rows(report):
         emit(screen, [*columns(screen, costs, "lrrrrrr", cuts=0), blank])
@@ -120,14 +136,11 @@ def _heading(report: BenchReport) -> list[Text]:
     settings, device = report.settings, report.settings.device
     ranks = plural(settings.ranks, f"{'CPU' if device == 'cpu' else device} rank")
     ranks += " with gloo, no accelerator" if device == "cpu" else ""
-    limits = {
-        "pinned copy": report.limits.get("device_to_host_pinned"),
-        "pageable copy": report.limits.get("device_to_host_pageable"),
-        "memory copy": report.limits.get("memory_copy"),
-        "raw write and fsync": report.limits.get("write"),
-        "raw upload": report.limits.get("upload"),
-    }
-    shown = ", ".join(f"{name} {rate(value)}" for name, value in limits.items() if value)
+    shown = ", ".join(
+        f"{words} {rate(value)}"
+        for name, words in _LIMITS.items()
+        if (value := report.limits.get(name))
+    )
     return [
         Text.assemble(
             (size(settings.nbytes), "bold"),
@@ -162,7 +175,8 @@ def _row(report: BenchReport, result: Measured) -> list[Text]:
         Text(seconds(result.durable_median), style),
         Text(beside, style),
         Text(f"+ {size(result.host_extra)}", style),
-        Text(f"+ {size(result.device_peak)}", style),
+        Text("" if result.pinned is None else f"+ {size(result.pinned)}", style),
+        Text(f"+ {size(result.device_used or result.device_peak)}", style),
         _saved_state(result),
     ]
 
@@ -235,6 +249,8 @@ def _notes(report: BenchReport) -> list[Text]:
         kinds.insert(0, ("once staged", "yellow", _ONCE_STAGED))
     if any(result.overlapped for result in report.results):
         kinds.insert(0, ("overlapped", "dim", _LATE))
+    if report.settings.device != "cpu":
+        kinds.append(("memory", "dim", _COUNTED))
     kinds += [("DIRTY", "bold red", words) for r in report.results if (words := _dirty(r))]
     kinds += [("failed", "bold red", f"{n}: {reason}") for n, reason in report.failed.items()]
     kinds += [("skipped", "yellow", f"{n}: {r}") for n, r in report.skipped.items()]

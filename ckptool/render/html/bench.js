@@ -24,6 +24,7 @@ function benchPage(report) {
       { head: "first", right: true, of: (r) => r.blocked.first, cell: (r) => seconds(r.blocked.first) },
       { head: "written", right: true, of: (r) => r.written.median, cell: (r) => seconds(r.written.median) },
       { head: "durable", right: true, of: (r) => r.durable.median, cell: (r) => seconds(r.durable.median) },
+      { head: "load", right: true, of: (r) => r.loaded?.median ?? -1, cell: (r) => r.loaded ? h("span", { title: r.loaded.of_limit === null ? "" : `${Math.round(100 * r.loaded.of_limit)} % of the copy's limit` }, seconds(r.loaded.median)) : "–" },
       { head: "steps", right: true, of: (r) => r.steps.slowdown ?? 0, cell: (r) => r.steps.slowdown === null ? "–" : `${r.steps.slowdown > 0 ? "+" : ""}${Math.round(100 * r.steps.slowdown)} %` },
       { head: "memory", right: true, of: (r) => r.host_memory.extra, cell: (r) => `+ ${size(r.host_memory.extra)}` },
       { head: "saved state", cell: (r) => [chip(r.consistency.verdict, clean(r) ? "good" : "bad"), " ", shown(r.consistency.cause ?? "")] },

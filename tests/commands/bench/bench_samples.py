@@ -35,6 +35,7 @@ def measured(name: str, blocked: float, durable: float, **more: Any) -> Measured
     }
     for key, value in (("blocked", blocked), ("written", durable - 0.2), ("durable", durable)):
         facts[key] = (3 * value, value, value)
+    facts["loaded"] = (2 * blocked,)
     return Measured(name=name, **{**facts, **more})
 
 

@@ -41,6 +41,15 @@ def test_staging_is_measured_against_pinned_copies_where_there_are_such() -> Non
     assert found.durable_fraction(FAST) is None
 
 
+def test_a_load_is_a_fraction_of_copies_to_the_device() -> None:
+    assert report(FAST).loaded_fraction(FAST) == pytest.approx(0.1)
+    found = report(FAST, limits={"memory_copy": 9.0, "host_to_device_pinned": 2.0 * GIB})
+    assert found.loaded_fraction(FAST) == pytest.approx(0.5)
+    assert found.loaded_fraction(measured("never", 1, 1, loaded=())) is None
+    (row,) = found.to_dict()["strategies"]
+    assert (row["loaded"]["median"], row["loaded"]["of_limit"]) == (1.0, pytest.approx(0.5))
+
+
 def test_the_slowdown_is_of_median_steps_beside_steady_saves() -> None:
     assert FAST.slowdown == pytest.approx(0.2)
     assert SYNC.slowdown is None

@@ -155,6 +155,7 @@ def test_every_strategy_runs_to_a_true_table(ran: Ran) -> None:
         assert row["durable"]["median"] >= row["written"]["median"] > 0
         assert row["blocked"]["of_limit"] > 0
         assert row["durable"]["of_limit"] > 0
+        assert row["loaded"]["of_limit"] > 0
         assert row["steps"]["before"]
         assert row["host_memory"]["peak"] >= row["host_memory"]["base"] > 0
 

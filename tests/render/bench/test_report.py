@@ -144,6 +144,25 @@ def test_the_screen_names_everything(capsys: pytest.CaptureFixture[str]) -> None
     assert advice(found) in screen
 
 
+def test_on_a_device_all_limits_and_all_memory_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ("device_to_host_pinned", "host_to_device_pinned", "host_to_device_registered")
+    limits: dict[str, float | None] = dict.fromkeys(names, 2.0 * GIB)
+    found = report(
+        measured("sync", 1.0, 1.0, device_peak=1, device_used=5 * GIB, pinned=3 * GIB),
+        limits=limits,
+    )
+    screen = shown(replace(found, settings=replace(found.settings, device="cuda")), capsys)
+    assert "pinned copy 2.00 GiB/s, to the device pinned 2.00 GiB/s, registered 2.00" in screen
+    assert "+ 3.00 GiB  + 5.00 GiB" in screen
+    assert "memory: registered memory is in it, pinned memory is beside it" in screen
+    assert "load, of pinned copy" in screen
+    row = found.to_dict()["strategies"][0]
+    memory = (row["device_memory"], row["device_used"], row["pinned_memory"])
+    assert memory == (1, 5 * GIB, 3 * GIB)
+
+
 def test_one_rank_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(measured("sync", 1.0, 1.0))
     alone = replace(found, settings=replace(found.settings, ranks=1))

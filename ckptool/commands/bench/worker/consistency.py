@@ -49,15 +49,19 @@ class Found(Struct):
 
 def check_consistency(
     strategy: Strategy, training: Training, folder: SaveFolder, tell: Tell
-) -> Consistency:
-    """Save, change every bit, finish, load back and compare, all ranks together."""
+) -> tuple[Consistency, list[float]]:
+    """Save, change every bit, finish, load back and compare, all ranks together.
+
+    Returns also the seconds of each load.
+    """
     wait = strategy.must_wait
-    found = _save_and_change(strategy, training, folder / "checked", tell, wait=wait)
-    at_once = None
+    found, seconds = _save_and_change(strategy, training, folder / "checked", tell, wait=wait)
+    at_once, loads = None, [seconds]
     if wait:
-        early = _save_and_change(strategy, training, folder / "at-once", tell, wait=False)
+        early, seconds = _save_and_change(strategy, training, folder / "at-once", tell, wait=False)
         at_once = len(early.names)
-    return Consistency(
+        loads.append(seconds)
+    consistency = Consistency(
         verdict=DIRTY if found.names else CONSISTENT,
         changed="once staged" if wait else "after the call",
         tensors=tuple(found.names),
@@ -66,12 +70,13 @@ def check_consistency(
         cause=found.cause,
         differences=tuple(found.first),
     )
+    return consistency, loads
 
 
 def _save_and_change(
     strategy: Strategy, training: Training, path: SaveFolder, tell: Tell, *, wait: bool
-) -> Found:
-    """Return what of the saved tensors is not as it was at the call.
+) -> tuple[Found, float]:
+    """Return what of the saved tensors is not as it was at the call, and the seconds of the load.
 
     Copies that the library queues behind the work of the stream that trains are in flight when
     the parameters change, on another stream: what it says to be done must be.
@@ -93,9 +98,15 @@ def _save_and_change(
     handle.commit()
     path.make_durable()
     dist.barrier()
-    found = find_differences(before, strategy.load(training.empty_state(), path.target))
+    empty = training.empty_state()
+    training.device.synchronize()
+    begin = time.perf_counter()
+    loaded = strategy.load(empty, path.target)
+    training.device.synchronize()
+    seconds = time.perf_counter() - begin
+    found = find_differences(before, loaded)
     remove_together(path)
-    return found
+    return found, seconds
 
 
 def remove_together(path: SaveFolder) -> None:

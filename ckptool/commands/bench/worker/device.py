@@ -37,6 +37,32 @@ class Accelerators(Struct, frozen=True):
         return Accelerators(device.type, count, free)
 
 
+class Memory(Struct, frozen=True):
+    """Bytes of memory that a rank uses of its device and pins of the host's.
+
+    ``allocated``: on the device, by the rank's own process and torch's allocator; ``used``: by all
+    processes, with their contexts. ``pinned``: by torch's allocator in the rank's own process;
+    memory that is registered, as stagers do with shared memory, is host memory and counted there.
+    None where torch cannot tell.
+    """
+
+    allocated: int = 0
+    used: int | None = None
+    pinned: int | None = None
+
+    def above(self, base: Memory) -> Memory:
+        """Return what is more than in ``base``."""
+        return Memory(
+            max(0, self.allocated - base.allocated),
+            _difference(self.used, base.used),
+            _difference(self.pinned, base.pinned),
+        )
+
+
+def _difference(nbytes: int | None, base: int | None) -> int | None:
+    return None if nbytes is None or base is None else max(0, nbytes - base)
+
+
 class Device(Struct, frozen=True):
     """One rank's device. Without an accelerator every call is one that costs nothing."""
 
@@ -104,16 +130,53 @@ class Device(Struct, frozen=True):
             yield
         stream.synchronize()
 
-    def peak_memory(self, *, reset: bool = False) -> int:
-        """Return the most bytes allocated on the device since it was last asked to ``reset``."""
+    def peak_memory(self, *, reset: bool = False) -> Memory:
+        """Return the most memory that was used since it was last asked to ``reset``."""
         if not self.is_accelerator:
-            return 0
+            return Memory()
         import torch
 
-        nbytes = int(torch.accelerator.max_memory_allocated())
+        module = torch.get_device_module(self.type)
+        allocated = int(torch.accelerator.max_memory_allocated())
+        pinned = None
+        if hasattr(module, "host_memory_stats"):
+            pinned = int(module.host_memory_stats().get("allocated_bytes.peak", 0))
         if reset:
             torch.accelerator.reset_peak_memory_stats()
-        return nbytes
+            if pinned is not None:
+                module.reset_peak_host_memory_stats()
+        return Memory(allocated, self.used_memory(), pinned)
+
+    def used_memory(self) -> int | None:
+        """Return the bytes used on the device now, by whatever process; None if nobody can tell."""
+        if not self.is_accelerator:
+            return None
+        import torch
+
+        ask = getattr(torch.get_device_module(self.type), "mem_get_info", None)
+        if ask is None:
+            return None
+        free, everything = ask(self.index)
+        return int(everything - free)
+
+    @contextmanager
+    def registered_memory(self, nbytes: int) -> Iterator[Any]:
+        """Yield shared memory that CUDA has registered, as stagers do; None where it cannot be."""
+        if not self.pins:
+            yield None
+            return
+        import torch
+
+        shared: Any = torch.UntypedStorage
+        cuda: Any = torch.cuda
+        storage, runtime = shared._new_shared(nbytes, device="cpu"), cuda.cudart()
+        if int(runtime.cudaHostRegister(storage.data_ptr(), nbytes, 1)):  # 1: of any context
+            yield None
+            return
+        try:
+            yield torch.empty(0, dtype=torch.uint8).set_(storage)
+        finally:
+            runtime.cudaHostUnregister(storage.data_ptr())
 
 
 def gather(value: _Value) -> list[_Value]:

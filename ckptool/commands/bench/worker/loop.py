@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
 import msgspec
 from msgspec import Struct, field
-from msgspec.structs import asdict
+from msgspec.structs import replace
 
 from ckptool.commands.bench.processes import Tell
 from ckptool.commands.bench.save_folders import SaveFolder
 from ckptool.commands.bench.strategies.base import Handle, Strategy
 from ckptool.commands.bench.worker.consistency import check_consistency, remove_together
-from ckptool.commands.bench.worker.device import gather
+from ckptool.commands.bench.worker.device import Device, Memory, gather
 from ckptool.commands.bench.worker.pulse import BESIDE, DONE
 from ckptool.commands.bench.worker.training import Training
 
@@ -24,9 +26,9 @@ _STEPS_BEFORE = 6
 
 
 class RankTimes(Struct):
-    """What one rank measured: seconds, and bytes of device memory above what training needs.
+    """What one rank measured: seconds, and the memory that saving needs above what training does.
 
-    ``during`` has a list a save. ``synced`` is what fsync took.
+    ``during`` has a list a save. ``synced`` is what fsync took, ``loaded`` what each load did.
     """
 
     blocked: list[float] = field(default_factory=list)
@@ -35,7 +37,13 @@ class RankTimes(Struct):
     before: list[float] = field(default_factory=list)
     during: list[list[float]] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
-    device_peak: int = 0
+    loaded: list[float] = field(default_factory=list)
+    memory: Memory = Memory()
+    most_used: int = 0
+
+    def look(self, device: Device) -> None:
+        """Take note of what is used on the device now: the context of a worker is gone later."""
+        self.most_used = max(self.most_used, device.used_memory() or 0)
 
 
 def measure(
@@ -62,9 +70,11 @@ def measure(
             way.after.append(training.step()[0])
             sizes = path.sizes()
             remove_together(path)
-        times.device_peak = max(0, training.device.peak_memory() - base)
+        peak = training.device.peak_memory()
+        used = None if peak.used is None else max(peak.used, times.most_used, late.most_used)
+        times.memory = replace(peak, used=used).above(base)
         tell("checking", None)
-        consistency = check_consistency(strategy, training, folder, tell)
+        consistency, times.loaded = check_consistency(strategy, training, folder, tell)
     finally:
         strategy.finish()
     disk = {"nbytes": sum(sizes.values()), "files": len(sizes), "names": list(sizes)}
@@ -72,8 +82,8 @@ def measure(
     return values | {"overlapped": _slowest(late)["blocked"] if strategy.must_wait else None}
 
 
-def _train_before(training: Training, times: RankTimes, tell: Tell) -> int:
-    """Train without any save; return the bytes of device memory that it needs at most."""
+def _train_before(training: Training, times: RankTimes, tell: Tell) -> Memory:
+    """Train without any save; return the memory that it needs at most."""
     training.device.peak_memory(reset=True)
     training.step()
     tell("training", None)
@@ -108,7 +118,9 @@ def _save(
         handle.staged()
         training.device.synchronize_stream()
         blocked = time.perf_counter() - begin
-    times.during.append(train_beside(handle, training, tell) if strategy.background else [])
+    look = partial(times.look, training.device)
+    look()
+    times.during.append(train_beside(handle, training, tell, look) if strategy.background else [])
     commit = time.perf_counter()
     ended = handle.commit()
     blocked += time.perf_counter() - commit if strategy.background else 0.0
@@ -120,8 +132,13 @@ def _save(
     times.written.append(ended - begin)
 
 
-def train_beside(handle: Handle, training: Training, tell: Tell) -> list[float]:
-    """Train until every rank's save is done; return the seconds of each step but the last."""
+def train_beside(
+    handle: Handle, training: Training, tell: Tell, look: Callable[[], None] = lambda: None
+) -> list[float]:
+    """Train until every rank's save is done; return the seconds of each step but the last.
+
+    ``look`` is called between steps.
+    """
     tell(BESIDE, os.getpid())
     steps: list[float] = []
     done = False
@@ -133,6 +150,7 @@ def train_beside(handle: Handle, training: Training, tell: Tell) -> list[float]:
         if agreed:
             return steps
         steps.append(seconds)
+        look()
 
 
 def _slowest(times: RankTimes) -> dict[str, Any]:
@@ -141,9 +159,25 @@ def _slowest(times: RankTimes) -> dict[str, Any]:
     It is durable when the last rank has written, and the slowest fsync after that is done.
     """
     ranks = gather(times)
-    slowest = asdict(ranks[0])
-    for name in ("blocked", "written", "synced"):
-        values = [getattr(rank, name) for rank in ranks]
-        slowest[name] = [max(save) for save in zip(*values, strict=True)]
-    durable = [sum(save) for save in zip(slowest["written"], slowest.pop("synced"), strict=True)]
-    return {**slowest, "durable": durable, "device_peak": max(rank.device_peak for rank in ranks)}
+
+    def largest(name: str) -> list[float]:
+        saves = zip(*(getattr(rank, name) for rank in ranks), strict=True)
+        return [max(save) for save in saves]
+
+    def most(name: str) -> int | None:
+        values = [getattr(rank.memory, name) for rank in ranks]
+        return max((nbytes for nbytes in values if nbytes is not None), default=None)
+
+    written = largest("written")
+    return {
+        "before": ranks[0].before,
+        "during": ranks[0].during,
+        "after": ranks[0].after,
+        "blocked": largest("blocked"),
+        "written": written,
+        "durable": [sum(save) for save in zip(written, largest("synced"), strict=True)],
+        "loaded": largest("loaded"),
+        "device_peak": most("allocated"),
+        "device_used": most("used"),
+        "pinned": most("pinned"),
+    }

@@ -121,7 +121,11 @@ def check(copy: Any, folder: Path, *, honest: bool = False) -> Consistency:
     strategy = Copying(copy, honest)
     if copy is copy_two_runs:
         strategy.must_wait = False
-    return check_consistency(strategy, training, DiskFolder(folder / "saves"), lambda w, v: None)
+    saves = DiskFolder(folder / "saves")
+    found, loads = check_consistency(strategy, training, saves, lambda word, value: None)
+    assert len(loads) == 1 + strategy.must_wait
+    assert min(loads) > 0
+    return found
 
 
 def test_an_honest_saver_is_consistent_once_staged(tmp_path: Path) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ckptool.commands.bench.machine import require_room
+from ckptool.commands.bench.machine import measure_limits, require_room
 from ckptool.commands.bench.run import _count_ranks
 from ckptool.commands.bench.save_folders import DiskFolder
-from ckptool.commands.bench.worker.device import Accelerators, Device, gather
+from ckptool.commands.bench.worker.device import Accelerators, Device, Memory, gather
 from ckptool.commands.bench.worker.loop import RankTimes, _save, _slowest, _train_before
 from ckptool.commands.bench.worker.training import Training
 from ckptool.errors import Unsupported
@@ -62,7 +63,11 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
     fake = Accelerator()
     monkeypatch.setattr(torch, "accelerator", fake)
     free = {0: 90 * GIB, 1: 80 * GIB}
-    module = SimpleNamespace(mem_get_info=lambda index: (free[index], 141 * GIB))
+    module = SimpleNamespace(
+        mem_get_info=lambda index: (free[index], 141 * GIB),
+        host_memory_stats=lambda: {"allocated_bytes.peak": 5, "allocated_bytes.current": 4},
+        reset_peak_host_memory_stats=lambda: fake.told.append("pinned forgotten"),
+    )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     return fake
 
@@ -285,9 +290,9 @@ def test_what_training_needs_of_the_device_is_not_what_saving_needs(
         return None, True
 
     training: Any = SimpleNamespace(device=CUDA, step=step)
-    assert _train_before(training, RankTimes(), lambda word, value: None) == 7
+    assert _train_before(training, RankTimes(), UNHEARD) == Memory(7, 61 * GIB, 5)
     steps = accelerator.told.count("step")
-    peak = ["peak asked", "peak forgotten"]
+    peak = ["peak asked", "peak forgotten", "pinned forgotten"]
     assert accelerator.told == [*peak, *steps * ["step"], *peak]
 
 
@@ -295,11 +300,88 @@ def test_it_is_durable_when_the_last_has_written_and_the_slowest_fsync_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks = [
-        RankTimes(blocked=[1.0], written=[2.0], synced=[0.5], device_peak=3),
-        RankTimes(blocked=[1.5], written=[4.0], synced=[0.0], device_peak=2),
+        RankTimes([1.0], [2.0], [0.5], loaded=[3.0], memory=Memory(3, None, 1)),
+        RankTimes([1.5], [4.0], [0.0], loaded=[2.0], memory=Memory(2, 9, 0)),
     ]
 
     monkeypatch.setattr("ckptool.commands.bench.worker.loop.gather", lambda own: ranks)
     found = _slowest(ranks[0])
     assert (found["blocked"], found["written"], found["durable"]) == ([1.5], [4.0], [4.5])
-    assert found["device_peak"] == 3
+    assert (found["device_peak"], found["device_used"], found["pinned"]) == (3, 9, 1)
+    assert found["loaded"] == [3.0]
+
+
+def test_what_workers_use_of_the_device_is_counted_while_they_run(accelerator: Accelerator) -> None:
+    """It is gone at the end, when what the allocator held can still be asked."""
+    times = RankTimes()
+    times.look(CUDA)
+    assert times.most_used == 61 * GIB
+    assert Memory(9, 61 * GIB, 5).above(Memory(7, 60 * GIB, 8)) == Memory(2, GIB, 0)
+    assert Memory(9, None, None).above(Memory(7, 60 * GIB, 8)) == Memory(2, None, None)
+
+
+def test_a_device_that_tells_nothing_of_memory(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    assert Device("xpu", 0).peak_memory() == Memory(7, None, None)
+    assert Device("cpu", 0).peak_memory() == Memory()
+
+
+# What copies between device and host can do
+
+
+class Runtime:
+    """CUDA's, as far as memory is registered."""
+
+    def __init__(self, code: int) -> None:
+        self.code, self.registered = code, set[int]()
+
+    def cudaHostRegister(self, place: int, nbytes: int, flags: int) -> int:
+        self.registered.add(place)
+        return self.code
+
+    def cudaHostUnregister(self, place: int) -> int:
+        self.registered.remove(place)
+        return 0
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_shared_memory_is_registered_and_no_more_afterwards(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Runtime(code)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with CUDA.registered_memory(4096) as memory:
+        assert (memory is None) == (code != 0)
+        if memory is not None:
+            assert memory.is_shared()
+            assert (memory.numel(), memory.data_ptr()) == (4096, *runtime.registered)
+    assert code or not runtime.registered
+    with Device("xpu", 0).registered_memory(4096) as memory:
+        assert memory is None
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_copies_are_measured_both_ways_with_memory_of_each_kind(
+    registered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = torch.device("cpu")
+    shared = nullcontext(torch.ones(1000, dtype=torch.uint8) if registered else None)
+    device: Any = SimpleNamespace(is_accelerator=True, torch_device=place, synchronize=list)
+    device.registered_memory = lambda nbytes: shared
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        limits = measure_limits(1000, device, DiskFolder(tmp_path))
+    finally:
+        torch.distributed.destroy_process_group()
+    copies = {name: rate for name, rate in limits.items() if "host" in name}
+    kinds = ("pageable", "pinned", "registered")
+    ways = ("device_to_host", "host_to_device")
+    assert copies.keys() == {f"{way}_{kind}" for kind in kinds for way in ways}
+    told = {name for name, rate in copies.items() if rate is None}
+    assert told == (set() if registered else {f"{way}_registered" for way in ways})
