@@ -76,7 +76,11 @@ class Pulse:
 
     def _grows(self, folder: Path) -> bool:
         """Whether there are other bytes on the disk than at the last look."""
-        before, self._nbytes = self._nbytes, sum(DiskFolder(folder).sizes().values())
+        before = self._nbytes
+        try:
+            self._nbytes = sum(DiskFolder(folder).sizes().values())
+        except OSError:  # what was listed is renamed or removed by now
+            return True
         return self._nbytes != before
 
     def _works(self, processes: list[psutil.Process], seconds: float) -> bool:

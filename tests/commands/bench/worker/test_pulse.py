@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ckptool.commands.bench.processes import ChildResult, end_descendants, run_child
+from ckptool.commands.bench.save_folders import DiskFolder
 from ckptool.commands.bench.worker import pulse
 from ckptool.commands.bench.worker.pulse import BESIDE, DONE, Pulse
 
@@ -138,6 +139,16 @@ def test_what_waits_for_the_disk_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
         return "synced"
 
     assert run(synchronize, tmp_path, 1.0).value == "synced"
+
+
+def test_files_that_vanish_while_they_are_counted_are_a_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def vanished(folder: DiskFolder) -> dict[str, int]:
+        raise FileNotFoundError(folder.disk)
+
+    monkeypatch.setattr(DiskFolder, "sizes", vanished)
+    assert Pulse(tmp_path, Count())._grows(tmp_path)
 
 
 def test_the_state_of_a_thread_is_read_whatever_its_process_is_called() -> None:
