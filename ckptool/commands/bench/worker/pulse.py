@@ -21,6 +21,9 @@ _IDLE = 0.05
 BESIDE, DONE = "beside", "done"
 """Words of a process: it trains beside a save from now on (with its id); its save is done."""
 
+_SAVING = (BESIDE, "save", "saving", "checking")
+"""Words after which no process may end without a trace of what comes next."""
+
 MOST_SILENT = 25.0
 MOST_SILENT_AFTER_A_DEATH = 3.0
 """Seconds; another may pass until it is noticed."""
@@ -45,12 +48,14 @@ class Pulse:
         self._used: dict[int, float] = {}
         self._commands: dict[int, str] = {}
         self._training: int | None = None
+        self._saves = False
         self._died: str | None = None
 
     def hear(self, word: str, value: Any) -> None:
         """Take note of a word of the process."""
         self._last = time.monotonic()
         self._training = value if word == BESIDE else None
+        self._saves = word in _SAVING
         self._died = None
 
     def problem(self) -> str | None:
@@ -65,7 +70,7 @@ class Pulse:
         if beats != self._beats:
             self._beats, self._last = beats, now
         silent = now - self._last
-        if self._training and self._died and silent > MOST_SILENT_AFTER_A_DEATH:
+        if self._died and silent > MOST_SILENT_AFTER_A_DEATH:
             return f"a process of the save ended before it was saved: {self._died}"
         if silent <= self._most_silent:
             return None
@@ -89,7 +94,7 @@ class Pulse:
         busy = sum(max(0.0, used[pid] - self._used.get(pid, 0.0)) for pid in used)
         commands = {process.pid: command_line(process) for process in processes}
         ended = [command for pid, command in self._commands.items() if pid not in commands]
-        if ended and self._training:
+        if ended and self._saves:
             self._died = self._died or ended[0]
         self._used, self._commands = used, commands
         return busy > _IDLE * seconds or any(map(_waits_for_disk, processes))

@@ -86,6 +86,24 @@ def test_a_worker_that_dies_is_named_though_training_goes_on(tmp_path: Path) -> 
     assert ended.failure == "a process of the save ended before it was saved: sleep 321"
 
 
+@pytest.mark.parametrize(("word", "noticed"), [("save", True), (DONE, False)])
+def test_a_worker_that_dies_while_training_waits_for_it_is_named(
+    word: str, noticed: bool, tmp_path: Path
+) -> None:
+    """What ends after its save may take its time."""
+
+    def wait(tell: Any) -> None:
+        worker = subprocess.Popen(["sleep", "321"])
+        tell(word, 0)
+        time.sleep(0.5)
+        worker.kill()
+        time.sleep(600)
+
+    reason = run(wait, tmp_path, 2.0).failure or ""
+    died = "a process of the save ended before it was saved: sleep 321"
+    assert reason == died if noticed else reason.startswith("hung: ")
+
+
 def test_a_worker_that_is_stopped_is_named_though_training_goes_on(tmp_path: Path) -> None:
     ended = run(train(send(signal.SIGSTOP)), tmp_path, 1.0)
     assert ended.failure is not None
