@@ -236,6 +236,11 @@ _CODES: dict[str, dict[str, Code]] = {
         "optimizer-incomplete": Code(
             _WARNING, "some parameters lack optimizer state that others have"
         ),
+        "optimizer-extra": Code(
+            _WARNING,
+            "optimizer state of parameters that are not there",
+            "a resume ignores it, or the optimizer belongs to another model",
+        ),
         "optimizer-shape": Code(_WARNING, "optimizer state and its parameter differ in shape"),
         "steps-differ": Code(
             _WARNING,

@@ -124,7 +124,7 @@ def _mastered(tensors: Mapping[str, TensorEntry]) -> Iterator[_Mastered]:
         parameter = _parameter_of(name)
         if parameter is None or master.dtype.name != "float32" or not master.elements:
             continue
-        for key, index in _keys_of(parameter):
+        for key, index in keys_of(parameter):
             weight = tensors.get(key)
             if weight is not None and _is_weight(weight, index, master):
                 from ckptool.engine.check.fingerprint import Printer
@@ -141,7 +141,7 @@ def _parameter_of(name: str) -> str | None:
     return found["of_kind"] or found["own"] if found else None
 
 
-def _keys_of(parameter: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def keys_of(parameter: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the names that the weight of a parameter may have, and its index in one of a stack."""
     for prefix in _PREFIXES:
         yield prefix + parameter, ()

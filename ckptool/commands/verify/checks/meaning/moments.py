@@ -47,7 +47,7 @@ class Moments:
         self._names: dict[str, dict[str, str]] = defaultdict(dict)
         self._found: dict[str, Moment] = {}
         for name, entry in catalog.tensors.items():
-            kind, parameter = _parse(name) or ("", "")
+            kind, parameter = parse_moment(name) or ("", "")
             is_moment = kind and entry.source_dtype.name in _TYPES and entry.elements
             if is_moment and state_category(entry) == "optimizer":
                 from ckptool.commands.verify.checks.meaning.moment_bits import Moment
@@ -102,7 +102,7 @@ class Moments:
                 yield Problem(message, "moments-zero", tensor=square)
 
 
-def _parse(name: str) -> tuple[str, str] | None:
+def parse_moment(name: str) -> tuple[str, str] | None:
     """Return the kind of a moment and the parameter that it is of; None if it is no moment."""
     found = _NAME.fullmatch(name) if _MEAN in name else None
     if found is None:
@@ -137,7 +137,7 @@ def _copied(seen: Mapping[str, Moment], elements: Elements) -> Iterator[Problem]
     for one, other in (pair for names in alike.values() for pair in pairwise(names)):
         from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
 
-        weights = [models.get((_parse(name) or ("", ""))[1]) for name in (one, other)]
+        weights = [models.get((parse_moment(name) or ("", ""))[1]) for name in (one, other)]
         known = [weight for weight in weights if weight and elements.are_sound(weight.name)]
         if len(known) < 2 or not are_equal(located[one], located[other], elements.source):
             continue

@@ -1,0 +1,95 @@
+"""Optimizer state of parameters that the model, or the optimizer's own groups, do not have."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from ckptool.commands.verify.checks.meaning.masters import keys_of
+from ckptool.commands.verify.checks.meaning.moments import parse_moment
+from ckptool.commands.verify.checks.training import models_by_tail
+from ckptool.core.catalog import Catalog, RankStep, TensorEntry
+from ckptool.core.keymap.model import abstract
+from ckptool.core.state_category import state_category
+from ckptool.core.text import list_some, plural
+from ckptool.errors import Problem
+
+_GROUPS, _PARAMS, _STATE = "param_groups", "params", ".state."
+_FEW = 2
+
+States = Mapping[str, Sequence[TensorEntry]]
+"""The moments of each parameter: by its name, or by its number among those of an optimizer."""
+
+
+def extra_state_problems(catalog: Catalog) -> Iterator[Problem]:
+    """Yield the state of parameters that are not there, by names and shapes alone.
+
+    A resume ignores it, or the optimizer is another model's.
+    """
+    named: dict[str, list[TensorEntry]] = defaultdict(list)
+    numbered: dict[str, dict[str, list[TensorEntry]]] = defaultdict(lambda: defaultdict(list))
+    for name, entry in catalog.tensors.items():
+        found = parse_moment(name)
+        if found is None or state_category(entry) != "optimizer":
+            continue
+        parameter = found[1]
+        if parameter.isdigit():
+            numbered[name.partition(_STATE)[0]][parameter].append(entry)
+        else:
+            named[parameter].append(entry)
+    if named:
+        yield from _problem(_beside_the_model(catalog, named), "the model does")
+    groups = _numbers_in_groups(catalog) if numbered else {}
+    for optimizer, states in numbered.items():
+        if known := groups.get(optimizer):
+            extra = {number: own for number, own in states.items() if int(number) not in known}
+            yield from _problem(extra, "the optimizer's groups do")
+
+
+def _problem(extra: States, who: str) -> Iterator[Problem]:
+    names = [entry.name for states in extra.values() for entry in states]
+    if names:
+        message = f"{list_some(names, _FEW)}: optimizer state of"
+        message += f" {plural(len(extra), 'parameter')} that {who} not have"
+        yield Problem(message, "optimizer-extra", tensor=names[0])
+
+
+def _beside_the_model(catalog: Catalog, states: States) -> States:
+    """Return the state of layers and experts that the model does not have, beside most that it has.
+
+    Names that differ from the model's by more than numbers may be its own: torchtitan 0.3 saves
+    parts of a fused weight, but the state of the whole. Of tied parameters a model may have another
+    name: one of the same shape without state.
+    """
+    models = models_by_tail(catalog.tensors)
+    known = {name: _of_model(name, models) for name in states}
+    extra = [n for n in states if not known[n] and n not in catalog.conflicts]
+    if 2 * len(extra) >= len(states):
+        return {}
+    kinds = {kind for name in models if (kind := abstract(name)[0])}
+    with_state = {name for names in known.values() for name in names}
+    shapes = {m.shape for m in models.values() if m.name not in with_state}
+    return {
+        name: states[name]
+        for name in extra
+        if abstract(name)[0] in kinds and not any(each.shape in shapes for each in states[name])
+    }
+
+
+def _of_model(parameter: str, models: Mapping[str, TensorEntry]) -> set[str]:
+    """Return the names of the model's tensors that may be a parameter."""
+    keys = (key for key, _ in keys_of(parameter))
+    return {models[key].name for key in keys if key in models}
+
+
+def _numbers_in_groups(catalog: Catalog) -> dict[str, set[int]]:
+    """Return the numbers of the parameters in the groups of each optimizer, of all ranks."""
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for entry in catalog.objects.values():
+        steps = [step.step if isinstance(step, RankStep) else step for step in entry.path]
+        if _GROUPS not in steps:
+            continue
+        optimizer = ".".join(map(str, steps[: steps.index(_GROUPS)]))
+        if steps[-1] == _PARAMS and isinstance(entry.value, list):
+            numbers[optimizer].update(n for n in entry.value if isinstance(n, int))
+    return numbers

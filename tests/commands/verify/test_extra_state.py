@@ -1,0 +1,92 @@
+"""Optimizer state of layers, experts and numbers that are not there, and what only seems so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from verify.verify_runs import checked, saved
+
+from ckptool.commands.verify.findings import Finding
+
+State = dict[str, Any]
+
+
+def found(path: Path) -> list[Finding]:
+    codes = checked(path, quick=True).findings
+    return [finding for finding in codes if finding.code == "optimizer-extra"]
+
+
+def moments(names: Iterable[str], width: int = 3) -> State:
+    return {n: {"exp_avg": torch.ones(2, width), "exp_avg_sq": torch.ones(2, width)} for n in names}
+
+
+def layers(count: int, *others: str) -> list[str]:
+    return [*(f"layers.{n}.up.weight" for n in range(count)), *others]
+
+
+def state(model: Iterable[str], optimizer: Iterable[str]) -> State:
+    weights = {name: torch.ones(2, 3) for name in model}
+    return {"model": weights, "optimizer": {"state": moments(optimizer)}}
+
+
+def written(path: Path, content: State) -> Path:
+    dcp.save(content, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def test_the_state_of_layers_that_the_model_does_not_have(tmp_path: Path) -> None:
+    (finding,) = found(written(tmp_path / "c", state(layers(4), layers(6))))
+    assert finding.severity.value == "warning"
+    assert finding.message == (
+        "optimizer.state.layers.4.up.weight.exp_avg, optimizer.state.layers.4.up.weight.exp_avg_sq"
+        " and 2 more: optimizer state of 2 parameters that the model does not have"
+    )
+
+
+def test_it_is_by_kind_as_megatron_names_it(tmp_path: Path) -> None:
+    content = {f"decoder.{name}": torch.ones(2, 3) for name in layers(4)}
+    content |= {f"optimizer.state.exp_avg.decoder.{name}": torch.ones(2, 3) for name in layers(5)}
+    (finding,) = found(written(tmp_path / "c", content))
+    assert finding.tensor == "optimizer.state.exp_avg.decoder.layers.4.up.weight"
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        (layers(6), layers(4)),  # frozen, or experts never chosen
+        (layers(4), layers(4)),
+        (layers(4, "layers.9.up.weight"), layers(4, "layers.8.up.weight")),  # tied: another name
+        (layers(4, "a.w1", "a.w2"), layers(4, "a.w12")),  # saved in parts
+        (layers(2), layers(9)),  # most are others: another way to name them
+        (layers(4), [f"_orig_mod.{name}" for name in layers(4)]),
+    ],
+)
+def test_state_that_may_be_right_is_none(
+    model: list[str], optimizer: list[str], tmp_path: Path
+) -> None:
+    assert not found(written(tmp_path / "c", state(model, optimizer)))
+
+
+@pytest.mark.parametrize("groups", [[[0, 1, 2]], [[0], [1, 2]]])
+def test_numbers_that_no_group_has(groups: list[list[int]], tmp_path: Path) -> None:
+    own = {int(name): values for name, values in moments("0123").items()}
+    listed = [{"lr": 0.1, "params": numbers} for numbers in groups]
+    content: State = {"model": {"w": torch.ones(2)}, "optimizer": {}}
+    content["optimizer"] = {"state": own, "param_groups": listed}
+    (finding,) = found(saved(tmp_path / "c", state=content))
+    assert "optimizer state of 1 parameter that the optimizer's groups do not" in finding.message
+    assert finding.tensor == "optimizer.state.3.exp_avg"
+    listed[-1]["params"] = [*groups[-1], 3, 4]  # one without state
+    assert not found(saved(tmp_path / "whole", state=content))
+
+
+def test_what_a_lost_file_explains_is_none(tmp_path: Path) -> None:
+    path = written(tmp_path / "c", state(layers(4), layers(6)))
+    for file in path.glob("*.distcp"):
+        file.unlink()
+    assert not found(path)
