@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, ClassVar
 
 from msgspec import Struct, field
@@ -30,6 +31,13 @@ from ckptool.storage.place import is_gone
 from ckptool.storage.url import Location, within
 
 _NOT_FINITE = "not-finite"
+_ANOTHER = (
+    "weights-differ-from-masters",
+    "moments-negative",
+    "moments-zero",
+    "moments-copied",
+)
+"""The warnings after which a resume would go on with something else than what was trained."""
 
 
 class StepReport(Report, frozen=True):
@@ -245,11 +253,17 @@ class Assessor:
         if not report.ok:
             more = f" (and {len(failures) - 1:,} more)" if len(failures) > 1 else ""
             yield f"{_text_of(failures[0], report)}{more}" if failures else report.summary
-        elif not self._options.allow_nonfinite:
-            found = [each for each in report.findings if each.code == _NOT_FINITE]
-            for finding in filter(lambda each: _is_of_model(each, catalog), found):
+        else:
+            yield from islice(self._warnings(report, catalog), 1)
+
+    def _warnings(self, report: VerifyReport, catalog: Catalog | None) -> Iterator[str]:
+        """Yield what no training should go on from, with the option that accepts it."""
+        for finding in report.findings:
+            is_odd = finding.code == _NOT_FINITE and not self._options.allow_nonfinite
+            if is_odd and _is_of_model(finding, catalog):
                 yield f"{_text_of(finding, report)} (--allow-nonfinite accepts it)"
-                return
+            elif finding.code in _ANOTHER:
+                yield f"{_text_of(finding, report)} (--ignore {finding.code} accepts it)"
 
     def _by_side_files(self, step: Step, surveys: Sequence[Survey]) -> Iterator[str]:
         """Yield why files that training needs, beside the checkpoints, are not whole."""

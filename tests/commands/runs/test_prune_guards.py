@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import case
 from prune_runs import fates, hashes, names_in, pruned
 from trainer_runs import BOTH, OPTIMIZER, TRAINERS, WEIGHT, age, of_dcp, run_of, write_step
@@ -208,6 +209,22 @@ def test_a_model_with_values_that_are_none_is_not_good(value: float, tmp_path: P
     assert fates(pruned(tmp_path, allow_nonfinite=True))["step-2.pt"] == "remove"
     pruned(tmp_path, yes=True)
     assert names_in(tmp_path) == ["step-2.pt", "step-3.pt"]
+
+
+def test_a_step_whose_resume_is_another_model_is_not_good(tmp_path: Path) -> None:
+    for step, shift in ((1, 0.0), (2, 0.0), (3, 0.5)):
+        master = torch.linspace(-1, 1, 12).reshape(3, 4)
+        state = {"w": (master + shift).bfloat16(), "optimizer.state.fp32_param.w": master}
+        dcp.save(state, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
+    latest = ckptool.verify_run(tmp_path)
+    assert latest.latest_good is not None
+    assert latest.latest_good.path.name == "step-2"
+    (reason,) = latest.steps[0].reasons
+    assert reason.startswith("weights-differ-from-masters: w: 12 of 12 values are not those of")
+    assert reason.endswith("(--ignore weights-differ-from-masters accepts it)")
+    assert fates(pruned(tmp_path))["step-2"] == "keep"
+    accepted = ckptool.verify_run(tmp_path, ignore=("weights-differ-from-masters",))
+    assert accepted.steps[0].ok
 
 
 def test_an_optimizer_with_such_values_does_not_matter(tmp_path: Path) -> None:
