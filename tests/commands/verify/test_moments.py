@@ -32,19 +32,47 @@ def test_no_fixture_has_moments_that_no_step_leaves(folder: Path) -> None:
         assert not found(folder)
 
 
-def trained(steps: int = 3, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> State:
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(SHAPE[1], SHAPE[0])
+        self.down = torch.nn.Linear(SHAPE[0], SHAPE[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        down: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return x + down
+
+
+class Sum(torch.nn.Module):
+    """Products that are added up have the same gradients, whatever the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = (torch.nn.Linear(SHAPE[1], SHAPE[0]) for _ in range(LAYERS))
+        self.parts = torch.nn.ModuleList(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part(x) for part in self.parts]).sum(0)
+
+
+def layers() -> torch.nn.Module:
+    return torch.nn.Sequential(*(Layer() for _ in range(LAYERS)))
+
+
+def trained(
+    steps: int = 3,
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    make: Callable[[], torch.nn.Module] = layers,
+) -> State:
     """A model and its optimizer's state by names, after real steps."""
     torch.manual_seed(1)
-    model = torch.nn.ModuleDict(
-        {f"layers-{n}": torch.nn.Linear(SHAPE[1], SHAPE[0]) for n in range(LAYERS)}
-    )
+    model = make()
     optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
     for _ in range(steps):
         optimizer.zero_grad()
-        total = sum(layer(torch.randn(8, SHAPE[1])).square().sum() for layer in model.values())
-        torch.as_tensor(total).backward()
+        model(torch.randn(8, SHAPE[1])).square().mean().backward()
         optimizer.step()
-    names = [name.replace("-", ".") for name, _ in model.named_parameters()]
+    names = [f"layers.{name}" for name, _ in model.named_parameters()]
     weights = dict(zip(names, model.state_dict().values(), strict=True))
     states = optimizer.state_dict()["state"]
     return {"model": weights, "optimizer": {"state": {names[at]: states[at] for at in states}}}
@@ -55,8 +83,8 @@ def saved(path: Path, state: State) -> Path:
     return path
 
 
-def of_layer(state: State, layer: int) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = state["optimizer"]["state"][f"layers.{layer}.weight"]
+def of_layer(state: State, layer: int, part: str = "up") -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = state["optimizer"]["state"][f"layers.{layer}.{part}.weight"]
     return found
 
 
@@ -70,11 +98,15 @@ KINDS = [
 
 
 @pytest.mark.parametrize("steps", [0, 1, 30])
+@pytest.mark.parametrize("make", [layers, Sum])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_real_steps_leave_nothing_to_report(
-    steps: int, kind: type[torch.optim.Optimizer], tmp_path: Path
+    steps: int,
+    make: Callable[[], torch.nn.Module],
+    kind: type[torch.optim.Optimizer],
+    tmp_path: Path,
 ) -> None:
-    assert not found(saved(tmp_path / "c", trained(steps, kind)))
+    assert not found(saved(tmp_path / "c", trained(steps, kind, make)))
 
 
 def test_squares_below_zero(tmp_path: Path) -> None:
@@ -83,7 +115,7 @@ def test_squares_below_zero(tmp_path: Path) -> None:
     (finding,) = found(saved(tmp_path / "c", state))
     assert (finding.code, finding.severity.value) == ("moments-negative", "warning")
     assert finding.message == (
-        "optimizer.state.layers.2.weight.exp_avg_sq: 2 of 1,200 values are negative, first at"
+        "optimizer.state.layers.2.up.weight.exp_avg_sq: 2 of 1,200 values are negative, first at"
         " [7, 3]: means of squares cannot be"
     )
 
@@ -94,7 +126,7 @@ def test_means_and_squares_that_were_exchanged_are_one_finding(tmp_path: Path) -
         own["exp_avg"], own["exp_avg_sq"] = own["exp_avg_sq"], own["exp_avg"]
     (finding,) = found(saved(tmp_path / "c", state))
     assert finding.code == "moments-negative"
-    assert len(finding.affected) == 2 * LAYERS
+    assert len(finding.affected) == 4 * LAYERS
 
 
 def test_squares_that_are_minus_zero_or_not_finite_are_not_negative(tmp_path: Path) -> None:
@@ -135,45 +167,47 @@ def test_zero_moments_that_may_be_right_are_none(state: State, tmp_path: Path) -
 def test_squares_that_are_zero_beside_means_that_are_not(tmp_path: Path) -> None:
     path = saved(tmp_path / "c", zero(trained(), "exp_avg_sq", layers=range(1, 2)))
     (finding,) = found(path)
-    names = [
-        "optimizer.state.layers.1.weight.exp_avg_sq",
-        "optimizer.state.layers.1.bias.exp_avg_sq",
-    ]
-    assert {each.tensor for each in finding.affected} == {*names}
+    assert len(finding.affected) == 4
     assert finding.code == "moments-zero"
     assert "all values are zero, but optimizer.state.layers.1." in finding.message
 
 
 def test_squares_too_small_for_their_type_are_none(tmp_path: Path) -> None:
     state = zero(trained(), "exp_avg_sq", layers=range(1, 2))
-    for name in ("layers.1.weight", "layers.1.bias"):
-        state["optimizer"]["state"][name]["exp_avg"].mul_(1e-30)
+    for own in state["optimizer"]["state"].values():
+        own["exp_avg"].mul_(1e-30)
     assert not found(saved(tmp_path / "c", state))
 
 
-def copy_moments(state: State, into: int, *kinds: str) -> State:
-    for kind in kinds:
-        of_layer(state, into)[kind] = of_layer(state, 1)[kind].clone()
+def copy_moments(state: State, *parts: str) -> State:
+    for part in parts:
+        for kind in ("exp_avg", "exp_avg_sq"):
+            of_layer(state, 2, part)[kind] = of_layer(state, 1, part)[kind].clone()
     return state
 
 
 def test_moments_of_another_layer(tmp_path: Path) -> None:
-    state = copy_moments(trained(), 2, "exp_avg", "exp_avg_sq")
+    state = copy_moments(trained(), "up", "down")
     (finding,) = found(saved(tmp_path / "c", state))
     assert finding.code == "moments-copied"
     assert {each.tensor for each in finding.affected} == {
-        f"optimizer.state.layers.2.weight.{kind}" for kind in ("exp_avg", "exp_avg_sq")
+        f"optimizer.state.layers.2.{part}.weight.{kind}"
+        for part in ("up", "down")
+        for kind in ("exp_avg", "exp_avg_sq")
     }
 
 
 def with_equal_weights(state: State) -> State:
-    state["model"]["layers.2.weight"] = state["model"]["layers.1.weight"].clone()
+    for part in ("up", "down"):
+        copied = state["model"][f"layers.1.{part}.weight"].clone()
+        state["model"][f"layers.2.{part}.weight"] = copied
     return state
 
 
 def but_for_the_last(state: State) -> State:
-    for kind in ("exp_avg", "exp_avg_sq"):
-        of_layer(state, 2)[kind][-1, -1] += 1
+    for part in ("up", "down"):
+        for kind in ("exp_avg", "exp_avg_sq"):
+            of_layer(state, 2, part)[kind][-1, -1] += 1
     return state
 
 
@@ -181,7 +215,7 @@ def but_for_the_last(state: State) -> State:
 def test_layers_that_are_equal_or_only_begin_so_are_none(
     change: Callable[[State], State], tmp_path: Path
 ) -> None:
-    state = change(copy_moments(trained(), 2, "exp_avg", "exp_avg_sq"))
+    state = change(copy_moments(trained(), "up", "down"))
     assert not found(saved(tmp_path / "c", state))
 
 

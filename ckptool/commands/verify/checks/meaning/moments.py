@@ -122,28 +122,48 @@ def _negative(seen: Mapping[str, Moment], located: Mapping[str, TensorEntry]) ->
 
 
 def _copied(seen: Mapping[str, Moment], elements: Elements) -> Iterator[Problem]:
-    """Yield moments of matrices that are those of another layer, whose weight is another.
+    """Yield moments of matrices that are those of another layer, whose weights are others.
 
     Layers are what differs by numbers alone. Equal weights, such as those of experts copied from
-    one, may have equal gradients.
+    one, may have equal gradients, and so have matrices whose products are added up: only where
+    several matrices of a layer are another's are they copies.
     """
-    located = elements.located
-    alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    pairs: dict[object, list[tuple[str, str]]] = defaultdict(list)
+    matrices: dict[object, set[str]] = defaultdict(set)
+    for one, other in _alike(seen, elements):
+        (kind, numbers), (_, others) = (abstract(_parameter_of(name)) for name in (one, other))
+        pairs[numbers, others].append((one, other))
+        matrices[numbers, others].add(kind)
+    for layers, found in pairs.items():
+        for one, other in found if len(matrices[layers]) > 1 else ():
+            message = f"{other}: the values of {one}, bit for bit, but the weights differ"
+            yield Problem(message, "moments-copied", tensor=other)
+
+
+def _alike(seen: Mapping[str, Moment], elements: Elements) -> Iterator[tuple[str, str]]:
+    """Yield the names of moments that are equal, of weights that are not."""
+    located, source = elements.located, elements.source
+    groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, moment in seen.items():
         entry, kind = located[name], abstract(name)[0]
         if not moment.is_zero and moment.head is not None and _is_matrix(entry) and kind:
-            alike[kind, entry.shape, entry.source_dtype.name, moment.head].append(name)
-    models = models_by_tail(located) if any(len(names) > 1 for names in alike.values()) else {}
-    for one, other in (pair for names in alike.values() for pair in pairwise(names)):
+            groups[kind, entry.shape, entry.source_dtype.name, moment.head].append(name)
+    several = [names for names in groups.values() if len(names) > 1]
+    models = models_by_tail(located) if several else {}
+    for one, other in (pair for names in several for pair in pairwise(names)):
         from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
 
-        weights = [models.get((parse_moment(name) or ("", ""))[1]) for name in (one, other)]
+        weights = [models.get(_parameter_of(name)) for name in (one, other)]
         known = [weight for weight in weights if weight and elements.are_sound(weight.name)]
-        if len(known) < 2 or not are_equal(located[one], located[other], elements.source):
+        if len(known) < 2 or not are_equal(located[one], located[other], source):
             continue
-        if not are_equal(known[0], known[1], elements.source):
-            message = f"{other}: the values of {one}, bit for bit, but the weights differ"
-            yield Problem(message, "moments-copied", tensor=other)
+        if not are_equal(known[0], known[1], source):
+            yield one, other
+
+
+def _parameter_of(name: str) -> str:
+    found = parse_moment(name)
+    return found[1] if found else name
 
 
 def _is_matrix(entry: TensorEntry) -> bool:
