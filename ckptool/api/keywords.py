@@ -138,11 +138,15 @@ class MergeKeywords(ExtractKeywords, total=False):
     weights: str | Sequence[float]
     ema: float | None
     onto: str | None
+    lora: str | None
     add: str | None
     minus: str | None
     scale: float
+    apply_delta: bool
     take: Strings
     last: int | None
+    rows: Strings
+    fill: str | None
     with_optimizer: bool
     recipe: AnyPath | None
     mesh: str | None
