@@ -83,7 +83,7 @@ def test_a_run_whose_trainer_names_the_latest_is_listed(
         (str(later), None), (str(latest), next(p.name for p in tmp_path.glob("latest*")))
     ]  # fmt: skip
     assert f"points to {latest.name}" in invoke(tmp_path).stdout
-    assert " tensors, " in alone
+    assert " tensors of " in alone
     assert ckptool.open(tmp_path).step == step
 
 
