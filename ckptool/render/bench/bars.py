@@ -18,8 +18,8 @@ _BLOCKED, _BACKGROUND, _SYNCING = "#e0605a", "#5fafff", "#b9b4d0"
 _NAMES = {_BLOCKED: "training blocked", _BACKGROUND: "until written", _SYNCING: "until durable"}
 _SHADES, _ASCII = "█▓░", "#=-"
 _NARROWEST, _WIDEST = 10, 40
-_BESIDE = 60
-"""Cells of a line besides the name and the bar."""
+_BESIDE, _LOADS = 36, 24
+"""Cells of a line besides the name and the bar, and those of loads where there is room for them."""
 
 _INCHES_PER_BAR = 0.34
 
@@ -39,7 +39,9 @@ def draw_bars(report: BenchReport, screen: Console) -> list[Text]:
     writing = "upload" if report.limits.get("upload") else "write"
     heads = ("", "", f"of {staging} copy", f"of raw {writing}", f"load, of {staging} copy")
     rows = [[Text(head, "dim") for head in heads]]
-    width = _width(report, screen)
+    room = _room(report, screen)
+    loads = room >= _NARROWEST + _LOADS
+    width = max(_NARROWEST, min(_WIDEST, room - _LOADS if loads else room))
     for result in report.ranked:
         fractions = (
             report.blocked_fraction(result),
@@ -51,15 +53,16 @@ def draw_bars(report: BenchReport, screen: Console) -> list[Text]:
             [Text(f"  {visible(result.name)}"), _bar(report, result, width, shades), *cells]
         )
     legend.rstrip()
-    return [legend, *columns(screen, rows, "llrrr", cuts=0)]
+    rows = rows if loads else [row[:-1] for row in rows]
+    return [legend, *columns(screen, rows, "llrrr" if loads else "llrr", cuts=0)]
 
 
-def _width(report: BenchReport, screen: Console) -> int:
-    """Return the cells of the longest bar: what the names leave of the terminal's width."""
+def _room(report: BenchReport, screen: Console) -> int:
+    """Return the cells that names and fractions leave of the terminal's width."""
     if not screen.is_terminal:
-        return _WIDEST
+        return _WIDEST + _LOADS
     names = max(len(visible(result.name)) for result in report.results)
-    return max(_NARROWEST, min(_WIDEST, screen.width - names - _BESIDE))
+    return screen.width - names - _BESIDE
 
 
 def _bar(report: BenchReport, result: Measured, width: int, shades: str) -> Text:

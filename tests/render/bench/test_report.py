@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from bench.bench_samples import FAST, GIB, QUICKEST, SYNC, measured, report
 from msgspec.structs import replace
+from rich.console import Console
 
 from ckptool.commands.bench.cost import TrainingJob
 from ckptool.commands.bench.report import (
@@ -22,7 +23,7 @@ from ckptool.commands.bench.report import (
 )
 from ckptool.commands.bench.words import advice, seconds, slowdown
 from ckptool.errors import Unsupported, UsageError
-from ckptool.render.bench.bars import require_plottable, write_plot
+from ckptool.render.bench.bars import draw_bars, require_plottable, write_plot
 from ckptool.render.bench.report import show_bench, show_recommended
 
 
@@ -175,6 +176,18 @@ def test_bars_tell_their_parts_without_colors(capsys: pytest.CaptureFixture[str]
     bars = {words[0]: words[1] for words in lines if len(words) > 1 and words[1][0] in "█▓░"}
     assert bars["half"] == 10 * "█" + 28 * "▓" + 2 * "░"
     assert bars["sync"] == 20 * "█"
+
+
+@pytest.mark.parametrize(("width", "loads"), [(80, False), (100, False), (120, True)])
+def test_bars_fit_the_terminal_and_loads_are_beside_them_where_there_is_room(
+    width: int, loads: bool
+) -> None:
+    longest = measured("nvrx/worker-a-save+multi-process", 1.0, 2.0)
+    screen = Console(width=width, force_terminal=True)
+    lines = [line.plain for line in draw_bars(report(SYNC, longest), screen)]
+    assert max(map(len, lines)) <= width
+    assert ("load, of memory copy" in lines[1]) == loads
+    assert "  nvrx/worker-a-save+multi-process  " in lines[2]
 
 
 def test_what_is_dirty_unless_training_waits_is_reported_so(
