@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from msgspec import Struct, field, structs
 
-from ckptool.commands.convert import prepare
+from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.document import Report
 from ckptool.commands.options.target import ConvertOptions, StepChoice
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
@@ -17,6 +17,7 @@ from ckptool.commands.runs.assessment import Assessor
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.steps import Run, Step
+from ckptool.commands.transfer.transfer import Transfer
 from ckptool.commands.verify.compare.against import against
 from ckptool.commands.verify.verify import Started
 from ckptool.core.text import list_some
@@ -149,6 +150,9 @@ class _Conversion:
             made = partial(ConvertedStep, part, step.number, target=target)
             try:
                 yield self._convert(part, target, made)
+            except UsageError as error:
+                error.add_hint(f"so it is in {part}")
+                raise
             except (SourceError, Unsupported) as error:
                 hint = f" ({error.hint})" if error.hint else ""
                 yield made("failed", reason=f"{error}{hint}")
@@ -173,19 +177,31 @@ class _Conversion:
         if how.dry_run:
             there = "there already: it would be compared" if target.exists() else ""
             return made("planned", nbytes=nbytes, reason=there)
-        resume = how.resume and transfer.stage().target.is_partial()
-        if target.exists() and not resume:
+        differs: str | None = ""
+        if target.exists():
             self._notify(f"comparing {source} with {target}")
             differs = self._difference(source, target)
-            if differs is None:
-                return made("equal", nbytes=nbytes)
-            if not how.overwrite:
-                raise Unsupported(f"{target}: there already, and {differs}", hint="--overwrite")
-        self._notify(f"writing {target}")
-        transfer = structs.replace(transfer, options=replace(how, resume=resume))
-        report = transfer.run(self._started(transfer.nbytes))
-        self._notes.update(dict.fromkeys(report.notes))
+        if differs is None:
+            return made("equal", nbytes=nbytes)
+        self._write(transfer, differs)
         return made("written", nbytes=nbytes)
+
+    def _write(self, transfer: Transfer[ConvertReport], differs: str) -> None:
+        """Write a target, with ``resume`` from where an interrupted run ended, if one did."""
+        how, target = transfer.options, transfer.target
+        self._notify(f"writing {target}")
+        for resume in (True, False) if how.resume else (False,):
+            if differs and not (resume or how.overwrite):
+                raise Unsupported(f"{target}: there already, and {differs}", hint="--overwrite")
+            this = structs.replace(transfer, options=replace(how, resume=resume))
+            try:
+                report = this.run(self._started(this.nbytes))
+            except Unsupported:
+                if not resume:
+                    raise
+            else:
+                self._notes.update(dict.fromkeys(report.notes))
+                return
 
     def _difference(self, source: Location, target: Location) -> str | None:
         """Return how a target differs from what would be written there; None if it does not."""

@@ -161,8 +161,9 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         """
         if on_disk(self.target) is None:
             return None
+        stage = stage_at(self.target, self.plan.layout, self._stage_options(), self.options)
         try:
-            self.stage().require_possible()
+            stage.require_possible()
         except Unsupported as error:
             return f"{error.message}; {error.hint}" if error.hint else error.message
         return None
@@ -170,10 +171,6 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
     def with_costs(self) -> AnyReport:
         """Return the report of the plan with what it is worth to compute for a dry run alone."""
         return self.report
-
-    def stage(self) -> Stage:
-        """Return the stage of one process that works alone, or writes a part."""
-        return stage_at(self.target, self.plan.layout, self._stage_options(), self.options)
 
     def require_possible(self, ranks: Ranks) -> None:
         """Raise Unsupported if these ``ranks`` cannot do what was requested; any can transfer."""

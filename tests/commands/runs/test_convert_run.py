@@ -107,6 +107,8 @@ def test_what_one_checkpoint_has_no_use_for_is_refused(tmp_path: Path) -> None:
     assert "--part" in convert(run, "--all-steps", "--part", "1/2", code=2).stderr
     assert "is one checkpoint" in convert(run / "step-100", "--all-steps", code=4).stderr
     assert "--all-steps converts each step" in convert(run, code=3).stderr
+    asked = convert(run, "--all-steps", "--select", "nothing", code=2).stderr
+    assert f"so it is in {run}/step-200" in asked
 
 
 def test_python_converts_a_run(tmp_path: Path) -> None:
