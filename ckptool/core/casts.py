@@ -161,6 +161,12 @@ def is_computed(entry: TensorEntry) -> bool:
     return any(isinstance(chunk.at, Computed) for chunk in chunks)
 
 
+def is_in_order(entry: TensorEntry) -> bool:
+    """Return whether one thread is to read all boxes of a tensor, in order."""
+    chunks = entry.chunks if isinstance(entry.chunks, tuple) else ()
+    return any(isinstance(chunk.at, Computed) and chunk.at.kept > 0 for chunk in chunks)
+
+
 RangeCounts = Counter[tuple[str, str, str]]
 """The count of numbers beyond a type's range, by tensor, type, and what they became."""
 

@@ -121,8 +121,8 @@ class Computed(Struct, frozen=True):
 
     ``part`` is what the chunk consists of, in elements of the whole that ``compute`` computes a box
     of. ``reads`` says which boxes of stored tensors that takes; by default all of each. Quantized
-    numbers have one scale per ``block``, its elements in each dim. ``memory`` is what a thread that
-    computes holds in bytes, beside boxes.
+    numbers have one scale per ``block``, its elements in each dim. A thread that computes a box
+    keeps ``kept`` bytes for the next: if there are any, one had better compute all, in order.
     """
 
     stored: tuple[TensorEntry, ...]
@@ -130,7 +130,7 @@ class Computed(Struct, frozen=True):
     compute: Compute
     block: tuple[int, ...] = ()
     reads: Reads | None = None
-    memory: int = 0
+    kept: int = 0
 
     @property
     def values(self) -> TensorEntry:

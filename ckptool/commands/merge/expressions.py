@@ -104,7 +104,7 @@ def computed(
     parts: Iterable[TensorEntry],
     compute: Compute,
     reads: Reads,
-    memory: int = 0,
+    kept: int = 0,
 ) -> TensorEntry:
     """Return a tensor of the shape and type of another that is computed of others.
 
@@ -113,7 +113,7 @@ def computed(
     wide = BY_NAME["float32"]
     stored = tuple(replace(each, dtype=wide) if is_computed(each) else each for each in parts)
     part = StridedPart(like.shape, 0, row_major_strides(like.shape, 1))
-    at = Computed(stored, part, compute, reads=reads, memory=memory)
+    at = Computed(stored, part, compute, reads=reads, kept=kept)
     chunk = Chunk(Box.whole(like.shape), at)
     return replace(like, chunks=(chunk,), placements=None, mesh=None, stored=None)
 

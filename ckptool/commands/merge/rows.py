@@ -60,8 +60,8 @@ def _lengthened(entry: TensorEntry, rows: Rows) -> TensorEntry:
         raise Unsupported(f"{entry.name}: has no row, of which others could be made")
     like = replace(entry, shape=(rows.count, *entry.shape[1:]))
     formula = MoreRows(rows.fill)
-    memory = 8 * math.prod(entry.shape[1:])  # the mean, in 64 bits
-    return computed(like, [entry], formula, formula.reads, memory)
+    mean = 8 * math.prod(entry.shape[1:])  # in 64 bits
+    return computed(like, [entry], formula, formula.reads, mean)
 
 
 def _require_ties(catalog: Catalog, names: dict[str, Rows]) -> None:

@@ -82,7 +82,7 @@ class Plan:
     def largest_blob(self) -> int:
         """Bytes of the largest blob that must be decoded completely, stored plus decoded.
 
-        Or what computing a tensor takes, if that is more.
+        Or what computing a tensor keeps, if that is more.
         """
         return max(
             (
@@ -164,8 +164,12 @@ class Plan:
 
     def jobs(self, group: Group, limit: int) -> Iterator[list[Tile]]:
         """Yield the tiles of a group, in order; those of one job read the same source rows."""
-        entry = self.catalog.tensors[group.parts[0].part.name]
+        entry = self.entry_of(group)
         return tiles_of_group(group, entry, self.index(entry), limit)
+
+    def entry_of(self, group: Group) -> TensorEntry:
+        """Return the tensor that a group has parts of."""
+        return self.catalog.tensors[group.parts[0].part.name]
 
     def chunks(
         self, numbers: Iterable[int], names: Container[str] | None = None
@@ -243,9 +247,9 @@ class Plan:
 
 
 def _memory_of(at: Place) -> Iterator[int]:
-    """Yield the bytes of each blob of a place, and those that computing it takes."""
+    """Yield the bytes of each blob of a place, and those that computing it keeps."""
     if isinstance(at, Computed):
-        yield at.memory
+        yield at.kept
     for place in stored_places(at):
         if isinstance(place, EncodedBlob):
             yield place.nbytes + place.size

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec import Struct
 
 from ckptool.core.box import Box
-from ckptool.core.casts import is_computed
+from ckptool.core.casts import is_computed, is_in_order
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import tiles
 from ckptool.engine.read.segments import entry_needs
@@ -144,7 +144,8 @@ def tiles_of_jobs(pair: TensorPair) -> Iterator[list[Box]]:
     parts = pair.boxes or (Box.whole(pair.one.shape),)
     limit = PAIR_TILE if pair.is_plain else TILE
     boxes = chain.from_iterable(tiles(part, itemsize, limit) for part in parts)
-    while batch := list(islice(boxes, _TILES_PER_JOB)):
+    at_once = is_in_order(pair.one) or is_in_order(pair.other)
+    while batch := list(islice(boxes, None if at_once else _TILES_PER_JOB)):
         yield batch
 
 

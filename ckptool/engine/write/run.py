@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptool.core.box import Box
+from ckptool.core.casts import is_in_order
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
 from ckptool.core.planning.groups import Tile
 from ckptool.core.planning.plan import Plan
@@ -144,7 +145,11 @@ class _PlanWriter:
             for number, count in group.tile_counts(tile):
                 self._unfinished[number].left += count
         for group in groups:
-            yield from self._plan.jobs(group, tile)
+            jobs = self._plan.jobs(group, tile)
+            if group.band is None and is_in_order(self._plan.entry_of(group)):
+                yield list(chain.from_iterable(jobs))
+            else:
+                yield from jobs
 
     def _create(self, file: FileLayout) -> None:
         path = self._folder / file.path
