@@ -12,6 +12,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Computed, Gather, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.engine.formulas.doubles import as_doubles, from_doubles
+from ckptool.engine.formulas.products import Factor, multiply, split
 from ckptool.engine.read.numbers import Array
 
 _CELL = 256
@@ -29,7 +30,9 @@ class LowRank(Struct, frozen=True):
     Each number is computed in 64 bits and then cast once, as torch casts. W may have one dim before
     rows and columns, as experts, and so do B and A then. A product's last bit depends on the shapes
     of its factors. So they are always those of a cell of a grid that begins at the tensor's first
-    element: a number is the same whichever tile it is computed in.
+    element: a number is the same whichever tile it is computed in. The processor may decide that
+    bit, too. It shows in one of 2 ** 45 numbers of 16 bits, but in one of 2 ** 29 of 32, for which
+    products are therefore exact.
     """
 
     scale: float
@@ -38,18 +41,20 @@ class LowRank(Struct, frozen=True):
         """Compute a box of the sum, as bits of a type."""
         result: Array = np.empty(box.shape, f"u{dtype.itemsize}")
         with np.errstate(all="ignore"):  # what is not finite stays so
-            for part, numbers in self.numbers(gather, at, box):
+            for part, numbers in self.numbers(gather, at, box, dtype):
                 result[_slices(part, box.lo)] = from_doubles(numbers, dtype)
         return result
 
-    def numbers(self, gather: Gather, at: Computed, box: Box) -> Iterator[tuple[Box, Array]]:
+    def numbers(
+        self, gather: Gather, at: Computed, box: Box, wanted: DType
+    ) -> Iterator[tuple[Box, Array]]:
         """Yield the boxes that a box consists of, in one order, with the doubles of each."""
         weight = at.stored[0]
         bits = gather(weight, box)
         for index in np.ndindex(*box.shape[:-2]):
             outer = tuple(map(add, box.lo, index))
             inner = Box((*outer, *box.lo[-2:]), (*(n + 1 for n in outer), *box.hi[-2:]))
-            for part, product in _products(gather, at, inner):
+            for part, product in _products(gather, at, inner, is_exact=wanted.itemsize > 2):
                 own = as_doubles(bits[_slices(part, box.lo)], weight.source_dtype)
                 product *= self.scale
                 yield part, np.add(own, product, out=product)
@@ -72,21 +77,22 @@ class Magnitudes(Struct, frozen=True):
         rows = Box((box.lo[0],), (box.hi[0],))
         with np.errstate(all="ignore"):  # a row of zeros has no direction, as for torch
             factors = as_doubles(gather(magnitudes, rows), magnitudes.source_dtype)
-            factors = factors / self._lengths_of(gather, at, box.lo[0], box.hi[0])
-            for part, numbers in self.sums.numbers(gather, at, box):
+            factors = factors / self._lengths_of(gather, at, rows, dtype)
+            for part, numbers in self.sums.numbers(gather, at, box, dtype):
                 own = factors[part.lo[0] - box.lo[0] : part.hi[0] - box.lo[0], None]
                 result[_slices(part, box.lo)] = from_doubles(own * numbers, dtype)
         return result
 
-    def _lengths_of(self, gather: Gather, at: Computed, start: int, stop: int) -> Array:
+    def _lengths_of(self, gather: Gather, at: Computed, box: Box, wanted: DType) -> Array:
         """Return the lengths of some rows."""
         height, (most, columns) = rows_of_cell(at.stored[1].shape[-1]), at.part.shape
+        (start,), (stop,) = box
         first, last = _aligned(start, stop, height, most)
         for top in range(first, last, height):
             if top not in self.lengths:
                 rows = Box((top, 0), (min(top + height, most), columns))
                 squares = np.zeros(rows.shape[0])
-                for _, numbers in self.sums.numbers(gather, at, rows):
+                for _, numbers in self.sums.numbers(gather, at, rows, wanted):
                     squares += np.square(numbers).sum(axis=1)
                 self.lengths[top] = np.sqrt(squares)
         cells = [self.lengths[top] for top in range(first, last, height)]
@@ -117,8 +123,11 @@ def rows_of_cell(rank: int) -> int:
     return max(1, min(_MOST_ROWS, _ONE_THREAD // (_CELL * rank)))
 
 
-def _products(gather: Gather, at: Computed, box: Box) -> Iterator[tuple[Box, Array]]:
+def _products(
+    gather: Gather, at: Computed, box: Box, *, is_exact: bool
+) -> Iterator[tuple[Box, Array]]:
     """Yield the parts of a box of one matrix with their products, in bands of columns."""
+    factor = split if is_exact else _whole
     weight, left, right = at.stored[:3]
     rank, low, high, outer = left.shape[-1], box.lo[-2:], box.hi[-2:], (box.lo[:-2], box.hi[:-2])
     height = rows_of_cell(rank)
@@ -127,10 +136,10 @@ def _products(gather: Gather, at: Computed, box: Box) -> Iterator[tuple[Box, Arr
     for start in range(low[1] // _BAND * _BAND, high[1], _BAND):
         stop = min(start + _BAND, weight.shape[-1])
         bits = gather(right, _within(outer, (0, start), (rank, stop))).reshape(rank, stop - start)
-        of_columns = as_doubles(bits, right.source_dtype)
+        of_columns = factor(as_doubles(bits, right.source_dtype), 0)
         for row in range(top, bottom, height):
             cells = as_doubles(of_rows[row - top : row - top + height], left.source_dtype)
-            product = _multiply(cells, of_columns)
+            product = _multiply(factor(cells, 1), of_columns)
             part = _within(
                 outer,
                 (max(row, low[0]), max(start, low[1])),
@@ -140,13 +149,18 @@ def _products(gather: Gather, at: Computed, box: Box) -> Iterator[tuple[Box, Arr
             yield part, product[inside].reshape(part.shape)
 
 
-def _multiply(left: Array, right: Array) -> Array:
+def _multiply(left: Factor, right: Factor) -> Array:
     """Return the product of matrices as doubles, a cell at a time."""
-    product = np.empty((len(left), right.shape[1]))
-    for start in range(0, right.shape[1], _CELL):
+    product = np.empty((len(left.high), right.high.shape[1]))
+    for start in range(0, product.shape[1], _CELL):
         cell = slice(start, start + _CELL)
-        np.matmul(left, right[:, cell], out=product[:, cell])
+        product[:, cell] = multiply(left, right.columns(cell))
     return product
+
+
+def _whole(matrix: Array, rank_dim: int) -> Factor:
+    """Return a matrix as it is."""
+    return Factor(matrix)
 
 
 def _within(
