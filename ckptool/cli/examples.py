@@ -40,6 +40,7 @@ EXAMPLES = {
         "ckptool merge model-c/ --onto base/ --add tuned/ --minus base/ --scale 0.5",
         "ckptool merge model-mtp/ tuned/ --take 'mtp=base/'",
         "ckptool merge model-v2/ --apply-delta weight_v000001 weight_v000002 --onto base/",
+        "ckptool merge model/ --lora adapter/ --onto base/",
     ),
     "verify": (
         "ckptool verify runs/step-1000 --strict",
