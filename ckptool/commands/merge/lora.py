@@ -25,6 +25,11 @@ from ckptool.engine.formulas.weighted import WeightedSum, same_box
 from ckptool.errors import Unsupported
 
 _FEW = 3
+_HEAD = "lm_head.weight"
+_HEAD_IS_TIED = (
+    "a base whose head is tied has none of its own; where the adapter's is its embedding again, as"
+    f" with ensure_weight_tying, `ckptool convert ADAPTER COPY --drop '*.{_HEAD}'` leaves it out"
+)
 
 
 def fold(base: Operand, operand: Operand, assets: Path | None) -> Computation:
@@ -165,7 +170,7 @@ class _Folding:
         raise Unsupported(
             f"{self._adapter.operand.opened.path}: {entry.name} is no part of a LoRA, and"
             f" {self._base.opened.path} has no {self._name(own)}",
-            hint="--rename changes the base's names",
+            hint=_HEAD_IS_TIED if own.endswith(_HEAD) else "--rename changes the base's names",
         )
 
     def _fitting(self, entry: TensorEntry, like: TensorEntry) -> TensorEntry:

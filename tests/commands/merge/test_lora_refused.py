@@ -53,6 +53,7 @@ Q = pair("model.q", 5, 6)
         ({}, {"model.q.lora_A.weight": some(4, 6)}, "there is base_model.model.model.q.lora_A"),
         ({}, Q | {"model.q.lora_diag": some(4)}, "model.q.lora_diag is no part of a LoRA"),
         ({}, Q | {"model.norm.weight": some(6)}, "has no model.norm.weight"),
+        ({}, Q | {"lm_head.weight": some(12, 6)}, "leaves it out"),
         ({}, Q | pair("model.k", 5, 6), "lacks 1 of 2 modules of"),
         ({}, pair("model.q", 6, 5), "inputs come before outputs"),
         ({}, pair("model.q", 5, 7), "model.q.weight: [5, 6], but the product of"),
