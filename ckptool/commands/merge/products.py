@@ -41,10 +41,11 @@ class _Factors(Struct, frozen=True):
 
 
 def product_of(target: Target, weight: TensorEntry, settings: Settings) -> Product:
-    """Add a LoRA to its weight; Unsupported if that is no float, or DoRA's vector is missing."""
-    if not can_cast(weight):
-        raise Unsupported(f"{target.name}: {weight.dtype}: no weight that a LoRA is added to")
+    """Add a LoRA to its weight; Unsupported if one is no float, or DoRA's vector is missing."""
     scale, magnitudes = settings.scale_of(target.key), target.lora.magnitudes
+    for entry in filter(None, (weight, *target.lora.both, target.lora.bias, magnitudes)):
+        if not can_cast(entry):
+            raise Unsupported(f"{entry.name}: {entry.dtype}, which is no type of a LoRA's numbers")
     if settings.use_dora != (magnitudes is not None):
         says = "says use_dora, but there is no" if settings.use_dora else "lacks use_dora, but has"
         raise Unsupported(f"{settings.place} {says} lora_magnitude_vector of {target.lora.module}")

@@ -64,11 +64,11 @@ class Magnitudes(Struct, frozen=True):
     """``m * V / |V|`` of each row of ``V = W + scale * (B @ A)``, as PEFT merges a DoRA.
 
     Stored are W, B, A and m. The length of a row is that of all its columns; those of the rows of a
-    cell are kept, for other tiles have these rows, too.
+    cell are kept, by the bytes of the type they are for: other tiles have these rows, too.
     """
 
     sums: LowRank
-    lengths: dict[int, Array] = field(default_factory=dict)
+    lengths: dict[tuple[int, int], Array] = field(default_factory=dict)
 
     def __call__(self, gather: Gather, at: Computed, box: Box, dtype: DType) -> Array:
         """Compute a box of the rows, as bits of a type."""
@@ -88,15 +88,15 @@ class Magnitudes(Struct, frozen=True):
         height, (most, columns) = rows_of_cell(at.stored[1].shape[-1]), at.part.shape
         (start,), (stop,) = box
         first, last = _aligned(start, stop, height, most)
-        for top in range(first, last, height):
-            if top not in self.lengths:
+        keys = [(top, wanted.itemsize) for top in range(first, last, height)]
+        for top, size in keys:
+            if (top, size) not in self.lengths:
                 rows = Box((top, 0), (min(top + height, most), columns))
                 squares = np.zeros(rows.shape[0])
                 for _, numbers in self.sums.numbers(gather, at, rows, wanted):
                     squares += np.square(numbers).sum(axis=1)
-                self.lengths[top] = np.sqrt(squares)
-        cells = [self.lengths[top] for top in range(first, last, height)]
-        return np.concatenate(cells)[start - first : stop - first]
+                self.lengths[top, size] = np.sqrt(squares)
+        return np.concatenate([self.lengths[key] for key in keys])[start - first : stop - first]
 
 
 def low_rank_reads(at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:

@@ -17,6 +17,7 @@ BASE = {
     "model.q.weight": some(5, 6),
     "model.q.bias": some(5),
     "model.square.weight": some(6, 6),
+    "model.codes.weight": torch.ones(5, 6, dtype=torch.int8),
     "model.count": torch.tensor([1, 2, 3]),
     "model.experts.gate_up_proj": some(2, 8, 6),
     "model.experts.down_proj": some(2, 6, 4),
@@ -63,6 +64,8 @@ Q = pair("model.q", 5, 6)
         ({}, pair("model.experts.0.up", 5, 6), "--experts packed"),
         ({}, Q | {"model.q.lora_B.bias": some(4)}, "model.q.lora_B.bias: [4], but model.q.bias"),
         ({}, Q | {"model.embed_tokens.weight": some(13, 6)}, "[13, 6], but"),
+        ({}, pair("model.codes", 5, 6), "model.codes.weight: int8, which is no type of a LoRA's"),
+        ({}, Q | {"model.q.lora_B.bias": torch.tensor([1] * 5)}, "lora_B.bias: int64, which is no"),
         ({}, Q | {"model.count": some(3)}, "float32, int64 in"),
         (
             {"trainable_token_indices": [3, 12]},

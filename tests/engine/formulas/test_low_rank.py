@@ -114,6 +114,15 @@ def test_rows_have_their_magnitudes_in_any_box(
     assert torch.allclose(torch.from_numpy(found[0].view("f8")), wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_kept_lengths_are_those_of_the_type() -> None:
+    tensors = [*lora((70, 900), 5, torch.float32).tensors, some(70, seed=3)]
+    whole = Box.whole((70, 900))
+    fresh = Stored(tensors, Magnitudes(LowRank(0.3)), magnitude_reads).box(whole, "float64")
+    used = Stored(tensors, Magnitudes(LowRank(0.3)), magnitude_reads)
+    used.box(whole, "bfloat16")
+    assert np.array_equal(used.box(whole, "float64"), fresh)
+
+
 @given(st.data())
 def test_rows_are_replaced_in_any_box(data: st.DataObject) -> None:
     rows = tuple(data.draw(st.lists(st.integers(0, 8), unique=True, min_size=1)))
