@@ -47,6 +47,15 @@ def test_the_result_is_that_of_peft_in_64_bits_rounded_once(name: str, tmp_path:
     assert {name: bits(tensor) for name, tensor in found.items()} == truth
 
 
+def test_numbers_of_a_quantized_weight_are_rounded_with_the_sum(tmp_path: Path) -> None:
+    folder, truth = FIXTURES / "merged" / "quantized", Case("merged/quantized").truth
+    found = merged(tmp_path / "out", folder / "adapter", folder / "ckpt", "--dequantize")
+    for name, tensor in found.items():
+        if "_proj.weight" in name:
+            wanted = torch.frombuffer(bytearray(truth[name][2]), dtype=torch.float32)
+            assert torch.equal(tensor, wanted.reshape(tensor.shape).bfloat16()), name
+
+
 def test_config_and_tokenizer_come_from_the_base(tmp_path: Path) -> None:
     folder = FIXTURES / "merged" / "plain"
     merged(tmp_path / "out", folder / "adapter", folder / "ckpt")
