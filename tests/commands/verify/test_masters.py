@@ -179,6 +179,25 @@ def test_other_ways_to_round_are_told_apart(
     assert finding.message == f"decoder.w.weight: rounded {way} from masters, as the values show"
 
 
+@pytest.mark.parametrize(
+    ("trained", "stored"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float16),
+    ],
+)
+def test_weights_that_were_trained_in_another_type_are_told_apart(
+    trained: torch.dtype, stored: torch.dtype, tmp_path: Path
+) -> None:
+    values = masters()
+    master = values.abs().clamp(min=1e-4) * values.sign()
+    path = written(tmp_path / "c", master.to(trained).to(stored), master)
+    assert not found(path)
+    (finding,) = found(path, "weights-rounded-otherwise")
+    assert f"rounded through {str(trained).removeprefix('torch.')} from masters" in finding.message
+
+
 @pytest.mark.parametrize("step", [1e-6, 1e-5, 1e-4, 1e-3])
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float32])
 def test_weights_of_an_earlier_step_are_reported(

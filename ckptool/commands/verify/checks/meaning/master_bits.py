@@ -36,7 +36,8 @@ class Counts(Struct):
     weight's type. Of the differing, ``farther`` are the other of these two, ``above`` are larger
     than their master, without sign, and ``coarse`` as close as numbers of 8 bits. ``off_middle``
     sums up how far the masters of the farther are from the middle of the two numbers, as a share of
-    their distance, and ``error`` the relative errors.
+    their distance, and ``error`` the relative errors. ``of_bf16`` and ``of_fp16`` are what the
+    masters are as these types.
     """
 
     elements: int = 0
@@ -45,6 +46,8 @@ class Counts(Struct):
     farther: int = 0
     above: int = 0
     coarse: int = 0
+    of_bf16: int = 0
+    of_fp16: int = 0
     off_middle: float = 0.0
     error: float = 0.0
 
@@ -129,6 +132,11 @@ def _count(
         counts.above = int(np.count_nonzero(np.abs(value) > np.abs(master)))
         bound = np.abs(master) * _COARSE + most * _SMALLEST
         counts.coarse = int(np.count_nonzero(error <= bound))
+        bits = masters.reshape(-1)[wrong]
+        counts.of_bf16, counts.of_fp16 = (
+            int(np.count_nonzero(value == _neighbors(bits, BY_NAME[name])[1]))
+            for name in ("bfloat16", "float16")
+        )
         between = (np.abs(near - master) / np.abs(far - near))[is_farther]
         counts.off_middle = float((0.5 - between).sum())
         counts.error = float((error / np.maximum(np.abs(master), most * _SMALLEST)).sum())
@@ -151,14 +159,14 @@ def _neighbors(bits: Array, dtype: DType) -> tuple[Array, Array, Array]:
 def other_way(found: Sequence[Difference]) -> tuple[str | None, list[Difference]]:
     """Return in which other way weights were rounded, and which of them; None if in no other.
 
-    Few values prove nothing, so it is judged by those of all weights that it may explain.
+    It is judged by the values of all weights that it may explain: few prove nothing.
     """
     for way, explains, is_likely in _WAYS:
         explained = [each for each in found if explains(each.counts)]
         whole = Counts()
         for each in explained:
             whole.add(each.counts)
-        if whole.differing >= _ENOUGH and is_likely(whole):
+        if explained and is_likely(whole):
             return way, explained
     return None, []
 
@@ -173,13 +181,16 @@ def _is_stochastic(counts: Counts) -> bool:
     That is as often as the master is close to it: of all one in four, a sixth of the distance from
     the middle on average. Weights of an earlier step have masters close to the middle.
     """
+    if counts.differing < _ENOUGH:
+        return False
     share, above = counts.farther / counts.inexact, counts.above / counts.differing
     return 0.2 < share < 0.3 and 0.3 < above < 0.7 and counts.off_middle / counts.farther > 0.12
 
 
 def _is_cut(counts: Counts) -> bool:
     """Return whether all are smaller than their masters: half of those that are rounded."""
-    return not counts.above and 0.4 < counts.farther / counts.inexact < 0.6
+    is_known = counts.differing >= _ENOUGH and not counts.above
+    return is_known and 0.4 < counts.farther / counts.inexact < 0.6
 
 
 def _as_of_8_bits(counts: Counts) -> bool:
@@ -188,13 +199,21 @@ def _as_of_8_bits(counts: Counts) -> bool:
 
 def _is_of_8_bits(counts: Counts) -> bool:
     """Return whether most differ by about as much as 8 bits make them, as those of fp8 weights."""
-    many = counts.differing > 0.7 * counts.inexact
+    many = counts.differing >= _ENOUGH and counts.differing > 0.7 * counts.inexact
     return many and counts.error > _FINE * counts.differing
 
 
+def _is_certain(counts: Counts) -> bool:
+    """Return that chance does not make numbers of few bits of others, not even of one."""
+    return True
+
+
 _WAYS = (
+    ("through bfloat16", lambda each: each.of_bf16 == each.differing, _is_certain),
+    ("through float16", lambda each: each.of_fp16 == each.differing, _is_certain),
     ("stochastically", _between_neighbors, _is_stochastic),
     ("toward zero", _between_neighbors, _is_cut),
     ("to 8 bits", _as_of_8_bits, _is_of_8_bits),
 )
-"""Ways to round other than to the nearest: which weights one may explain, and how it shows."""
+"""Ways to round other than to the nearest: which weights one may explain, and how it shows. The
+first two are those of weights that were trained in a type, and are stored in another."""
