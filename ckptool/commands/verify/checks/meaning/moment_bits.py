@@ -39,7 +39,7 @@ class Moment:
         self.is_zero = True
         self.first: tuple[int, ...] | None = None
         self.head: int | None = None
-        self._is_square = is_square
+        self.is_square = is_square
         self._lock = threading.Lock()
 
     def take(self, data: memoryview, part: Part, first: int) -> None:
@@ -47,7 +47,7 @@ class Moment:
         itemsize = part.dtype.itemsize
         codes = np.frombuffer(data, f"u{itemsize}")
         is_zero = self.is_zero and not codes.any()
-        negative = self._negative_in(codes, part) if self._is_square else None
+        negative = self._negative_in(codes, part) if self.is_square else None
         head = min(_HEAD, part.box.volume)
         starts_all = not first and not any(part.box.lo) and codes.size >= head
         with self._lock:
