@@ -21,7 +21,7 @@ from ckptool.api.tensors import (
 from ckptool.commands.convert import ConvertReport, prepare_save, writer_for
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
 from ckptool.commands.options.target import SaveOptions
-from ckptool.commands.transfer.transfer import resolve_target
+from ckptool.commands.transfer.target import resolve_target
 from ckptool.core.catalog import Catalog, Chunk, Extent, Index, ObjectEntry, Path, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.state_category import with_parts

@@ -30,11 +30,8 @@ from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.commands.transfer.overwrite import may_open_late
 from ckptool.commands.transfer.report import not_carried
 from ckptool.commands.transfer.rewritten import RewrittenReport, rewriting
-from ckptool.commands.transfer.transfer import (
-    Transfer,
-    require_apart,
-    resolve_target,
-)
+from ckptool.commands.transfer.target import require_apart, resolve_target
+from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.wrappers import unwrapping_rule, wrappers_of
 from ckptool.core.layout import Layout

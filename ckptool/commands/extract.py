@@ -25,11 +25,8 @@ from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.rewrite import rewrite
 from ckptool.commands.transfer.report import TransferReport
-from ckptool.commands.transfer.transfer import (
-    Transfer,
-    require_apart,
-    resolve_target,
-)
+from ckptool.commands.transfer.target import require_apart, resolve_target
+from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.box import Box
 from ckptool.core.casts import Casts
 from ckptool.core.catalog import Catalog, TensorEntry

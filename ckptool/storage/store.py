@@ -138,6 +138,17 @@ class Store:
         self.ranges.capacity = nbytes - self.blocks.capacity
 
     @property
+    def account(self) -> tuple[str, str]:
+        """The kind of store, whatever name its scheme has, and the account that its URL names.
+
+        One that no URL names is "": settings say which it is.
+        """
+        service = _SERVICES.get(self.scheme)
+        host = self._url.partition("://")[2].partition("/")[0].partition("@")[2]
+        kind = self.scheme if service is None else service[1]
+        return kind, host.lower() if self.scheme in AZURE else ""
+
+    @property
     def atomic_put(self) -> bool:
         """Whether an object appears only once it is complete."""
         return self.client.atomic_put

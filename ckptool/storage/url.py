@@ -63,10 +63,12 @@ class RemotePath:
         return f"RemotePath({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemotePath) and self.key == other.key
+        if not isinstance(other, RemotePath):
+            return NotImplemented
+        return (self.store.account, self.key) == (other.store.account, other.key)
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return hash((self.store.account, self.key))
 
     def __truediv__(self, name: str) -> RemotePath:
         slash = "" if self._base.endswith("/") else "/"
@@ -179,6 +181,20 @@ Location = Path | RemotePath
 def afresh(path: Location) -> Location:
     """Return the same place, of which nothing is known yet: its files are listed again."""
     return path if isinstance(path, Path) else path.afresh()
+
+
+def may_contain(outer: Location, inner: Location) -> bool:
+    """Return whether a place is another one, or inside it; whether it may be, if a URL leaves that.
+
+    Raises OSError or RuntimeError for links that cannot be followed.
+    """
+    if not (isinstance(outer, RemotePath) and isinstance(inner, RemotePath)):
+        folder, place = outer.resolve(), inner.resolve()
+        return folder == place or folder in place.parents
+    (kind, account), (other, named) = outer.store.account, inner.store.account
+    if kind != other or (account and named and account != named):
+        return False
+    return inner.key == outer.key or inner.key.startswith(f"{outer.key}/")
 
 
 def within(path: Location, folder: Location) -> PurePath:

@@ -20,7 +20,7 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions
 from ckptool.errors import CkptoolError, Unsupported, UsageError, error_text
 from ckptool.storage.clients.schemes import redact_url
-from ckptool.storage.url import location
+from ckptool.storage.url import location, may_contain
 
 SOURCE = case("dcp_fsdp2_tp").path
 
@@ -258,3 +258,27 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unsupported) as caught:
         location("abfss://box@account/m")
     assert caught.value.hint == "pip install 'ckptool[azure]'"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same", "may_be"),
+    [
+        ("s3://bucket/m", "s3a://bucket/m", True, True),
+        ("s3://bucket/m", "s3://bucket/m/x", False, True),
+        ("s3://bucket/m", "s3://bucket/mm", False, False),
+        ("s3://bucket/m", "gs://bucket/m", False, False),
+        (
+            "abfss://c@one.dfs.core.windows.net/m",
+            "abfss://c@two.dfs.core.windows.net/m",
+            False,
+            False,
+        ),
+        ("abfss://c@one.dfs.core.windows.net/m", "az://c/m", False, True),
+        ("memory://bucket/m", "memory://bucket/m", True, True),
+    ],
+)
+def test_places_of_two_stores_are_two(one: str, other: str, is_same: bool, may_be: bool) -> None:
+    first, second = location(one), location(other)
+    assert (first == second) == is_same
+    assert may_contain(first, second) == may_be
+    assert not is_same or hash(first) == hash(second)

@@ -25,7 +25,8 @@ from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.reshard import plan_reshard
 from ckptool.commands.rewrite import RewriteResult, cast_catalog
 from ckptool.commands.transfer.rewritten import RewrittenReport
-from ckptool.commands.transfer.transfer import Transfer, require_apart, resolve_target
+from ckptool.commands.transfer.target import require_apart, resolve_target
+from ckptool.commands.transfer.transfer import Transfer
 from ckptool.engine.formulas.weighted import WeightedSum, same_box
 from ckptool.storage.url import Location
 

@@ -27,13 +27,8 @@ from ckptool.commands.reshard.rank_state import (
 from ckptool.commands.rewrite import RewriteResult, rewrite, select_entries
 from ckptool.commands.transfer.overwrite import may_open_late
 from ckptool.commands.transfer.rewritten import RewrittenReport, rewriting
-from ckptool.commands.transfer.transfer import (
-    Progress,
-    Transfer,
-    no_progress,
-    require_apart,
-    resolve_target,
-)
+from ckptool.commands.transfer.target import require_apart, resolve_target
+from ckptool.commands.transfer.transfer import Progress, Transfer, no_progress
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.chunks import chunks_of
 from ckptool.core.mesh import Mesh

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from msgspec import Struct
@@ -42,7 +41,7 @@ from ckptool.errors import (
     damaged,
     failure_of,
 )
-from ckptool.storage.commit_note import side_name, staging_folder
+from ckptool.storage.commit_note import staging_folder
 from ckptool.storage.place import by_place, on_disk
 from ckptool.storage.virtual.memory import MemoryFiles
 
@@ -72,40 +71,6 @@ def stage_at(
 
 def no_progress(nbytes: int) -> None:
     """Ignore progress."""
-
-
-def require_apart(opened: OpenedCheckpoint, target: Location) -> None:
-    """Raise UsageError if the target is inside the source, or contains it; side files count."""
-    for source, place in product(_with_side(opened.path), _with_side(target)):
-        try:
-            inner, outer = source.resolve(), place.resolve()
-        except (OSError, RuntimeError) as error:
-            raise Unsupported(f"{place}: cannot be followed: {error}") from None
-        if inner == outer or outer in inner.parents or inner in outer.parents:
-            raise UsageError(
-                f"{place}: target and source {source} must not contain one another",
-                hint="name a target beside the source, not in it",
-            )
-
-
-def _with_side(place: Location) -> list[Location]:
-    """Return a file with its side file, whether that exists or not; any other place alone."""
-    side = side_name(place.name)
-    return [place] if side is None else [place, place.with_name(side)]
-
-
-def resolve_target(target: Location) -> Location:
-    """Resolve ``.`` and ``..`` to the folder's own name, beside which others can be put.
-
-    Raises UsageError if it has none, such as the root of a disk.
-    """
-    path = on_disk(target)
-    if path is None or path.name not in ("", ".."):
-        return target
-    path = path.resolve()
-    if not path.name:
-        raise UsageError(f"{path}: is the root folder", hint="name a folder below it")
-    return path
 
 
 def _is_finished_by(stage: Stage, ranks: Ranks) -> bool:

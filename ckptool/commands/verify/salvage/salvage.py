@@ -15,13 +15,8 @@ from ckptool.commands.model.links import require_own_files
 from ckptool.commands.open import OpenedCheckpoint, survey
 from ckptool.commands.options.verify import SalvageOptions
 from ckptool.commands.transfer.report import target_notes
-from ckptool.commands.transfer.transfer import (
-    Progress,
-    Transfer,
-    no_progress,
-    require_apart,
-    resolve_target,
-)
+from ckptool.commands.transfer.target import require_apart, resolve_target
+from ckptool.commands.transfer.transfer import Progress, Transfer, no_progress
 from ckptool.commands.verify.salvage.intact import find_intact
 from ckptool.commands.verify.salvage.repair import rebuild
 from ckptool.core.planning.plan import Plan
