@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from unfilled import record_offset, save_unfilled
 
 import ckptool
 from ckptool.errors import CkptoolError, Unsupported
@@ -14,22 +15,6 @@ from ckptool.serialization.archive.recover import recover_records
 from ckptool.serialization.archive.tensors import read_tensor
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.storage.local import LocalSource
-
-
-def record_offset(path: Path, name: str) -> int:
-    """Return where torch finds the bytes of a record."""
-    reader: Any = torch._C.PyTorchFileReader(str(path))
-    return int(reader.get_record_offset(name))
-
-
-def save_unfilled(path: Path, value: float) -> None:
-    """``skip_data`` leaves a storage's bytes to someone else, GPUDirect Storage for one."""
-    with torch.serialization.skip_data():
-        torch.save({"w": torch.empty(3)}, path)
-    where = record_offset(path, "data/0")
-    with path.open("r+b") as file:
-        file.seek(where)
-        file.write(torch.full((3,), value).numpy().tobytes())
 
 
 def test_a_record_that_begins_right_before_4_gib_is_recovered(tmp_path: Path) -> None:

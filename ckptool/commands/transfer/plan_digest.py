@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from ckptool.core.catalog import Chunk, Computed, TensorEntry
 from ckptool.core.chunks import ChunkTable, LateChunks, WholeTensor
 from ckptool.core.layout import Literal, Verbatim
 from ckptool.core.planning.plan import Plan
@@ -39,15 +40,26 @@ def plan_digest(plan: Plan, source: Files, decided: object) -> str:
         if isinstance(chunks, ChunkTable):
             digest.update(b"".join([repr(kind).encode(), *_columns(chunks, shared)]))
             continue
-        digest.update(repr(kind).encode())
-        size = entry.source_dtype.itemsize  # a place is the same at every opening
-        places = [likely_place(chunk.at, size) for chunk in chunks]
-        lows = (chunk.box.lo for chunk in chunks)
-        spots = [(low, at.file, at.offset) for low, at in zip(lows, places, strict=True)]
-        digest.update(repr(spots).encode())
+        digest.update(repr((kind, _spots(entry, chunks))).encode())
     for value in plan.catalog.objects.values():
         digest.update(repr((value.name, value.path)).encode())
     return digest.hexdigest()
+
+
+def _spots(entry: TensorEntry, chunks: Iterable[Chunk]) -> list[object]:
+    """Return where each chunk of a tensor is, or of what it is computed, and where that is.
+
+    What they are computed by is decided elsewhere.
+    """
+    spots = list[object]()
+    for chunk in chunks:
+        if isinstance(chunk.at, Computed):
+            of = [(each.name, each.shape, _spots(each, each.chunks)) for each in chunk.at.stored]
+            spots.append((chunk.box.lo, chunk.at.part, chunk.at.block, of))
+            continue
+        at = likely_place(chunk.at, entry.source_dtype.itemsize)  # the same at every opening
+        spots.append((chunk.box.lo, at.file, at.offset))
+    return spots
 
 
 def _columns(table: ChunkTable, shared: dict[int, int]) -> Iterator[bytes]:

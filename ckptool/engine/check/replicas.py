@@ -30,11 +30,12 @@ def differing_replicas(
 ) -> list[Problem]:
     """Return a problem for each replica whose values differ from the first rank's.
 
-    Copies whose recorded checksums prove them equal are not read.
+    Of a computed tensor those of what it is computed of count. Copies whose recorded checksums
+    prove them equal are not read.
     """
     replicas = [
         (entry, chunk, copy)
-        for entry in entries
+        for entry in stored_tensors(entries)
         if not chunks_of(entry).alone
         for chunk in entry.chunks
         for copy in chunk.copies
@@ -75,6 +76,17 @@ def _holders(chunk: Chunk, copy: Copy) -> str:
     if chunk.rank == copy.rank:
         return "the tensors that it is made of"
     return f"rank {chunk.rank} and rank {copy.rank}"
+
+
+def stored_tensors(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
+    """Yield tensors as they are stored: of a computed one those that it is computed of."""
+    for entry in entries:
+        chunks = entry.chunks if isinstance(entry.chunks, tuple) else ()
+        parts = {id(e): e for c in chunks if isinstance(c.at, Computed) for e in c.at.stored}
+        if parts:
+            yield from stored_tensors(parts.values())
+        else:
+            yield entry
 
 
 def _pair(entry: TensorEntry, chunk: Chunk, copy: Copy) -> TensorPair:

@@ -12,6 +12,7 @@ import torch
 from conftest import bits, case
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
+from unfilled import save_unfilled
 
 import ckptool
 from ckptool.cli.app import app
@@ -332,3 +333,29 @@ def test_the_result_is_written_for_a_mesh(places: list[str], tmp_path: Path) -> 
         placements = opened.tensors["layers.0.w"].placements or ()
         assert any(isinstance(each, Shard) for each in placements)
     assert len({*out.glob("*.distcp")}) == 4
+
+
+def test_replicas_of_a_source_that_differ_are_refused(tmp_path: Path) -> None:
+    for label in ("a", "b"):
+        (tmp_path / label).mkdir()
+        for rank in range(2):
+            save_unfilled(tmp_path / label / f"model_rank{rank}.pt", rank if label == "b" else 1)
+    sources = [str(tmp_path / label) for label in ("a", "b")]
+    code, said = run(str(tmp_path / "out.safetensors"), "--average", *sources)
+    assert code == 3
+    assert "rank 0 and rank 1 hold different values" in said
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_parts_that_pair_other_tensors_are_not_joined(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    save_file({"p": torch.zeros(4000), "q": torch.zeros(4000)}, one)
+    save_file({"u": torch.full((4000,), 2.0), "v": torch.full((4000,), 10.0)}, two)
+    straight = ("--rename", "^(?:u|p)$=p", "--rename", "^(?:v|q)$=q")
+    crossed = ("--rename", "^(?:v|p)$=p", "--rename", "^(?:u|q)$=q")
+    out = str(tmp_path / "out")
+    words = ("--average", str(one), str(two), "--to", "hf", "--max-shard-size", "17KB")
+    assert run(out, *words, *straight, "--part", "1/2")[0] == 0
+    code, said = run(out, *words, *crossed, "--part", "2/2")
+    assert code != 0
+    assert "plan" in said

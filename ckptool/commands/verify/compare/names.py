@@ -17,14 +17,14 @@ from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.rewrite import only_model
 from ckptool.commands.verify.compare.values import difference, short_text, value_digest
 from ckptool.core.casts import can_cast
-from ckptool.core.catalog import Catalog, Computed, TensorEntry
+from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.names import is_plain
 from ckptool.core.selection import keep_names, meant_by
 from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.core.state_category import state_category, state_category_of_name, weights
 from ckptool.core.text import plural
 from ckptool.engine.check.digest import file_digests
-from ckptool.engine.check.replicas import differing_replicas
+from ckptool.engine.check.replicas import differing_replicas, stored_tensors
 from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, Unsupported
 from ckptool.formats import FORMATS
@@ -217,20 +217,12 @@ def stored_problems(
     reads: CheckedSource, entries: Iterable[TensorEntry], workers: int
 ) -> Iterator[Problem]:
     """Yield wrong checksums of the bytes read for tensors, and differing copies."""
-    stored = [part for entry in entries for part in _stored_tensors(entry)]
+    stored = list(stored_tensors(entries))
     try:
         yield from reads.problems(stored, workers)
         yield from differing_replicas(stored, reads.files, workers)
     except CkptoolError as error:
         yield from error.problems
-
-
-def _stored_tensors(entry: TensorEntry) -> Iterator[TensorEntry]:
-    """Yield the stored tensors that a tensor consists of: itself, or its values and scales."""
-    made_of = [chunk.at for chunk in entry.chunks if isinstance(chunk.at, Computed)]
-    if not made_of:
-        yield entry
-    yield from {id(one): one for at in made_of for one in at.stored}.values()
 
 
 def differing_companions(
