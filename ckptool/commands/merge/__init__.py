@@ -18,17 +18,22 @@ from ckptool.commands.merge.operands import Operand, join, model_only, open_oper
 from ckptool.commands.merge.recipe import Recipe, read_recipe
 from ckptool.commands.merge.rows import append_rows
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
+from ckptool.commands.options.declaration import changed
 from ckptool.commands.options.merge import MergeOptions
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.options.rewrite import RewriteOptions
-from ckptool.commands.options.target import ReshardOptions
+from ckptool.commands.options.rewrite import MapOptions, RewriteOptions
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions
 from ckptool.commands.reshard.reshard import plan_reshard
 from ckptool.commands.rewrite import RewriteResult, cast_catalog
 from ckptool.commands.transfer.rewritten import RewrittenReport
 from ckptool.commands.transfer.target import require_apart, resolve_target
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.engine.formulas.weighted import WeightedSum, same_box
+from ckptool.errors import UsageError
 from ckptool.storage.url import Location
+
+_TEXTS = {"--metadata", "--drop-metadata"}
+"""Options for what only safetensors files of a model hold."""
 
 
 class MergeReport(RewrittenReport, frozen=True, kw_only=True):
@@ -94,7 +99,12 @@ def prepare_merge(
 def _plan_for_mesh(merged: Merged, target: Location, options: MergeOptions) -> Transfer[Any]:
     """Plan to write the result for a mesh; it is renamed and mapped already."""
     how = options.convert
-    rewriting = RewriteOptions(casts=how.rewrite.casts)
+    rest = ConvertOptions(how.to, how.read, how.rewrite, transfer=how.transfer)
+    if flags := sorted({*changed(how)} - {*changed(rest)}) or _TEXTS & {*changed(how.rewrite)}:
+        raise UsageError(f"{min(flags)}: not with --mesh, whose formats have no such thing")
+    rewriting = RewriteOptions(
+        casts=how.rewrite.casts, map=MapOptions(assets=how.rewrite.map.assets)
+    )
     resharding = ReshardOptions(
         mesh=options.mesh, to=how.to, read=how.read, rewrite=rewriting, transfer=how.transfer
     )

@@ -11,7 +11,11 @@ from typing import ClassVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptool.commands.model.assets import with_assets, with_true_configs
+from ckptool.commands.model.assets import (
+    drop_quantization_config,
+    with_assets,
+    with_true_configs,
+)
 from ckptool.commands.model.records import records
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_writable
 from ckptool.commands.options.target import ReshardOptions
@@ -33,6 +37,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.chunks import chunks_of
 from ckptool.core.mesh import Mesh
 from ckptool.core.planning.plan import Plan
+from ckptool.core.quantization.names import is_plain
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.sharding.placement import POLICIES, Choice, PlacedTensors, Placer
 from ckptool.core.text import one_of
@@ -197,6 +202,8 @@ def plan_reshard(
     request = _request(opened, catalog, writer, target, held.placed, assets)
     layout = writer.lay_out(catalog, request)
     layout = with_assets(opened.source, layout, assets, rewritten.map, catalog, writer)
+    if is_plain(catalog):
+        layout = drop_quantization_config(opened, layout)
     if rewritten.cast:
         layout = with_true_configs(opened, catalog, layout, cast=True, partial=True)
     plan = Plan(catalog, layout)

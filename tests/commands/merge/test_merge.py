@@ -359,3 +359,26 @@ def test_parts_that_pair_other_tensors_are_not_joined(tmp_path: Path) -> None:
     code, said = run(out, *words, *crossed, "--part", "2/2")
     assert code != 0
     assert "plan" in said
+
+
+def test_a_dequantized_merge_for_a_mesh_says_nothing_of_quantization(tmp_path: Path) -> None:
+    for seed, label in enumerate(("a", "b")):
+        folder = tmp_path / label
+        folder.mkdir()
+        numbers = torch.randn(128, 128, generator=torch.Generator().manual_seed(seed))
+        codes = {
+            "w.weight": numbers.to(torch.float8_e4m3fn),
+            "w.weight_scale_inv": torch.ones(1, 1),
+        }
+        save_file(codes, folder / "model.safetensors")
+        quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        config = {"model_type": "llama", "quantization_config": quantized}
+        (folder / "config.json").write_text(json.dumps(config))
+    out, sources = tmp_path / "out", [str(tmp_path / label) for label in ("a", "b")]
+    words = ("--average", *sources, "--dequantize", "--mesh", "2", "--to", "sharded-state")
+    code, said = run(str(out), *words)
+    assert code == 0, said
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    code, said = run(str(tmp_path / "no"), *words, "--single-rank")
+    assert code == 2
+    assert "--single-rank: not with --mesh" in said
