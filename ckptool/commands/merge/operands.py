@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import count
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -23,14 +24,15 @@ from ckptool.storage.virtual.joined import JoinedFiles
 class Operand(Struct, frozen=True):
     """A checkpoint that is merged: as it was opened, and what it was rewritten to.
 
-    ``label`` is its name among the others, a folder of the joined files; the ``catalog`` names
-    files below it.
+    ``label`` is its name among the others. The ``catalog`` names its files as the joined files do:
+    those of the first as they are, those of others below a ``folder``.
     """
 
     label: str
     opened: OpenedCheckpoint
     rewritten: RewriteResult
     catalog: Catalog
+    folder: str = ""
 
 
 def open_operands(
@@ -50,7 +52,7 @@ def open_operands(
             operands[place] = _open(place, label, AS_DETECTED, RewriteOptions())
         else:
             operands[place] = _open(place, label, read, uncast)
-    return operands
+    return _relocated(operands)
 
 
 def model_only(rewriting: RewriteOptions) -> RewriteOptions:
@@ -61,15 +63,15 @@ def model_only(rewriting: RewriteOptions) -> RewriteOptions:
 
 def join(operands: Mapping[Location, Operand]) -> JoinedFiles:
     """Return the files of all checkpoints as one."""
-    return JoinedFiles({operand.label: operand.opened.source for operand in operands.values()})
+    first, *others = operands.values()
+    sources = {operand.folder: operand.opened.source for operand in others}
+    return JoinedFiles(first.opened.source, sources)
 
 
 def _open(place: Location, label: str, read: ReadOptions, rewriting: RewriteOptions) -> Operand:
     opened = open_checkpoint(place, read, whole=False, placements=False)
     rewritten = rewrite(opened, rewriting, locate=True, defers=False, check=require_some)
-    catalog = relocate(rewritten.catalog, label)
-    beside = {f"{label}/{name}": size for name, size in catalog.companions.items()}
-    return Operand(label, opened, rewritten, replace(catalog, companions=beside))
+    return Operand(label, opened, rewritten, rewritten.catalog)
 
 
 def _open_delta(place: Location, label: str) -> Operand:
@@ -78,20 +80,32 @@ def _open_delta(place: Location, label: str) -> Operand:
     opened = open_checkpoint(place, read, whole=False, placements=False)
     as_is = rewrite(opened, RewriteOptions(), locate=True, defers=False, check=require_agreement)
     notes = [note for note in as_is.catalog.notes if note not in delta_notes(opened.catalog.info)]
-    catalog = relocate(replace(as_is.catalog, notes=tuple(notes)), label)
-    return Operand(label, opened, as_is, catalog)
+    return Operand(label, opened, as_is, replace(as_is.catalog, notes=tuple(notes)))
+
+
+def _relocated(operands: Mapping[Location, Operand]) -> dict[Location, Operand]:
+    """Return checkpoints with the files of all but the first below a folder of their own."""
+    (place, first), *others = operands.items()
+    taken, placed = {file.partition("/")[0] for file in first.opened.source.files}, {place: first}
+    for place, operand in others:
+        folder = _free(operand.label, taken)
+        taken.add(folder)
+        catalog = relocate(operand.catalog, folder)
+        beside = {f"{folder}/{name}": size for name, size in catalog.companions.items()}
+        catalog = replace(catalog, companions=beside)
+        placed[place] = replace(operand, catalog=catalog, folder=folder)
+    return placed
 
 
 def _labels(places: Sequence[Location]) -> dict[Location, str]:
     """Return a short name of each place: its last part, with a number if others have it, too."""
     labels: dict[Location, str] = {}
     for place in places:
-        name = place.name or "checkpoint"
-        taken = labels.values()
-        number = next(n for n in range(1, len(places) + 1) if _numbered(name, n) not in taken)
-        labels[place] = _numbered(name, number)
+        labels[place] = _free(place.name or "checkpoint", labels.values())
     return labels
 
 
-def _numbered(name: str, number: int) -> str:
-    return name if number == 1 else f"{name}-{number}"
+def _free(name: str, taken: Collection[str]) -> str:
+    """Return a name, with the least number after it with which it is not taken."""
+    numbered = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(each for each in numbered if each not in taken)

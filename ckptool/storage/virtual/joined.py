@@ -1,4 +1,4 @@
-"""Several folders of files as one: each file's path begins with the name of its folder."""
+"""Several folders of files as one: those of the first as they are, those of others below a name."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ckptool.errors import Problem
-from ckptool.storage.file_status import by_folder, within_folder
+from ckptool.storage.file_status import by_folder
 from ckptool.storage.files import FileReader, Files, ReadPolicy, ReadSpan, read_exactly
 
 
 class JoinedFiles:
-    """Folders by name, read as the subfolders of one; a name has no ``/``."""
+    """A folder, and ``others`` by name, read as its subfolders.
 
-    def __init__(self, folders: Mapping[str, Files]) -> None:
-        self._folders = folders
-        self.root = ", ".join(files.root for files in folders.values())
+    A name has no ``/``, and the first folder has nothing that is called so.
+    """
+
+    def __init__(self, first: Files, others: Mapping[str, Files]) -> None:
+        self._folders = {"": first, **others}
+        self.root = ", ".join(files.root for files in self._folders.values())
         self.files: Mapping[str, int] = {
-            f"{name}/{file}": size
-            for name, files in folders.items()
+            _path(name, file): size
+            for name, files in self._folders.items()
             for file, size in files.files.items()
         }
         self.unlisted: Mapping[str, Problem] = {}
-        self.policy = _join([files.policy for files in folders.values()])
+        self.policy = _join([files.policy for files in self._folders.values()])
 
     def narrowed(self, folder: str) -> Files:
         """Return the part below a subfolder, as a source of its own."""
-        name, _, below = folder.partition("/")
+        name, below = self._find(folder)
         return self._folders[name].narrowed(below) if below else self._folders[name]
 
     def subfolders(self) -> Mapping[str, Files]:
@@ -35,7 +38,7 @@ class JoinedFiles:
 
     def alone(self, name: str) -> Files:
         """Return one of the files alone."""
-        folder, _, file = name.partition("/")
+        folder, file = self._find(name)
         return self._folders[folder].alone(file)
 
     def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:
@@ -48,14 +51,14 @@ class JoinedFiles:
     def changed(self, files: Iterable[str]) -> list[str]:
         """Return those files that were written, replaced or removed since listed."""
         return [
-            f"{name}/{file}"
+            _path(name, file)
             for name, own in self._by_folder(files)
             for file in self._folders[name].changed(own)
         ]
 
     def modified(self, file: str) -> float:
         """Return when a file was last modified, in seconds since the epoch; 0 if unknown."""
-        name, _, own = file.partition("/")
+        name, own = self._find(file)
         return self._folders[name].modified(own)
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
@@ -88,17 +91,22 @@ class JoinedFiles:
         """Return a reader for one thread."""
         return JoinedReader(self._folders)
 
+    def _find(self, path: str) -> tuple[str, str]:
+        """Return the name of the folder that a path is in, and its path there."""
+        return _find(self._folders, path)
+
     def _by_folder(self, files: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
         """Yield each folder that has some of the files, and their paths in it."""
-        names = dict.fromkeys(files)
-        for folder in self._folders:
-            if own := list(within_folder(names, folder)):
-                yield folder, own
+        found: dict[str, list[str]] = {}
+        for path in files:
+            name, file = self._find(path)
+            found.setdefault(name, []).append(file)
+        return ((name, found[name]) for name in self._folders if name in found)
 
     def _spans_by_folder(self, spans: Iterable[ReadSpan]) -> dict[str, list[ReadSpan]]:
         found: dict[str, list[ReadSpan]] = {}
         for path, offset, nbytes in spans:
-            name, _, file = path.partition("/")
+            name, file = self._find(path)
             found.setdefault(name, []).append((file, offset, nbytes))
         return found
 
@@ -112,12 +120,12 @@ class JoinedReader:
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset``; Damaged if the file ends before."""
-        name, _, own = file.partition("/")
+        name, own = _find(self._folders, file)
         self._reader(name).read_into(own, offset, buffer)
 
     def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
         """Fill each run, the first from ``offset``, each other ``step`` bytes after the last."""
-        name, _, own = file.partition("/")
+        name, own = _find(self._folders, file)
         self._reader(name).read_runs(own, offset, step, runs)
 
     def close(self) -> None:
@@ -130,6 +138,17 @@ class JoinedReader:
         if name not in self._readers:
             self._readers[name] = self._folders[name].reader()
         return self._readers[name]
+
+
+def _path(name: str, file: str) -> str:
+    return f"{name}/{file}" if name else file
+
+
+def _find(folders: Mapping[str, Files], path: str) -> tuple[str, str]:
+    name, slash, file = path.partition("/")
+    if slash and name in folders:
+        return name, file
+    return (path, "") if path in folders else ("", path)
 
 
 def _join(policies: Sequence[ReadPolicy]) -> ReadPolicy:

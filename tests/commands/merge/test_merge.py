@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -382,3 +383,24 @@ def test_a_dequantized_merge_for_a_mesh_says_nothing_of_quantization(tmp_path: P
     code, said = run(str(tmp_path / "no"), *words, "--single-rank")
     assert code == 2
     assert "--single-rank: not with --mesh" in said
+
+
+def test_what_lies_beside_the_first_source_is_carried(places: list[str], tmp_path: Path) -> None:
+    for label, source in zip(LABELS, places, strict=True):
+        ckptool.convert(source, tmp_path / label, to="dcp")
+        config = {"model_type": "llama", "of": label}
+        (tmp_path / label / "config.json").write_text(json.dumps(config))
+    sources = [str(tmp_path / label) for label in LABELS]
+    assert run(str(tmp_path / "out"), "--average", *sources, "--to", "hf")[0] == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["of"] == "a"
+
+
+def test_pipelines_of_models_are_averaged(tmp_path: Path) -> None:
+    sources = [str(case("diffusers_pipeline").path), str(tmp_path / "vae")]  # a folder's name, too
+    shutil.copytree(*sources)
+    out = tmp_path / "out"
+    assert run(str(out), "--average", *sources)[0] == 0
+    assert ckptool.compare(sources[0], out)
+    assert {path.name for path in out.iterdir()} == {
+        path.name for path in (tmp_path / "vae").iterdir()
+    }
