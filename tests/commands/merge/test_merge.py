@@ -397,7 +397,7 @@ def test_what_lies_beside_the_first_source_is_carried(places: list[str], tmp_pat
 
 def test_pipelines_of_models_are_averaged(tmp_path: Path) -> None:
     sources = [str(case("diffusers_pipeline").path), str(tmp_path / "vae")]  # a folder's name, too
-    shutil.copytree(*sources)
+    shutil.copytree(sources[0], sources[1])
     out = tmp_path / "out"
     assert run(str(out), "--average", *sources)[0] == 0
     assert ckptool.compare(sources[0], out)
