@@ -20,7 +20,7 @@ import ckptool
 
 PAGE = (Path(ckptool.__file__).parent / "docs" / "recipes.md").read_text()
 COMMAND = re.compile(r"^\$ (?:step=\$\()?ckptool (.*?)(?:\) && .*)?$|^\$ (cp .*)$", re.M)
-ELSEWHERE = ("inspect s3://", "bench ", "--follow")
+ELSEWHERE = ("inspect s3://", "bench ", "verify runs --follow")
 """What needs a store, or minutes, or never ends; these have tests of their own."""
 DIFFERENT = ("diff runs/step-1000 model", "diff runs/step-1000 runs/step-2000 --values")
 """Questions whose answer here is that something differs."""
