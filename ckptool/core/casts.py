@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -116,16 +116,25 @@ def _require_no_scales(
 ) -> None:
     """Raise Unsupported if what is cast may be the scale of packed integers or coarse floats."""
     cast_names = {entry.name for entry in changed}
+    for entry, scale in scales_of_codes(catalog, scales, quantized):
+        if scale in cast_names:
+            raise Unsupported(
+                f"{scale}: may be the scale of {entry.name} ({entry.dtype}), of an unknown kind:"
+                " a cast would round it",
+                hint="leave --dtype out to keep both as they are",
+            )
+
+
+def scales_of_codes(
+    catalog: Catalog, scales: Scales, quantized: Container[str]
+) -> Iterator[tuple[TensorEntry, str]]:
+    """Yield what may be codes beside those that are known as ``quantized``, with their scale."""
     for name, entry in catalog.tensors.items():
         is_float = can_cast(entry) and is_coarse(entry)
         if name in quantized or not (is_float or (is_packed(entry) and may_be_codes(name))):
             continue
-        if (scale := scales.of(name)) in cast_names:
-            raise Unsupported(
-                f"{scale}: may be the scale of {name} ({entry.dtype}), of an unknown kind:"
-                " a cast would round it",
-                hint="leave --dtype out to keep both as they are",
-            )
+        if scale := scales.of(name):
+            yield entry, scale
 
 
 def can_cast(entry: TensorEntry) -> bool:

@@ -12,11 +12,12 @@ from msgspec.structs import replace
 
 from ckptool.commands.convert import named_writer, own_writer, plan_conversion
 from ckptool.commands.merge.deltas import apply_deltas, require_as_stored
-from ckptool.commands.merge.expressions import Computation, Expression, add, copy, take
+from ckptool.commands.merge.expressions import Computation, Expression, add, copy
 from ckptool.commands.merge.lora import fold
 from ckptool.commands.merge.operands import Operand, join, model_only, open_operands
 from ckptool.commands.merge.recipe import Recipe, read_recipe
 from ckptool.commands.merge.rows import append_rows
+from ckptool.commands.merge.splices import Splice
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
 from ckptool.commands.options.declaration import changed
 from ckptool.commands.options.merge import MergeOptions
@@ -147,8 +148,11 @@ def compute(
         weights = tuple(term.weight for term in recipe.terms)
         text = recipe.text([operand.label for operand in terms])
         computation = add(terms, WeightedSum(weights, recipe.divisor), text, same_box)
-    for each in recipe.takes:
-        computation = take(computation, each.name, operands[each.place])
+    if recipe.takes:
+        splice = Splice(computation, terms[0])
+        for each in recipe.takes:
+            splice.take(each.name, operands[each.place])
+        computation = splice.result(assets)
     return append_rows(computation, recipe.rows)
 
 

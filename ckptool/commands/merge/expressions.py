@@ -22,7 +22,6 @@ from ckptool.core.catalog import (
 )
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.quantization.names import quantized_names
-from ckptool.core.selection import meant_by, tensors_named
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Unsupported
 
@@ -82,23 +81,6 @@ def copy(operand: Operand) -> Computation:
     return Computation(operand.catalog, said)
 
 
-def take(computation: Computation, name: str, operand: Operand) -> Computation:
-    """Take the tensors that a name means from another checkpoint, in place of those there are.
-
-    Raises UsageError if it means none of them, Unsupported if some are split.
-    """
-    catalog = computation.catalog
-    found = tensors_named(operand.catalog, [name], "--take")
-    dropped = meant_by([name], catalog.tensors)
-    kept = {n: entry for n, entry in catalog.tensors.items() if not dropped(n)}
-    said = [each for each in computation.expressions if each.name in kept]
-    said += [Expression(each, operand.label) for each in found]
-    taken = {each: operand.catalog.tensors[each] for each in found}
-    tensors = _in_order(catalog, kept | taken)
-    catalog = catalog.with_tensors(tensors)
-    return replace(computation, catalog=catalog, expressions=tuple(said))
-
-
 def computed(
     like: TensorEntry,
     parts: Iterable[TensorEntry],
@@ -116,12 +98,6 @@ def computed(
     at = Computed(stored, part, compute, reads=reads, kept=kept)
     chunk = Chunk(Box.whole(like.shape), at)
     return replace(like, chunks=(chunk,), placements=None, mesh=None, stored=None)
-
-
-def _in_order(catalog: Catalog, tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return tensors in the order of a catalog, and those that it lacks at the end."""
-    names = dict.fromkeys([*catalog.tensors, *tensors])
-    return {name: tensors[name] for name in names if name in tensors}
 
 
 def require_numbers(operand: Operand, names: Iterable[str] | None = None) -> None:

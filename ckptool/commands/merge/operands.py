@@ -15,6 +15,8 @@ from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.core.catalog import Catalog
+from ckptool.core.quantization.apply import NoneQuantized
+from ckptool.errors import Unsupported
 from ckptool.formats.companions import relocate
 from ckptool.formats.safetensors import delta_notes
 from ckptool.storage.url import Location
@@ -40,7 +42,8 @@ def open_operands(
 ) -> dict[Location, Operand]:
     """Open every checkpoint, rewritten in the same way, but not cast: that is for the result.
 
-    An adapter and deltas, which are no weights, are opened as they are.
+    An adapter and deltas, which are no weights, are opened as they are. What has no quantized
+    tensors is not dequantized; Unsupported if none has.
     """
     uncast = RewriteOptions(**{**vars(rewriting), "casts": None})
     labels = _labels(recipe.places)
@@ -52,6 +55,8 @@ def open_operands(
             operands[place] = _open(place, label, AS_DETECTED, RewriteOptions())
         else:
             operands[place] = _open(place, label, read, uncast)
+    if rewriting.dequantize:
+        _require_dequantized(operands)
     return _relocated(operands)
 
 
@@ -70,8 +75,26 @@ def join(operands: Mapping[Location, Operand]) -> JoinedFiles:
 
 def _open(place: Location, label: str, read: ReadOptions, rewriting: RewriteOptions) -> Operand:
     opened = open_checkpoint(place, read, whole=False, placements=False)
-    rewritten = rewrite(opened, rewriting, locate=True, defers=False, check=require_some)
+    rewritten = _rewrite(opened, rewriting)
     return Operand(label, opened, rewritten, rewritten.catalog)
+
+
+def _rewrite(opened: OpenedCheckpoint, options: RewriteOptions) -> RewriteResult:
+    """Rewrite a checkpoint as asked, dequantized if it has quantized tensors."""
+    try:
+        return rewrite(opened, options, locate=True, defers=False, check=require_some)
+    except NoneQuantized:
+        as_is = RewriteOptions(**{**vars(options), "dequantize": False})
+        return rewrite(opened, as_is, locate=True, defers=False, check=require_some)
+
+
+def _require_dequantized(operands: Mapping[Location, Operand]) -> None:
+    """Raise Unsupported if nothing was dequantized in any checkpoint."""
+    if not any(operand.rewritten.dequantized for operand in operands.values()):
+        raise Unsupported(
+            f"--dequantize: no tensors with supported scales in {' and '.join(map(str, operands))}",
+            hint="leave it out; `ckptool help formats` lists what is supported",
+        )
 
 
 def _open_delta(place: Location, label: str) -> Operand:

@@ -28,6 +28,10 @@ _FORMATS = _UNSUPPORTED.union(
 """Formats whose kinds are known; others may store any."""
 
 
+class NoneQuantized(Unsupported):
+    """A checkpoint has nothing to dequantize."""
+
+
 class DequantizeResult(Struct, frozen=True):
     """A catalog with numbers in place of values and scales.
 
@@ -52,13 +56,14 @@ class DequantizeResult(Struct, frozen=True):
 def dequantize(catalog: Catalog, around: Surroundings) -> DequantizeResult:
     """Replace values and scales with numbers.
 
-    Raises Unsupported if no tensor has a supported quantization, and the errors of reading.
+    Raises NoneQuantized if no tensor is quantized, Unsupported if that is of no supported kind, and
+    the errors of reading.
     """
     found, scales = list(pairs(catalog)), Scales(catalog.tensors)
     by_values = {pair.values.name: pair for pair in found}
     if not by_values:
         refusals = (unknown_kind(catalog, entry, scales) for entry in catalog.tensors.values())
-        raise next(filter(None, refusals), None) or Unsupported(
+        raise next(filter(None, refusals), None) or NoneQuantized(
             "--dequantize: no tensors with supported scales found",
             hint="`ckptool help formats` lists what is supported, and what it is called",
         )

@@ -134,15 +134,22 @@ def quantized_names(catalog: Catalog) -> set[str]:
 
     Of a module that is quantized in another way than by pairs, that is all but its bias.
     """
-    names = {entry.name for pair in pairs(catalog) for entry in pair.stored}
+    return set[str]().union(*quantized_groups(catalog))
+
+
+def quantized_groups(catalog: Catalog) -> list[set[str]]:
+    """Return the quantized tensors, each as the names of what only together are its numbers."""
+    groups = [{entry.name for entry in pair.stored} for pair in pairs(catalog)]
+    names = set[str]().union(*groups)
     modules = {_module(name) for name, _ in _marked(catalog) if name not in names} - {""}
     if not modules:
-        return names
-    return names | {
-        name
-        for name in catalog.tensors
-        if not name.endswith(".bias") and not modules.isdisjoint(_parents(name))
-    }
+        return groups
+    of_modules: dict[str, set[str]] = {module: set() for module in modules}
+    for name in catalog.tensors:
+        for parent in _parents(name) if not name.endswith(".bias") else ():
+            if parent in modules:
+                of_modules[parent].add(name)
+    return [*groups, *of_modules.values()]
 
 
 def dequantizing_hint(catalog: Catalog, unmatched: Collection[str]) -> str | None:

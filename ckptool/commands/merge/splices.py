@@ -1,0 +1,124 @@
+"""Take tensors from other checkpoints: each with all that its numbers need, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from ckptool.commands.merge.expressions import Computation, Expression
+from ckptool.commands.merge.operands import Operand
+from ckptool.commands.model.assets import quantization_config
+from ckptool.core.casts import scales_of_codes
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.quantization.names import kinds, quantized_groups, quantized_names
+from ckptool.core.quantization.scale_names import Scales
+from ckptool.core.selection import meant_by, tensors_named
+from ckptool.core.text import list_some
+from ckptool.errors import Unsupported
+
+_FEW = 3
+_DEQUANTIZE = "--dequantize takes the numbers that quantized tensors stand for"
+
+
+class Splice:
+    """A merge of which tensors are replaced by those of others; ``base`` is its first operand."""
+
+    def __init__(self, computation: Computation, base: Operand) -> None:
+        self._computation, self._base = computation, base
+        self._tensors: dict[str, TensorEntry] = dict(computation.catalog.tensors)
+        self._said = {each.name: each for each in computation.expressions}
+        self._origins = dict.fromkeys(self._tensors, base)
+
+    def take(self, name: str, operand: Operand) -> None:
+        """Take the tensors that a name means, in place of those there are.
+
+        Raises UsageError if it means none.
+        """
+        found = tensors_named(operand.catalog, [name], "--take")
+        for each in [*filter(meant_by([name], self._tensors), self._tensors)]:
+            del self._tensors[each], self._said[each], self._origins[each]
+        for each in found:
+            self._tensors[each] = operand.catalog.tensors[each]
+            self._said[each] = Expression(each, operand.label)
+            self._origins[each] = operand
+
+    def result(self, assets: Path | None) -> Computation:
+        """Return the merge with what was taken; Unsupported if a quantized tensor is torn apart."""
+        others = [each for each in self._taken() if each is not self._base]
+        for operand in (*others, self._base):
+            self._require_whole(operand)
+        for operand in others:
+            self._require_declared(operand, assets)
+        catalog = self._computation.catalog
+        names = dict.fromkeys([*catalog.tensors, *self._tensors])
+        tensors = {name: self._tensors[name] for name in names if name in self._tensors}
+        said = tuple(self._said.values())
+        return replace(self._computation, catalog=catalog.with_tensors(tensors), expressions=said)
+
+    def _taken(self) -> list[Operand]:
+        return [*{operand.label: operand for operand in self._origins.values()}.values()]
+
+    def _names_of(self, operand: Operand) -> set[str]:
+        """Return the names that the result has from a checkpoint."""
+        return {name for name, origin in self._origins.items() if origin is operand}
+
+    def _require_whole(self, operand: Operand) -> None:
+        """Raise Unsupported if the result has some of a checkpoint's quantized tensor, not all."""
+        names = self._names_of(operand)
+        for group in _groups(operand):
+            there, missing = sorted(group & names), sorted(group - names)
+            if there and missing:
+                module = there[0].rpartition(".")[0]
+                raise Unsupported(
+                    f"--take: {list_some(there, _FEW)} without {list_some(missing, _FEW)} of"
+                    f" {operand.opened.path}: a quantized tensor comes with all of its parts",
+                    hint=f"--take '{module}=SRC' takes all of a module; {_DEQUANTIZE}",
+                )
+
+    def _require_declared(self, operand: Operand, assets: Path | None) -> None:
+        """Raise Unsupported if the config would say another quantization than tensors have."""
+        theirs, ours = quantized_names(operand.catalog), quantized_names(self._base.catalog)
+        names = self._names_of(operand)
+        if taken := sorted(names & theirs):
+            self._require_same(operand, taken, assets)
+            return
+        plain = sorted(_in_modules(names - theirs, _modules(ours) - _modules(theirs)))
+        if plain and quantization_config(self._base.opened, assets):
+            raise Unsupported(
+                f"--take: {list_some(plain, _FEW)} of {operand.opened.path} is not quantized, and"
+                f" the config of {self._base.opened.path} says that it is",
+                hint=_DEQUANTIZE,
+            )
+
+    def _require_same(self, operand: Operand, taken: list[str], assets: Path | None) -> None:
+        """Raise Unsupported if the base's config does not say how quantized tensors are stored."""
+        both = (self._base, operand)
+        ours, theirs = (quantization_config(each.opened, assets) for each in both)
+        known, new = (kinds(each.catalog).keys() for each in both)
+        if ours == theirs and (ours or new <= known):
+            return
+        why = "says another quantization" if ours else "says no quantization"
+        raise Unsupported(
+            f"--take: {list_some(taken, _FEW)} of {operand.opened.path} is quantized, and the"
+            f" config of {self._base.opened.path} {why}",
+            hint=f"{_DEQUANTIZE}; --hf-assets FOLDER takes a config.json that says how",
+        )
+
+
+def _groups(operand: Operand) -> Iterator[set[str]]:
+    """Yield the names of each quantized tensor, and of what may be one of an unknown kind."""
+    groups, scales = quantized_groups(operand.catalog), Scales(operand.catalog.tensors)
+    yield from groups
+    for entry, scale in scales_of_codes(operand.catalog, scales, set[str]().union(*groups)):
+        yield {entry.name, scale}
+
+
+def _modules(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[0] for name in names}
+
+
+def _in_modules(names: Iterable[str], modules: Container[str]) -> Iterator[str]:
+    """Yield the names of modules, without biases, which are never quantized."""
+    return (n for n in names if n.rpartition(".")[0] in modules and not n.endswith("bias"))

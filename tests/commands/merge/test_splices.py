@@ -1,0 +1,103 @@
+"""A quantized tensor comes with all of its parts, into a model that says it is quantized."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_merge import run
+
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+MODULES = ("model.l", "model.mtp")
+
+
+def plain(seed: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return {
+        f"{name}.weight": torch.randn(128, 256, generator=random).bfloat16() for name in MODULES
+    }
+
+
+def quantized(seed: int) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, tensor in plain(seed).items():
+        tensors[name] = tensor.to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.tensor([[0.5, 2.0]]) * (seed + 1)
+    return tensors | {"model.norm.weight": torch.full((3,), float(seed))}
+
+
+def numbers(seed: int, name: str) -> torch.Tensor:
+    """What the codes stand for, in bf16."""
+    stored = quantized(seed)
+    scale = stored[f"{name}_scale_inv"].repeat_interleave(128, 1)
+    return (stored[name].float() * scale).bfloat16()
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, str]:
+    models = {"p1": plain(1), "p2": plain(2), "p8": quantized(3), "p8b": quantized(4)}
+    for label, tensors in models.items():
+        (tmp_path / label).mkdir()
+        save_file(tensors, tmp_path / label / "model.safetensors")
+        said = FP8 if label.startswith("p8") else {}
+        (tmp_path / label / "config.json").write_text(json.dumps({"model_type": "x", **said}))
+    return {label: str(tmp_path / label) for label in models}
+
+
+@pytest.mark.parametrize(
+    ("base", "take", "wanted"),
+    [
+        ("p8", "model.l.weight=p8b", "model.l.weight without model.l.weight_scale_inv of"),
+        ("p8", "*_scale_inv=p8b", "model.l.weight_scale_inv without model.l.weight of"),
+        ("p8", "model.l.weight=p1", "model.l.weight_scale_inv without model.l.weight of"),
+        ("p1", "mtp=p8", "model.mtp.weight_scale_inv of {p8} is quantized, and the config of {p1}"),
+        ("p8", "mtp=p1", "model.mtp.weight of {p1} is not quantized, and the config of {p8} says"),
+    ],
+)
+def test_a_torn_or_undeclared_quantized_tensor_is_refused(
+    places: dict[str, str], tmp_path: Path, base: str, take: str, wanted: str
+) -> None:
+    name, _, source = take.partition("=")
+    code, said = run(str(tmp_path / "out"), places[base], "--take", f"{name}={places[source]}")
+    assert code == 4
+    assert wanted.format(**places) in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_parts_of_a_quantized_tensor_come_together(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    b = places["p8b"]
+    whole = ("--take", f"model.l={b}")
+    apart = ("--take", f"model.l.weight={b}", "--take", f"model.l.weight_scale_inv={b}")
+    for label, words in (("one", whole), ("two", apart)):
+        code, said = run(str(tmp_path / label), places["p8"], *words)
+        assert code == 0, said
+        found = load_file(tmp_path / label / "model.safetensors")
+        wanted = quantized(3) | {n: t for n, t in quantized(4).items() if n.startswith("model.l.")}
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[n].float(), t.float()) for n, t in wanted.items())
+
+
+@pytest.mark.parametrize(("base", "source"), [("p1", "p8"), ("p8", "p1")])
+def test_only_sources_that_are_quantized_are_dequantized(
+    places: dict[str, str], tmp_path: Path, base: str, source: str
+) -> None:
+    words = (places[base], "--take", f"mtp={places[source]}", "--dequantize")
+    code, said = run(str(tmp_path / "out"), *words)
+    assert code == 0, said
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    stood = {"p1": plain(1), "p8": {name: numbers(3, name) for name in plain(3)}}
+    assert torch.equal(found["model.mtp.weight"], stood[source]["model.mtp.weight"])
+    assert torch.equal(found["model.l.weight"], stood[base]["model.l.weight"])
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+def test_nothing_to_dequantize_names_all_sources(places: dict[str, str], tmp_path: Path) -> None:
+    words = ("--average", places["p1"], places["p2"], "--dequantize")
+    code, said = run(str(tmp_path / "out"), *words)
+    assert code == 4
+    assert f"in {places['p1']} and {places['p2']}" in said
