@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.merge.operands import Operand
 from ckptool.core.box import Box, row_major_strides
-from ckptool.core.casts import can_cast, is_computed
+from ckptool.core.casts import can_cast, is_computed, scales_of_codes
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
@@ -22,6 +22,7 @@ from ckptool.core.catalog import (
 )
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.quantization.names import quantized_names
+from ckptool.core.quantization.scale_names import Scales
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Unsupported
 
@@ -101,14 +102,26 @@ def computed(
 
 
 def require_numbers(operand: Operand, names: Iterable[str] | None = None) -> None:
-    """Raise Unsupported if tensors are quantized: their codes are no numbers to compute with."""
-    found = quantized_names(operand.catalog)
-    if found := found if names is None else found.intersection(names):
+    """Raise Unsupported if tensors are quantized: their codes are no numbers to compute with.
+
+    Of an unknown kind, what may be codes or their scale is refused, too.
+    """
+    catalog, path = operand.catalog, operand.opened.path
+    quantized = quantized_names(catalog)
+    wanted = set(catalog.tensors if names is None else names)
+    if found := quantized & wanted:
         raise Unsupported(
-            f"{operand.opened.path}: {plural(len(found), 'tensor')} quantized"
+            f"{path}: {plural(len(found), 'tensor')} quantized"
             f" ({list_some(sorted(found), _FEW)}), which have no sum",
             hint="--dequantize computes with the numbers that they stand for",
         )
+    for entry, scale in scales_of_codes(catalog, Scales(catalog.tensors), quantized):
+        if not wanted.isdisjoint((entry.name, scale)):
+            raise Unsupported(
+                f"{path}: {scale} may be the scale of {entry.name} ({entry.dtype}), of an unknown"
+                " kind: such codes have no sum",
+                hint=f"--drop '{entry.name}' --drop '{scale}' leaves both out",
+            )
 
 
 def _require_alike(first: Operand, other: Operand) -> None:

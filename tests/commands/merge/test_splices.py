@@ -101,3 +101,18 @@ def test_nothing_to_dequantize_names_all_sources(places: dict[str, str], tmp_pat
     code, said = run(str(tmp_path / "out"), *words)
     assert code == 4
     assert f"in {places['p1']} and {places['p2']}" in said
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_codes_of_an_unknown_kind_have_no_sum(tmp_path: Path, dtype: torch.dtype) -> None:
+    for at, label in enumerate("ab", 1):
+        codes = torch.full((4, 4), at).to(dtype)
+        tensors = {"m.weight": codes, "m.kernel_absmax": torch.full((4,), float(at))}
+        save_file(tensors, tmp_path / f"{label}.safetensors")
+    a, b = (str(tmp_path / f"{label}.safetensors") for label in "ab")
+    code, said = run(str(tmp_path / "out.safetensors"), "--average", a, b)
+    assert code == 4
+    assert "m.kernel_absmax may be the scale of m.weight" in said
+    code, said = run(str(tmp_path / "out.safetensors"), a, "--take", f"m.weight={b}")
+    assert code == 4
+    assert "m.weight without m.kernel_absmax" in said
