@@ -45,7 +45,8 @@ def append_rows(computation: Computation, wanted: Sequence[Rows]) -> Computation
     expressions = tuple(
         replace(each, text=each.text + said.get(each.name, "")) for each in computation.expressions
     )
-    return Computation(catalog.with_tensors(catalog.tensors | longer), expressions)
+    catalog = catalog.with_tensors(catalog.tensors | longer)
+    return replace(computation, catalog=catalog, expressions=expressions)
 
 
 def _lengthened(entry: TensorEntry, rows: Rows) -> TensorEntry:
