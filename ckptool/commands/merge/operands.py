@@ -124,7 +124,8 @@ def _labels(places: Sequence[Location]) -> dict[Location, str]:
     """Return a short name of each place: its last part, with a number if others have it, too."""
     labels: dict[Location, str] = {}
     for place in places:
-        labels[place] = _free(place.name or "checkpoint", labels.values())
+        name = place.name if place.name not in ("", "..") else "checkpoint"
+        labels[place] = _free(name, labels.values())
     return labels
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-from msgspec import Struct, ValidationError, convert
+from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.commands.options.files import text_of
-from ckptool.commands.options.merge import ExpressionOptions
+from ckptool.commands.merge.recipe_file import read_file
+from ckptool.commands.options.merge import ROWS, ExpressionOptions
 from ckptool.core.text import plural
 from ckptool.engine.formulas.rows import MEAN, ZEROS
 from ckptool.errors import UsageError
@@ -19,7 +16,6 @@ from ckptool.storage.url import Location, location
 
 _COPIED = "copied:"
 _WAYS = "--average, --ema, --add, --lora, --apply-delta, --rows or --take"
-_ROWS = "such as --rows embed_tokens=152064 --rows lm_head=152064 --fill mean"
 _DIGITS = 16
 
 
@@ -92,26 +88,6 @@ class Recipe(Struct, frozen=True):
         return list(dict.fromkeys([*terms, *self.deltas, *adapter, *taken]))
 
 
-class _Written(Struct, forbid_unknown_fields=True, rename="kebab"):
-    """A recipe as a TOML file has it."""
-
-    sources: list[str] = []
-    average: bool = False
-    weights: list[float] = []
-    ema: float | None = None
-    onto: str | None = None
-    lora: str | None = None
-    add: str | None = None
-    minus: str | None = None
-    scale: float = 1.0
-    apply_delta: bool = False
-    take: dict[str, str] = {}
-    last: int | None = None
-    with_optimizer: bool = False
-    rows: dict[str, int] = {}
-    fill: str | None = None
-
-
 def read_recipe(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
     """Return the recipe of a command, or of the file that it names.
 
@@ -119,9 +95,14 @@ def read_recipe(sources: Sequence[Location], options: ExpressionOptions) -> Reci
     if the newest steps are asked of what is no run.
     """
     if options.recipe is not None:
-        sources, options = _read_file(options.recipe, sources, options)
+        if sources or options != ExpressionOptions(recipe=options.recipe):
+            raise UsageError(
+                f"--recipe {options.recipe}: says all that is merged; leave SRC and other options"
+                " out"
+            )
+        sources, options = read_file(options.recipe)
     recipe = _sum_of(sources, options)
-    takes = tuple(map(_parse_take, options.take))
+    takes = tuple(Take(name, location(place)) for name, place in options.take)
     rows, whole = _rows(options), options.with_optimizer
     return replace(recipe, takes=takes, rows=rows, with_optimizer=whole)
 
@@ -139,7 +120,7 @@ def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
     if not asked:
         return Recipe((Term(_base(sources, options)),))
     if options.lora is not None:
-        return Recipe((Term(_base(sources, options)),), lora=location(options.lora))
+        return Recipe((Term(_base(sources, options)),), lora=_place(options.lora, "--lora"))
     if asked == ["--add"]:
         return Recipe(_added(sources, options))
     if options.apply_delta:
@@ -187,7 +168,7 @@ def _newest(sources: Sequence[Location], count: int) -> list[Location]:
 
 def _base(sources: Sequence[Location], options: ExpressionOptions) -> Location:
     """Return the one checkpoint into which an adapter is folded, or of which parts are replaced."""
-    bases = [*sources, *([] if options.onto is None else [location(options.onto)])]
+    bases = [*sources, *([] if options.onto is None else [_place(options.onto, "--onto")])]
     if options.lora is None and not (options.take or options.rows):
         raise UsageError("nothing to do", hint=f"say {_WAYS}: `ckptool help merge` has examples")
     if len(bases) != 1:
@@ -207,8 +188,12 @@ def _added(sources: Sequence[Location], options: ExpressionOptions) -> tuple[Ter
             f"{sources[0]}: --add and --minus take no SRC beside their own",
             hint="--onto BASE names what they are added to",
         )
-    signed = ((options.onto, 1.0), (options.add, options.scale), (options.minus, -options.scale))
-    return tuple(Term(location(text), weight) for text, weight in signed if text is not None)
+    signed = (
+        ("--onto", options.onto, 1.0),
+        ("--add", options.add, options.scale),
+        ("--minus", options.minus, -options.scale),
+    )
+    return tuple(Term(_place(text, way), w) for way, text, w in signed if text is not None)
 
 
 def _base_of(sources: Sequence[Location], options: ExpressionOptions) -> Term:
@@ -219,7 +204,7 @@ def _base_of(sources: Sequence[Location], options: ExpressionOptions) -> Term:
             f"--apply-delta: needs {lacking}",
             hint="ckptool merge OUT --apply-delta DELTA1 DELTA2 --onto BASE",
         )
-    base = location(options.onto)
+    base = _place(options.onto, "--onto")
     if base in sources:
         raise UsageError(f"--onto {base}: is one of the deltas, too")
     return Term(base)
@@ -251,66 +236,19 @@ def _require_used(options: ExpressionOptions, asked: Sequence[str]) -> None:
         raise UsageError(f"--onto: not with {asked[0]}, which starts from its first SRC")
 
 
-def _parse_take(text: str) -> Take:
-    name, equals, place = text.partition("=")
-    if not (name.strip() and equals and place.strip()):
-        raise UsageError(f"invalid --take {text!r}: expected NAME=SRC")
-    return Take(name.strip(), location(place.strip()))
-
-
 def _rows(options: ExpressionOptions) -> tuple[Rows, ...]:
     """Return how many rows tensors are to have; UsageError without a rule to fill them."""
     rule, row = options.fill, (options.fill or "").removeprefix(_COPIED)
     if (rule is None) != (not options.rows):
-        raise UsageError("--rows and --fill: one needs the other", hint=_ROWS)
+        raise UsageError("--rows and --fill: one needs the other", hint=ROWS)
     fill: str | int = int(row) if row != rule and row.isdecimal() and len(row) < _DIGITS else row
     if rule is not None and isinstance(fill, str) and rule not in (MEAN, ZEROS):
         raise UsageError(f"invalid --fill {rule!r}", hint=f"{MEAN}, {ZEROS} or {_COPIED}ROW")
-    return tuple(_parse_rows(text, fill) for text in options.rows)
+    return tuple(Rows(name, count, fill) for name, count in options.rows)
 
 
-def _parse_rows(text: str, fill: str | int) -> Rows:
-    name, _, count = text.rpartition("=")
-    if not (name.strip() and count.strip().isdecimal() and len(count) < _DIGITS):
-        raise UsageError(f"invalid --rows {text!r}: expected NAME=COUNT", hint=_ROWS)
-    return Rows(name.strip(), int(count), fill)
-
-
-def _read_file(
-    path: Path, sources: Sequence[Location], given: ExpressionOptions
-) -> tuple[list[Location], ExpressionOptions]:
-    """Return the sources and options of a recipe's file; UsageError if it is none."""
-    import tomllib
-
-    where = f"--recipe {path}"
-    if sources or given != ExpressionOptions(recipe=given.recipe):
-        raise UsageError(f"{where}: says all that is merged; leave SRC and other options out")
-    try:
-        content: Any = tomllib.loads(text_of(path, "--recipe"))
-        written = convert(content, _Written)
-    except (ValueError, ValidationError) as error:
-        raise UsageError(f"{where}: {error}") from None
-
-    def place(text: str | None) -> str | None:
-        if text is None or "://" in text:
-            return text
-        return os.path.normpath(path.parent / Path(text).expanduser())
-
-    named: Mapping[str, Any] = {
-        "average": written.average,
-        "weights": tuple(written.weights),
-        "ema": written.ema,
-        "onto": place(written.onto),
-        "lora": place(written.lora),
-        "add": place(written.add),
-        "minus": place(written.minus),
-        "scale": written.scale,
-        "apply_delta": written.apply_delta,
-        "take": tuple(f"{name}={place(text)}" for name, text in written.take.items()),
-        "last": written.last,
-        "rows": tuple(f"{name}={count}" for name, count in written.rows.items()),
-        "fill": written.fill,
-        "with_optimizer": written.with_optimizer,
-    }
-    places = [location(str(place(text))) for text in written.sources]
-    return places, ExpressionOptions(**named)
+def _place(text: str, option: str) -> Location:
+    """Return the place that an option names; UsageError if it is empty, as an unset variable is."""
+    if not text:
+        raise UsageError(f"{option}: empty path", hint="is a variable of the shell not set?")
+    return location(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from ckptool.core.mesh import Mesh
 
 
+ROWS = "such as --rows embed_tokens=152064 --rows lm_head=152064 --fill mean"
+_DIGITS = 16
+
+
 def _weights(value: Any, name: str) -> tuple[float, ...]:
     words = LIST.parse(value, name) if isinstance(value, str) else value
     try:
@@ -33,6 +38,35 @@ def _weights(value: Any, name: str) -> tuple[float, ...]:
         raise UsageError(f"{name} {value!r}: not numbers", hint="such as --weights 1,2,1") from None
 
 
+def _takes(value: Any, name: str) -> tuple[tuple[str, str], ...]:
+    """Return names and the places to take them from; a table may have any text as a name."""
+    pairs = _pairs(value, lambda text: text.partition("=")[::2])
+    for what, place in pairs:
+        if not (what and place):
+            shown = f"{what}={place}" if place else what
+            raise UsageError(f"invalid {name} {shown!r}: expected NAME=SRC")
+    return pairs
+
+
+def _rows(value: Any, name: str) -> tuple[tuple[str, int], ...]:
+    """Return names and how many rows they are to have."""
+    pairs = _pairs(value, lambda text: text.rpartition("=")[::2])
+    for what, count in pairs:
+        if not (what and count.isdecimal() and len(count) < _DIGITS):
+            raise UsageError(f"invalid {name} '{what}={count}': expected NAME=COUNT", hint=ROWS)
+    return tuple((what, int(count)) for what, count in pairs)
+
+
+def _pairs(value: Any, split: Callable[[str], Sequence[str]]) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of a table, or of texts that are split."""
+    if isinstance(value, Mapping):
+        return tuple((name, str(other)) for name, other in value.items())
+    halves = [split(text) for text in TEXTS.parse(value, "")]
+    return tuple((name.strip(), other.strip()) for name, other in halves)
+
+
+_TAKES = Kind(list[str], "Strings", _takes, (), "NAME=SRC")
+_ROWS = Kind(list[str], "Strings", _rows, (), "NAME=COUNT")
 _WEIGHTS = Kind(str, "str | Sequence[float]", _weights, (), "W,W,...")
 
 
@@ -63,19 +97,17 @@ class ExpressionOptions(OptionSet):
         FLAG,
         help="Apply the weight deltas SRC, in this order, to --onto BASE, bit for bit.",
     )
-    take: tuple[str, ...] = option(
+    take: tuple[tuple[str, str], ...] = option(
         "--take",
-        TEXTS,
-        metavar="NAME=SRC",
+        _TAKES,
         help=f"Take what NAME means from SRC instead: {NAMED} (repeatable).",
     )
     last: int | None = option(
         "--last", COUNT, minimum=2, help="Take the newest N complete steps of the run SRC."
     )
-    rows: tuple[str, ...] = option(
+    rows: tuple[tuple[str, int], ...] = option(
         "--rows",
-        TEXTS,
-        metavar="NAME=COUNT",
+        _ROWS,
         help=f"Append rows to what NAME means, up to COUNT: {NAMED} (repeatable).",
     )
     fill: str | None = option(
