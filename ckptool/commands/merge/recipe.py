@@ -101,10 +101,10 @@ def read_recipe(sources: Sequence[Location], options: ExpressionOptions) -> Reci
                 " out"
             )
         sources, options = read_file(options.recipe)
+    rows = _rows(options)
     recipe = _sum_of(sources, options)
     takes = tuple(Take(name, location(place)) for name, place in options.take)
-    rows, whole = _rows(options), options.with_optimizer
-    return replace(recipe, takes=takes, rows=rows, with_optimizer=whole)
+    return replace(recipe, takes=takes, rows=rows, with_optimizer=options.with_optimizer)
 
 
 def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
