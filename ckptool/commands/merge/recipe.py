@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -14,6 +15,8 @@ from ckptool.engine.formulas.rows import MEAN, ZEROS
 from ckptool.errors import UsageError
 from ckptool.storage.url import Location, location
 
+_NOISE = 1e-9
+"""How much of its terms a sum must be."""
 _COPIED = "copied:"
 _WAYS = "--average, --ema, --add, --lora, --apply-delta, --rows or --take"
 _DIGITS = 16
@@ -139,9 +142,22 @@ def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
     weights = options.weights or (1.0,) * len(sources)
     if len(weights) != len(sources):
         raise UsageError(f"--weights: {len(weights)} for {len(sources)} SRC")
-    if not sum(weights):
-        raise UsageError("--weights: they add up to 0, by which an average is divided")
-    return Recipe(tuple(map(Term, sources, weights)), sum(weights))
+    return Recipe(tuple(map(Term, sources, weights)), _divisor(weights))
+
+
+def _divisor(weights: Sequence[float]) -> float:
+    """Return the sum of weights; UsageError for one that only rounding tells from 0, or infinite.
+
+    Divided by such, numbers would be noise or zeros.
+    """
+    total, sizes = sum(weights), sum(map(abs, weights))
+    if not isfinite(sizes) or abs(total) <= _NOISE * sizes:
+        about = "0" if isfinite(sizes) else "no finite number"
+        raise UsageError(
+            f"--weights: they add up to {about}, by which an average is divided",
+            hint="such as --weights 1,2,1; --onto A --add B --minus C adds a difference",
+        )
+    return total
 
 
 def _newest(sources: Sequence[Location], count: int) -> list[Location]:
