@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from ckptool.core.box import Box, is_run
 from ckptool.core.catalog import (
@@ -82,18 +83,9 @@ class Plan:
     def largest_blob(self) -> int:
         """Bytes of the largest blob that must be decoded completely, stored plus decoded.
 
-        Or what computing a tensor keeps, if that is more.
+        Of a computed tensor, those of all that it is computed of, and what computing it keeps.
         """
-        return max(
-            (
-                nbytes
-                for entry in self.entries
-                if not (chunks := chunks_of(entry)).bare
-                for chunk in chunks.opened
-                for nbytes in _memory_of(chunk.at)
-            ),
-            default=0,
-        )
+        return max((sum(_memory_of_tensor(entry)) for entry in self.entries), default=0)
 
     def batches(self, numbers: Sequence[int]) -> Iterator[list[tuple[int, tuple[Part, ...]]]]:
         """Yield files of the layout with their parts, a few files at a time.
@@ -246,10 +238,28 @@ class Plan:
         return self._indexes[entry.name]
 
 
-def _memory_of(at: Place) -> Iterator[int]:
-    """Yield the bytes of each blob of a place, and those that computing it keeps."""
+class _Memory(NamedTuple):
+    """Bytes that are kept to read elements, and those of a blob until it is decoded."""
+
+    kept: int = 0
+    packed: int = 0
+
+
+def _memory_of_tensor(entry: TensorEntry) -> _Memory:
+    """Return what any chunk of a tensor takes at most."""
+    chunks = chunks_of(entry)
+    found = () if chunks.bare else [_memory_of(chunk.at) for chunk in chunks.opened]
+    return _Memory(*map(max, zip(*found, strict=True)))
+
+
+def _memory_of(at: Place) -> _Memory:
+    """Return what reading elements of a place takes: decoded blobs, one of each stored tensor.
+
+    And what computing them keeps.
+    """
+    if isinstance(at, EncodedBlob):
+        return _Memory(at.size, at.nbytes)
     if isinstance(at, Computed):
-        yield at.kept
-    for place in stored_places(at):
-        if isinstance(place, EncodedBlob):
-            yield place.nbytes + place.size
+        found = [_memory_of_tensor(entry) for entry in at.stored]
+        return _Memory(at.kept + sum(one.kept for one in found), max(one.packed for one in found))
+    return _Memory()

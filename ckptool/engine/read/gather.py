@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import mul
@@ -19,11 +18,12 @@ from ckptool.core.catalog import (
     Place,
     TensorEntry,
 )
-from ckptool.core.codec import decode
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, Overlap
+from ckptool.engine.read.blobs import Blobs
 from ckptool.engine.read.byte_reader import ByteReader
+from ckptool.engine.read.computed import fill_computed, stored_tensors
 from ckptool.engine.read.containers import opened
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.rounding import cast, may_have_lost
@@ -34,6 +34,8 @@ from ckptool.errors import Damaged
 from ckptool.storage.files import SPAN, Files
 
 Array = np.ndarray[Any, np.dtype[Any]]
+_FEW = 4
+"""Tensors whose indexes are kept."""
 
 
 def unit(itemsize: int) -> np.dtype[Any]:
@@ -84,9 +86,10 @@ def cut(values: Array, tile: Tile, buffer: memoryview) -> memoryview:
 
 
 class Gatherer:
-    """Reads boxes of chunks for one thread, keeping at most one decoded blob.
+    """Reads boxes of chunks for one thread.
 
-    It reads by the reader ``of_bytes``; ``beyond`` counts the numbers that a cast makes infinite.
+    It keeps the decoded blob that it read last, or one of each tensor that another is computed of,
+    and reads by the reader ``of_bytes``; ``beyond`` counts the numbers that a cast makes infinite.
     """
 
     def __init__(
@@ -99,7 +102,8 @@ class Gatherer:
         self._reader = self._bytes.files
         self._block = source.policy.block
         self._scratch = memoryview(bytearray(SPAN))
-        self._blob: tuple[EncodedBlob, bytes] | None = None
+        self._blobs = Blobs(self._reader)
+        self._by_turns: dict[int, TensorEntry] = {}
         self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}
         self._strip: Strip | None = None
         self._windows = Windows()
@@ -120,17 +124,24 @@ class Gatherer:
         """Copy what chunks have of some elements, as stored, into an array of these."""
         for chunk, _, local, where in found:
             view = values if where.shape == values.shape else part_of(values, where)
-            self.fill_from(chunk.at, view, local, entry.source_dtype)
+            self.fill_from(chunk.at, view, local, entry.source_dtype, entry)
             if self._beyond is not None and isinstance(chunk.at, Computed):
                 self._count_computed(self._beyond, entry, chunk.at, (view, local))
 
-    def fill_from(self, at: Place, out: Array, local: Box, dtype: DType) -> None:
+    def fill_from(
+        self,
+        at: Place,
+        out: Array,
+        local: Box,
+        dtype: DType,
+        entry: TensorEntry | None = None,
+    ) -> None:
         """Copy the elements ``local`` of a chunk (in its own coordinates) into ``out``.
 
-        What is one run of bytes of a checksummed record is noted.
+        What is one run of bytes of a checksummed record is noted. ``entry`` is the chunk's tensor.
         """
         if isinstance(at, EncodedBlob):
-            blob = self._decode(at)
+            blob = self._blobs.decoded(at, entry)
             out[...] = _strided(blob, at.start, at.strides, local, dtype.itemsize)
             _repair(out, at.ops, dtype)
         elif isinstance(at, Extent):
@@ -144,8 +155,7 @@ class Gatherer:
             self._read_strided(out, at.file, start, at.strides)
             _repair(out, at.ops, dtype)
         elif isinstance(at, Computed):
-            from ckptool.engine.read.computed import fill_computed
-
+            self._read_by_turns(at)
             gather = partial(self._windows.gather, self.gather)
             fill_computed(gather, at, out, local, dtype)
         else:
@@ -190,6 +200,17 @@ class Gatherer:
         for at, start, inside in strip.runs(box):
             self._read_run(values[inside], at, start)
 
+    def _read_by_turns(self, at: Computed) -> None:
+        """Keep something of each tensor that a place is computed of, as its boxes alternate.
+
+        Some of these may be computed themselves: they are among the others already.
+        """
+        entries = {id(entry): entry for entry in stored_tensors(at)}
+        if not entries.keys() <= self._by_turns.keys():
+            self._by_turns = entries
+            self._blobs.read_by_turns(entries.values())
+            self._windows.read_by_turns(len(entries))
+
     def _count_computed(
         self, beyond: RangeCheck, entry: TensorEntry, at: Computed, made: tuple[Array, Box]
     ) -> None:
@@ -219,10 +240,14 @@ class Gatherer:
             self._note_piece(at.record, start, data)
 
     def _index(self, entry: TensorEntry) -> ChunkIndex:
-        """Return the index of a tensor's chunks; those of the last few tensors are kept."""
+        """Return the index of a tensor's chunks; those of the last few tensors are kept.
+
+        Also those of all that are read by turns.
+        """
         known = self._indexes.get(id(entry))
         if known is None:
-            self._indexes = dict(list(self._indexes.items())[-3:])
+            others = _FEW - 1 + len(self._by_turns)
+            self._indexes = dict(list(self._indexes.items())[-others:])
             known = self._indexes[id(entry)] = (entry, ChunkIndex(entry))
         return known[1]
 
@@ -247,29 +272,6 @@ class Gatherer:
                 part[...] = np.frombuffer(memory, out.dtype).reshape(part.shape)
             elif not is_runs:
                 part[...] = np.ndarray(part.shape, out.dtype, memory, 0, strides)
-
-    def _decode(self, at: EncodedBlob) -> bytes:
-        if self._blob is None or self._blob[0] != at:
-            stored = bytearray(at.nbytes)
-            self._reader.read_into(at.file, at.offset, memoryview(stored))
-            what = f"{at.file} at byte {at.offset:,}"
-            blob = decode(bytes(stored), at.codec, at.size, what=what)
-            if len(blob) != at.size:
-                raise Damaged(f"{what}: decodes to {len(blob):,} bytes, not {at.size:,}")
-            _require_crc(at, blob, what)
-            self._blob = (at, blob)
-        return self._blob[1]
-
-
-def _require_crc(at: EncodedBlob, blob: bytes, what: str) -> None:
-    """Raise Damaged if a decoded blob does not match its writer's checksum."""
-    record = at.record
-    if record is None:
-        return
-    crc = zlib.crc32(memoryview(blob)[record.offset : record.offset + record.nbytes])
-    if crc != record.crc32:
-        message = f"{what}: decodes to bytes of CRC-32 {crc:08x}, recorded {record.crc32:08x}"
-        raise Damaged(message, "crc-mismatch", file=at.file)
 
 
 def _strided(data: bytes, start: int, strides: tuple[int, ...], local: Box, itemsize: int) -> Array:

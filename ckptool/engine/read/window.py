@@ -18,12 +18,17 @@ Read = Callable[[TensorEntry, Box], Array]
 class Windows:
     """Reads boxes of some columns of many rows, as reading these passes all others.
 
-    From the second box of a tensor on, as many columns are kept as fit half of SPAN; those of two
-    tensors, values and scales.
+    From the second box of a tensor on, as many columns are kept as fit its share of SPAN: half of
+    it, as of values and scales, or less if more tensors are read by turns.
     """
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[TensorEntry, Box, Array]] = {}
+        self._most = 2
+
+    def read_by_turns(self, count: int) -> None:
+        """Keep columns of so many tensors from now on."""
+        self._most = max(2, count)
 
     def gather(self, read: Read, entry: TensorEntry, box: Box) -> Array:
         """Return a box of a whole tensor, with its elements as stored; it is read-only."""
@@ -32,10 +37,10 @@ class Windows:
             return read(entry, box)
         kept = self._kept.get(id(entry))
         if kept is None or not kept[1].contains(box):
-            wide = box if kept is None else _widened(entry, box, dim)
+            wide = box if kept is None else _widened(entry, box, dim, SPAN // self._most)
             others = [item for item in self._kept.values() if item[0] is not entry]
             kept = entry, wide, read(entry, wide)
-            self._kept = {id(item[0]): item for item in (*others[-1:], kept)}
+            self._kept = {id(item[0]): item for item in (*others[1 - self._most :], kept)}
         where = box.relative_to(kept[1].lo)
         return np.ascontiguousarray(kept[2][tuple(map(slice, where.lo, where.hi))])
 
@@ -47,8 +52,8 @@ def _cut_dim(entry: TensorEntry, box: Box) -> int | None:
     return cut[-1] if has_rows else None
 
 
-def _widened(entry: TensorEntry, box: Box, dim: int) -> Box:
-    """Return a box that goes on along a dim until it has half of SPAN bytes."""
+def _widened(entry: TensorEntry, box: Box, dim: int, most: int) -> Box:
+    """Return a box that goes on along a dim until it has so many bytes."""
     each = box.volume // max(1, box.shape[dim]) * entry.source_dtype.itemsize
-    stop = max(box.hi[dim], box.lo[dim] + SPAN // 2 // max(1, each))
+    stop = max(box.hi[dim], box.lo[dim] + most // max(1, each))
     return Box(box.lo, (*box.hi[:dim], min(stop, entry.shape[dim]), *box.hi[dim + 1 :]))

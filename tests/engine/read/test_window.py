@@ -50,6 +50,25 @@ def test_boxes_beside_each_other_are_read_at_once() -> None:
     assert max(box.volume for box in reads.boxes) <= 120
 
 
+def test_columns_of_all_tensors_that_are_read_by_turns_are_kept() -> None:
+    """Each has its share of the memory, so that it is as much as for two."""
+    windows, boxes = window.Windows(), list[Box]()
+    values = np.arange(120, dtype="u2").reshape(10, 12)
+    entries = [TensorEntry(f"t{n}", (f"t{n}",), BY_NAME["int16"], (10, 12), ()) for n in range(8)]
+
+    def read(entry: TensorEntry, box: Box) -> Array:
+        boxes.append(box)
+        return np.ascontiguousarray(values[tuple(map(slice, *box))])
+
+    windows.read_by_turns(len(entries))
+    for low in range(12):
+        for entry in entries:
+            found = windows.gather(read, entry, Box((0, low), (10, low + 1)))
+            assert np.array_equal(found, values[:, low : low + 1])
+    assert len(boxes) < 8 * 12
+    assert max(box.volume for box in boxes) * 2 * len(entries) <= 480
+
+
 @given(st.data())
 @settings(max_examples=40)
 def test_any_boxes_in_any_order_are_right(data: st.DataObject) -> None:
