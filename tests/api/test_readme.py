@@ -37,7 +37,7 @@ def test_it_is_short_and_names_the_commands_that_set_all_up() -> None:
 def test_the_demo_shows_every_command() -> None:
     table = re.findall(r"^\| `ckptool (\w+)", README.read_text(), re.M)
     shown = re.findall(r'command\(\s*f?"(?:torchrun .* -m )?ckptool (\w+)', DEMO.read_text())
-    assert len(table) == 8
+    assert len(table) == 9
     assert {*table} == {*shown}
 
 

@@ -18,7 +18,7 @@ from ckptool.commands.options.declaration import RARE, SPEED
 from ckptool.render.help import first_sentence
 
 DOCS = Path(__file__).parents[2] / "ckptool" / "docs"
-WITH_RARE = ("inspect", "diff", "extract", "convert", "reshard", "verify", "prune")
+WITH_RARE = ("inspect", "diff", "extract", "convert", "reshard", "merge", "verify", "prune")
 PAGES = {path.stem: path.read_text() for path in DOCS.glob("*.md")}
 
 

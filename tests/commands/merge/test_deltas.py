@@ -210,10 +210,10 @@ def test_decoders_count_within_the_budget(tmp_path: Path) -> None:
     assert run(tmp_path / "out", *words, "34MiB")[0] == 0
 
 
-def test_a_tensor_is_decoded_three_times_whatever_its_tiles(
+def test_a_tensor_is_decoded_twice_whatever_its_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To be checked, written and proved; in each, one thread goes through all of it."""
+    """To be checked and written; in each, one thread goes through all of it."""
     began = list[str]()
 
     def begin(self: Any, at: Any) -> Any:
@@ -229,7 +229,7 @@ def test_a_tensor_is_decoded_three_times_whatever_its_tiles(
     (tmp_path / "base").mkdir()
     save_file(old, tmp_path / "base" / "model.safetensors")
     require_same(applied(tmp_path / "out", tmp_path / "base", delta), new)
-    assert sorted(began) == ["embed"] * 3 + ["norm"] * 3
+    assert sorted(began) == ["embed"] * 2 + ["norm"] * 2
 
 
 def test_a_gap_is_refused(tmp_path: Path) -> None:
