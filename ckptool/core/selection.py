@@ -62,10 +62,22 @@ def closest_names(asked: str, names: Collection[str]) -> list[str]:
     return get_close_matches(asked, list(names)[:20_000], n=3, cutoff=0.5)
 
 
-def unmatched(option: str, pattern: str, names: Collection[str], noun: str = "names") -> UsageError:
+class Unmatched(UsageError):
+    """A pattern of an option means nothing in a checkpoint."""
+
+    option = pattern = ""
+
+
+def unmatched(option: str, pattern: str, names: Collection[str], noun: str = "names") -> Unmatched:
     """Return the error of a pattern of an option that means none of the names."""
     message = f"{option} {pattern!r} matches none of {len(names):,} {noun}"
-    return UsageError(message, hint=_hint_at_names(pattern, names))
+    return _unmatched(option, pattern, message, _hint_at_names(pattern, names))
+
+
+def _unmatched(option: str, pattern: str, message: str, hint: str) -> Unmatched:
+    error = Unmatched(message, hint=hint)
+    error.option, error.pattern = option, pattern
+    return error
 
 
 def _hint_at_names(asked: str, names: Collection[str]) -> str:
@@ -266,10 +278,9 @@ def strip_prefix(catalog: Catalog, prefix: str) -> Catalog:
     """Strip ``prefix`` (and the dot after it) from names that have it; UsageError if none do."""
     head = prefix.rstrip(".") + "."
     if not any(name.startswith(head) for name in (*catalog.tensors, *catalog.objects)):
-        raise UsageError(
-            f"--strip-prefix {prefix!r}: no name begins with {head!r}",
-            hint="`ckptool inspect CKPT --tensors '*'` lists all",
-        )
+        message = f"--strip-prefix {prefix!r}: no name begins with {head!r}"
+        hint = "`ckptool inspect CKPT --tensors '*'` lists all"
+        raise _unmatched("--strip-prefix", prefix, message, hint)
     return rename(catalog, lambda name: name.removeprefix(head))
 
 
@@ -300,16 +311,18 @@ def substitution(rule: str) -> Callable[[str], str]:
     return lambda name: pattern.sub(replacement, name)
 
 
+_SEARCHED = (
+    "its left side is a regular expression, searched for in full names after --model-only and the"
+    " rules before it; `ckptool inspect CKPT --tensors '*'` lists names"
+)
+
+
 def rename_by(catalog: Catalog, rule: str) -> Catalog:
     """Change the names that a ``--rename`` rule matches; UsageError also if it matches none."""
     pattern, known = _parse_rule(rule)[0], names_of(catalog)
     if not any(map(pattern.search, known)):
-        raise UsageError(
-            f"--rename {rule!r} matches none of {len(known):,} names",
-            hint="its left side is a regular expression, searched for in full names after"
-            " --model-only and the rules before it;"
-            " `ckptool inspect CKPT --tensors '*'` lists names",
-        )
+        message = f"--rename {rule!r} matches none of {len(known):,} names"
+        raise _unmatched("--rename", rule, message, _SEARCHED)
     return rename(catalog, substitution(rule))
 
 

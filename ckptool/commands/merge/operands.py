@@ -8,15 +8,13 @@ from itertools import count
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.commands.convert import require_some
 from ckptool.commands.merge.recipe import Recipe
+from ckptool.commands.merge.rewriter import Rewriter
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, require_agreement
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.core.catalog import Catalog
-from ckptool.core.quantization.apply import NoneQuantized
-from ckptool.errors import Unsupported
 from ckptool.formats.companions import relocate
 from ckptool.formats.safetensors import delta_notes
 from ckptool.storage.url import Location
@@ -42,21 +40,22 @@ def open_operands(
 ) -> dict[Location, Operand]:
     """Open every checkpoint, rewritten in the same way, but not cast: that is for the result.
 
-    An adapter and deltas, which are no weights, are opened as they are. What has no quantized
-    tensors is not dequantized; Unsupported if none has.
+    An adapter and deltas, which are no weights, are opened as they are. Raises UsageError for a
+    pattern that means nothing in any of them, Unsupported if none has quantized tensors to
+    dequantize.
     """
-    uncast = RewriteOptions(**{**vars(rewriting), "casts": None})
+    alike = Rewriter(RewriteOptions(**{**vars(rewriting), "casts": None}))
+    as_is = Rewriter(RewriteOptions())
     labels = _labels(recipe.places)
     operands = dict[Location, Operand]()
     for place, label in labels.items():
         if place in recipe.deltas:
             operands[place] = _open_delta(place, label)
         elif place == recipe.lora:
-            operands[place] = _open(place, label, AS_DETECTED, RewriteOptions())
+            operands[place] = _open(place, label, AS_DETECTED, as_is)
         else:
-            operands[place] = _open(place, label, read, uncast)
-    if rewriting.dequantize:
-        _require_dequantized(operands)
+            operands[place] = _open(place, label, read, alike)
+    alike.require_used()
     return _relocated(operands)
 
 
@@ -73,28 +72,10 @@ def join(operands: Mapping[Location, Operand]) -> JoinedFiles:
     return JoinedFiles(first.opened.source, sources)
 
 
-def _open(place: Location, label: str, read: ReadOptions, rewriting: RewriteOptions) -> Operand:
+def _open(place: Location, label: str, read: ReadOptions, rewriter: Rewriter) -> Operand:
     opened = open_checkpoint(place, read, whole=False, placements=False)
-    rewritten = _rewrite(opened, rewriting)
+    rewritten = rewriter.rewrite(opened)
     return Operand(label, opened, rewritten, rewritten.catalog)
-
-
-def _rewrite(opened: OpenedCheckpoint, options: RewriteOptions) -> RewriteResult:
-    """Rewrite a checkpoint as asked, dequantized if it has quantized tensors."""
-    try:
-        return rewrite(opened, options, locate=True, defers=False, check=require_some)
-    except NoneQuantized:
-        as_is = RewriteOptions(**{**vars(options), "dequantize": False})
-        return rewrite(opened, as_is, locate=True, defers=False, check=require_some)
-
-
-def _require_dequantized(operands: Mapping[Location, Operand]) -> None:
-    """Raise Unsupported if nothing was dequantized in any checkpoint."""
-    if not any(operand.rewritten.dequantized for operand in operands.values()):
-        raise Unsupported(
-            f"--dequantize: no tensors with supported scales in {' and '.join(map(str, operands))}",
-            hint="leave it out; `ckptool help formats` lists what is supported",
-        )
 
 
 def _open_delta(place: Location, label: str) -> Operand:

@@ -406,3 +406,33 @@ def test_pipelines_of_models_are_averaged(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == {
         path.name for path in (tmp_path / "vae").iterdir()
     }
+
+
+def test_a_pattern_means_something_in_one_source(places: list[str], tmp_path: Path) -> None:
+    a, b, _ = places
+    more = {f"m.{name}": tensor for name, tensor in MODELS["b"].items()}
+    save_file(more | {"m.extra": torch.ones(3)}, tmp_path / "more.safetensors")
+    words = ("--average", a, str(tmp_path / "more.safetensors"))
+    code, said = run(str(tmp_path / "no.safetensors"), *words, "--strip-prefix", "m")
+    assert code == 4
+    assert "extra" in said
+    changes = (("--strip-prefix", "m"), ("--rename", "^m\\.="))
+    plain = merged(tmp_path / "plain.safetensors", "--average", a, b)
+    for number, change in enumerate(changes):
+        out = tmp_path / f"{number}.safetensors"
+        found = merged(out, *words, "--drop", "m.extra", *change)
+        assert all(torch.equal(found[name], plain[name]) for name in plain)
+        assert found.keys() == plain.keys()
+    picked = ("--select", "layers.0.w", "--select", "m.layers.0.w", "--strip-prefix", "m")
+    assert merged(tmp_path / "picked.safetensors", *words, *picked).keys() == {"layers.0.w"}
+
+
+@pytest.mark.parametrize("option", ["--drop", "--select", "--rename"])
+def test_a_pattern_that_means_nothing_anywhere_is_refused(
+    places: list[str], tmp_path: Path, option: str
+) -> None:
+    asked = "lyers" if option != "--rename" else "lyers=x"
+    words = ("--average", *places, option, asked, "--drop", "embed")
+    code, said = run(str(tmp_path / "no.safetensors"), *words)
+    assert code == 2
+    assert f"{option} '{asked}' matches none of" in said

@@ -1,0 +1,64 @@
+"""Rewrite several checkpoints alike: what is asked must apply to one of them, not to each."""
+
+from __future__ import annotations
+
+from ckptool.commands.convert import require_some
+from ckptool.commands.open import OpenedCheckpoint
+from ckptool.commands.options.rewrite import RewriteOptions, Selection
+from ckptool.commands.rewrite import RewriteResult, rewrite
+from ckptool.core.quantization.apply import NoneQuantized
+from ckptool.core.selection import Unmatched
+from ckptool.errors import Unsupported
+
+_LISTS = {"--select": "select", "--drop": "drop", "--rename": "rename"}
+
+
+class Rewriter:
+    """Rewrites checkpoints in the same way, each as far as it applies to it.
+
+    Patterns that mean nothing in a checkpoint are left out for it, but for the last of --select,
+    without which all would be kept; what has no quantized tensors is not dequantized.
+    """
+
+    def __init__(self, options: RewriteOptions) -> None:
+        self._options = options
+        self._unmatched: list[dict[tuple[str, str], Unmatched]] = []
+        self._plain: list[str] = []
+
+    def rewrite(self, opened: OpenedCheckpoint) -> RewriteResult:
+        """Rewrite a checkpoint; the errors are those of ``rewrite``."""
+        options, unmatched = self._options, dict[tuple[str, str], Unmatched]()
+        self._unmatched.append(unmatched)
+        while True:
+            try:
+                return rewrite(opened, options, locate=True, defers=False, check=require_some)
+            except NoneQuantized:
+                self._plain.append(str(opened.path))
+                options = RewriteOptions(**{**vars(options), "dequantize": False})
+            except Unmatched as error:
+                unmatched[error.option, error.pattern] = error
+                selection = _without(options.selection, error)
+                options = RewriteOptions(**{**vars(options), "selection": selection})
+
+    def require_used(self) -> None:
+        """Raise the error of what applied to no checkpoint."""
+        for first in self._unmatched[:1]:
+            for asked, error in first.items():
+                if all(asked in other for other in self._unmatched):
+                    raise error
+        if self._plain and len(self._plain) == len(self._unmatched):
+            raise Unsupported(
+                f"--dequantize: no tensors with supported scales in {' and '.join(self._plain)}",
+                hint="leave it out; `ckptool help formats` lists what is supported",
+            )
+
+
+def _without(selection: Selection, error: Unmatched) -> Selection:
+    """Return a selection without what means nothing; the error if that is all of --select."""
+    if error.option == "--strip-prefix":
+        return Selection(**{**vars(selection), "strip_prefix": None})
+    name = _LISTS[error.option]
+    rest = tuple(each for each in vars(selection)[name] if each != error.pattern)
+    if name == "select" and not rest:
+        raise error
+    return Selection(**{**vars(selection), name: rest})
