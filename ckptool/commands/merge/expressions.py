@@ -53,11 +53,12 @@ def add(operands: Sequence[Operand], compute: Compute, text: str, reads: Reads) 
 
     Integers, booleans, tensors without dims and values are those of the first; names of one tensor
     stay that. Raises Unsupported for other names, shapes or ties, and for tensors that are
-    quantized.
+    quantized or complex.
     """
     first, *others = operands
     for operand in operands:
         require_numbers(operand)
+        _require_real(operand)
     ties = tied_names(first.catalog)
     for operand in others:
         _require_alike(first, operand)
@@ -121,6 +122,17 @@ def require_numbers(operand: Operand, names: Iterable[str] | None = None) -> Non
                 f"{path}: {scale} may be the scale of {entry.name} ({entry.dtype}), of an unknown"
                 " kind: such codes have no sum",
                 hint=f"--drop '{entry.name}' --drop '{scale}' leaves both out",
+            )
+
+
+def _require_real(operand: Operand) -> None:
+    """Raise Unsupported for complex tensors, whose sums 64 bits do not hold."""
+    for name, entry in operand.catalog.tensors.items():
+        if entry.shape and entry.dtype.kind == "complex":
+            raise Unsupported(
+                f"{operand.opened.path}: {name} is {entry.dtype}: complex numbers are not summed",
+                hint=f"--drop '{name}' leaves it out; `ckptool merge OUT2 OUT --take '{name}=SRC'`"
+                " then puts that of one SRC back",
             )
 
 

@@ -436,3 +436,19 @@ def test_a_pattern_that_means_nothing_anywhere_is_refused(
     code, said = run(str(tmp_path / "no.safetensors"), *words)
     assert code == 2
     assert f"{option} '{asked}' matches none of" in said
+
+
+def test_complex_tensors_are_refused_and_put_back(tmp_path: Path) -> None:
+    for at, label in enumerate(LABELS[:2], 1):
+        tensors = {"w": torch.ones(3) * at, "freqs": torch.full((2,), at * 1j)}
+        torch.save(tensors, tmp_path / f"{label}.pt")
+    a, b = (str(tmp_path / f"{label}.pt") for label in LABELS[:2])
+    one, two = str(tmp_path / "one.pt"), str(tmp_path / "two.pt")
+    code, said = run(one, "--average", a, b)
+    assert code == 4
+    assert "freqs is complex64: complex numbers are not summed" in said
+    assert run(one, "--average", a, b, "--drop", "freqs")[0] == 0
+    assert run(two, one, "--take", f"freqs={b}")[0] == 0
+    found = torch.load(two)
+    assert found["freqs"].tolist() == [2j, 2j]
+    assert found["w"].tolist() == [1.5] * 3
