@@ -11,7 +11,7 @@ from ckptool.commands.merge.expressions import Computation, Expression
 from ckptool.commands.merge.operands import Operand
 from ckptool.commands.model.assets import quantization_config
 from ckptool.core.casts import scales_of_codes
-from ckptool.core.catalog import TensorEntry
+from ckptool.core.catalog import Catalog, TensorEntry, tied_names
 from ckptool.core.quantization.names import kinds, quantized_groups, quantized_names
 from ckptool.core.quantization.scale_names import Scales
 from ckptool.core.selection import meant_by, tensors_named
@@ -54,8 +54,19 @@ class Splice:
         catalog = self._computation.catalog
         names = dict.fromkeys([*catalog.tensors, *self._tensors])
         tensors = {name: self._tensors[name] for name in names if name in self._tensors}
-        said = tuple(self._said.values())
-        return replace(self._computation, catalog=catalog.with_tensors(tensors), expressions=said)
+        said, made = tuple(self._said.values()), catalog.with_tensors(tensors)
+        notes = (*self._computation.notes, *self._untied(made))
+        return replace(self._computation, catalog=made, expressions=said, notes=notes)
+
+    def _untied(self, made: Catalog) -> Iterator[str]:
+        """Yield notes on names of one tensor that are several in the result."""
+        ties = [set(names) for names in tied_names(made)]
+        for names in tied_names(self._computation.catalog):
+            if not any(tie.issuperset(names) for tie in ties):
+                yield (
+                    f"{list_some(names, _FEW)}: one tensor in {self._base.opened.path}, several in"
+                    " the result: a model that ties them uses only one"
+                )
 
     def _taken(self) -> list[Operand]:
         return [*{operand.label: operand for operand in self._origins.values()}.values()]

@@ -116,3 +116,21 @@ def test_codes_of_an_unknown_kind_have_no_sum(tmp_path: Path, dtype: torch.dtype
     code, said = run(str(tmp_path / "out.safetensors"), a, "--take", f"m.weight={b}")
     assert code == 4
     assert "m.weight without m.kernel_absmax" in said
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_a_tie_that_ends_is_noted(tmp_path: Path, average: bool) -> None:
+    for at, label in enumerate("abc", 1):
+        shared = torch.full((3, 4), float(at))
+        torch.save({"embed": shared, "head": shared}, tmp_path / f"{label}.pt")
+    a, b, c = (str(tmp_path / f"{label}.pt") for label in "abc")
+    base = ("--average", a, b) if average else (a,)
+    note = f"embed, head: one tensor in {a}, several in the result"
+    code, said = run(str(tmp_path / "one.pt"), *base, "--take", f"head={c}")
+    assert code == 0
+    assert note in said
+    code, said = run(str(tmp_path / "two.pt"), *base, "--take", f"head={c}", "--take", f"embed={c}")
+    assert code == 0
+    assert note not in said
+    found = torch.load(tmp_path / "two.pt")
+    assert found["embed"].data_ptr() == found["head"].data_ptr()
