@@ -91,11 +91,14 @@ class Recipe(Struct, frozen=True):
         return list(dict.fromkeys([*terms, *self.deltas, *adapter, *taken]))
 
 
-def read_recipe(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
+def read_recipe(
+    sources: Sequence[Location], options: ExpressionOptions, *, proves: bool = False
+) -> Recipe:
     """Return the recipe of a command, or of the file that it names.
 
-    Raises UsageError if it says nothing to do, or what contradicts itself; NotFound or Unrecognized
-    if the newest steps are asked of what is no run.
+    Raises UsageError if it says nothing to do, or what contradicts itself, or if it ``proves`` what
+    was merged before by steps that may be others now; NotFound or Unrecognized if the newest steps
+    are asked of what is no run.
     """
     if options.recipe is not None:
         if sources or options != ExpressionOptions(recipe=options.recipe):
@@ -103,7 +106,14 @@ def read_recipe(sources: Sequence[Location], options: ExpressionOptions) -> Reci
                 f"--recipe {options.recipe}: says all that is merged; leave SRC and other options"
                 " out"
             )
-        sources, options = read_file(options.recipe)
+        recipe_file = options.recipe
+        sources, options = read_file(recipe_file)
+        if proves and options.last is not None:
+            raise UsageError(
+                f"--recipe {recipe_file}: last = {options.last}: the newest steps may be others now"
+                " than those that were merged",
+                hint="name those in its place: sources = ['RUN/step-800', 'RUN/step-900']",
+            )
     rows = _rows(options)
     recipe = _sum_of(sources, options)
     takes = tuple(Take(name, location(place)) for name, place in options.take)

@@ -299,6 +299,21 @@ def test_the_newest_complete_steps_of_a_run_are_averaged(tmp_path: Path) -> None
     assert "has 3 complete steps of 4" in said
 
 
+def test_the_newest_steps_prove_nothing_later(places: list[str], tmp_path: Path) -> None:
+    for step, label in enumerate(LABELS, 1):
+        (tmp_path / f"run/step-{step}").mkdir(parents=True)
+        save_file(MODELS[label], tmp_path / f"run/step-{step}/model.safetensors")
+    recipe, out = tmp_path / "m.toml", tmp_path / "out.safetensors"
+    recipe.write_text("sources = ['run']\naverage = true\nlast = 2\n")
+    merged(out, "--recipe", str(recipe))
+    result = CliRunner().invoke(app, ["verify", str(out), "--recipe", str(recipe)])
+    assert isinstance(result.exception, CkptoolError)
+    assert "last = 2: the newest steps may be others now" in str(result.exception)
+    recipe.write_text("sources = ['run/step-2', 'run/step-3']\naverage = true\n")
+    words = ["verify", str(out), "--recipe", str(recipe)]
+    assert CliRunner().invoke(app, words).exit_code == 0
+
+
 def test_python_merges_as_the_command_does(places: list[str], tmp_path: Path) -> None:
     one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     merged(one, "--average", *places, "--weights", "2,1,1")
