@@ -26,9 +26,10 @@ from ckptool.commands.options.rewrite import MapOptions, RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
 from ckptool.commands.reshard.reshard import plan_reshard
 from ckptool.commands.rewrite import RewriteResult, cast_catalog
-from ckptool.commands.transfer.rewritten import RewrittenReport
+from ckptool.commands.transfer.rewritten import Matched, RewrittenReport, selected
 from ckptool.commands.transfer.target import require_apart, resolve_target
 from ckptool.commands.transfer.transfer import Transfer
+from ckptool.core.catalog import Catalog
 from ckptool.engine.formulas.weighted import WeightedSum, same_box
 from ckptool.errors import UsageError
 from ckptool.storage.url import Location
@@ -58,14 +59,15 @@ class MergeReport(RewrittenReport, frozen=True, kw_only=True):
 class Merged(Struct, frozen=True):
     """The checkpoints of a recipe as one, which has the computed tensors: nothing is written yet.
 
-    ``rewritten`` is the same after the casts that were asked for; ``decided`` is what the adapter's
-    config decides.
+    ``rewritten`` is the same after the casts that were asked for; ``matched`` is what patterns mean
+    in all sources, ``decided`` what the adapter's config decides.
     """
 
     opened: OpenedCheckpoint
     rewritten: RewriteResult
     sources: dict[str, Location]
     expressions: tuple[Expression, ...]
+    matched: Sequence[Matched] = ()
     decided: object = None
 
 
@@ -84,9 +86,11 @@ def prepare_merge(
         planned = plan_conversion(merged.opened, merged.rewritten, writer, target, how)
     else:
         planned = _plan_for_mesh(merged, target, options)
-    common = RewrittenReport.__struct_fields__
+    common = {name: getattr(planned.report, name) for name in RewrittenReport.__struct_fields__}
+    casts = [each for each in common["matched"] if each.option == "--dtype"]
+    common["matched"] = (*merged.matched, *casts)
     report = MergeReport(
-        **{name: getattr(planned.report, name) for name in common},
+        **common,
         sources=merged.sources,
         expressions=merged.expressions,
     )
@@ -130,7 +134,11 @@ def open_merged(
     computation = compute(recipe, operands, rewriting.map.assets)
     opened, rewritten = _as_one(operands, computation, rewriting)
     sources = {operand.label: place for place, operand in operands.items()}
-    return Merged(opened, rewritten, sources, computation.expressions, computation.decided)
+    weights = [operands[term.place] for term in recipe.terms]
+    weights += [operands[each.place] for each in recipe.takes]
+    matched = selected(_names_in(weights), rewriting.selection)
+    said, decided = computation.expressions, computation.decided
+    return Merged(opened, rewritten, sources, said, matched, decided)
 
 
 def compute(
@@ -154,6 +162,14 @@ def compute(
             splice.take(each.name, operands[each.place])
         computation = splice.result(assets)
     return append_rows(computation, recipe.rows)
+
+
+def _names_in(operands: Sequence[Operand]) -> Catalog:
+    """Return a catalog with everything that patterns may name in any checkpoint."""
+    wholes = [operand.rewritten.whole for operand in operands]
+    tensors = {name: entry for each in wholes for name, entry in each.tensors.items()}
+    objects = {name: entry for each in wholes for name, entry in each.objects.items()}
+    return replace(wholes[0], tensors=tensors, objects=objects)
 
 
 def _as_one(

@@ -40,19 +40,19 @@ class RewrittenReport(TransferReport, frozen=True, kw_only=True):
     renamed: RenamedCounts = RenamedCounts()
 
 
-def rewriting(made: RewriteResult, selected: Catalog, options: RewriteOptions) -> dict[str, Any]:
-    """Return the fields of a report that tell of the rewriting; ``selected`` is what was kept."""
+def rewriting(made: RewriteResult, kept: Catalog, options: RewriteOptions) -> dict[str, Any]:
+    """Return the fields of a report that tell of the rewriting; ``kept`` is the selection."""
     return {
         "map": made.map,
-        "matched": (*_selected(made.whole, options.selection), *_cast(made.catalog, options)),
-        "excluded": _exclusions(made.whole, selected, options.selection),
+        "matched": (*selected(made.whole, options.selection), *_cast(made.catalog, options)),
+        "excluded": _exclusions(made.whole, kept, options.selection),
         "cast": made.cast,
         "dequantized": made.dequantized,
         "renamed": made.renamed,
     }
 
 
-def _selected(whole: Catalog, selection: Selection) -> list[Matched]:
+def selected(whole: Catalog, selection: Selection) -> list[Matched]:
     """Return what each pattern of --select matches, and each of --drop in what these keep."""
     names = names_of(whole) if selection.select or selection.drop else ()
     matched = [_matched("--select", each, whole, names) for each in selection.select]
