@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import reduce
+from collections.abc import Iterator
 
 import numpy as np
 from msgspec import Struct
@@ -11,8 +10,13 @@ from msgspec import Struct
 from ckptool.core.box import Box
 from ckptool.core.catalog import Computed, Gather, TensorEntry
 from ckptool.core.dtype import DType
+from ckptool.core.layout import tiles
 from ckptool.engine.formulas.doubles import as_doubles, from_doubles, pieces
 from ckptool.engine.read.numbers import Array
+
+_DOUBLE = 8
+_MOST = 4 << 20
+"""Bytes of the doubles that are added up at a time, whatever the number of tensors."""
 
 
 class WeightedSum(Struct, frozen=True):
@@ -26,20 +30,26 @@ class WeightedSum(Struct, frozen=True):
     divisor: float = 1.0
 
     def __call__(self, gather: Gather, at: Computed, box: Box, dtype: DType) -> Array:
-        """Compute a box of the sum, as bits of a type."""
-        read = [(gather(entry, box).reshape(-1), entry.source_dtype) for entry in at.stored]
+        """Compute a box of the sum, as bits of a type, a part of it at a time."""
         result: Array = np.empty(box.volume, f"u{dtype.itemsize}")
-        with np.errstate(all="ignore"):  # what is not finite stays so
-            for piece in pieces(box.volume):
-                terms = [as_doubles(bits[piece], stored) for bits, stored in read]
-                result[piece] = from_doubles(self._sum(terms), dtype)
+        done = 0
+        for part in tiles(box, _DOUBLE, _MOST):
+            result[done : done + part.volume] = from_doubles(self._sum(gather, at, part), dtype)
+            done += part.volume
         return result
 
-    def _sum(self, terms: Sequence[Array]) -> Array:
-        """Return the weighted sum of doubles."""
-        weighted = [n if w == 1 else n * w for n, w in zip(terms, self.weights, strict=True)]
-        total = reduce(np.add, weighted)  # from the first on: zeros keep their sign
-        return total if self.divisor == 1 else total / self.divisor
+    def _sum(self, gather: Gather, at: Computed, box: Box) -> Array:
+        """Return a box of the sum as doubles, to which one tensor after the other is added."""
+        total: Array = np.empty(box.volume, "f8")
+        with np.errstate(all="ignore"):  # what is not finite stays so
+            for number, (entry, weight) in enumerate(zip(at.stored, self.weights, strict=True)):
+                bits = gather(entry, box).reshape(-1)
+                for piece in pieces(total.size):
+                    term = as_doubles(bits[piece], entry.source_dtype)
+                    term = term if weight == 1 else term * weight
+                    # the first is not added to zeros: its own keep their sign
+                    total[piece] = total[piece] + term if number else term
+            return total if self.divisor == 1 else np.divide(total, self.divisor, out=total)
 
 
 def same_box(at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:
