@@ -225,7 +225,7 @@ def _runs_read(pair: TensorPair, sums: ReadSums) -> list[_Run] | None:
 
 def _runs_made(pair: TensorPair, sums: ReadSums, beyond: RangeCheck) -> list[_Run] | None:
     """Return what a tensor was cast or computed to: all of what is written, else None."""
-    made = [each for each in sums.made(pair.one.name) if each.box.volume]
+    made = [each for each in sums.made(pair.one.name, pair.one.ndim) if each.box.volume]
     boxes = [each.box for each in made]
     wanted = sum(box.volume for box in pair.boxes) if pair.boxes else pair.one.elements
     if sum(box.volume for box in boxes) != wanted or overlapping_pair(boxes) is not None:
