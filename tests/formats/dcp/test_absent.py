@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 import ckptool
 from ckptool.commands.verify.codes import Severity
@@ -131,7 +131,7 @@ def save_alone(folder: Path, rank: int, tensors: int) -> None:
     try:
         mesh = init_device_mesh("cpu", (4,))
         state = {
-            f"layers.{n}": distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)])
+            f"layers.{n}": DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
             for n in range(tensors)
         }
         dcp.save({"model": state, "step": 3}, checkpoint_id=folder, no_dist=True)

@@ -16,11 +16,13 @@ from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.verify.codes import CODES, Severity, require_codes
 from ckptool.commands.verify.compare.coverage import (
+    NOT_COMPARED,
     Alignment,
     Amount,
     Coverage,
     align,
     catalog_coverage,
+    list_unread,
     rewritten_coverage,
 )
 from ckptool.commands.verify.compare.difference import DifferingTensor, differing_tensor
@@ -56,7 +58,6 @@ from ckptool.storage.url import Location
 
 _SAID = ("file-unused", NOT_CARRIED, PART_NAMED)
 """The codes of a scan's notes that are findings on a side."""
-NOT_COMPARED = "tensor-not-compared"
 _AS_THEY_ARE = {"whole": False, "placements": False}
 
 
@@ -180,14 +181,6 @@ class Side:
 def _as_error(problem: Problem) -> Problem:
     """Return a tensor of an unsupported kind as one that is not compared, which is an error."""
     return problem.recoded(NOT_COMPARED) if problem.code == UNREAD else problem
-
-
-def _list_unread(failing: list[Finding]) -> set[str]:
-    """Return the tensors that were not compared, if nothing else is wrong."""
-    if {finding.code for finding in failing} != {NOT_COMPARED}:
-        return set()
-    affected = {each.tensor for finding in failing for each in finding.affected}
-    return {name for name in affected | {one.tensor for one in failing} if name is not None}
 
 
 class Comparison:
@@ -338,7 +331,7 @@ class Comparison:
         strict = self._options.strict
         failures = report.count_failures(strict)
         coverage = self._coverage()
-        summary = self._summary(failures, coverage, _list_unread(report.fails(strict)))
+        summary = self._summary(failures, coverage, list_unread(report.fails(strict)))
         summary += report.ignored_text
         return AgainstReport(
             replace(report, ok=not failures and coverage is not None, summary=summary),

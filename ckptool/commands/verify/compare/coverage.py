@@ -17,6 +17,7 @@ from ckptool.commands.verify.compare.names import (
     differing_texts,
     selected_by,
 )
+from ckptool.commands.verify.findings import Finding
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.selection import is_used, meant_by, names_of
 from ckptool.core.state_category import optimizer_names, state_category, with_every_part
@@ -24,6 +25,8 @@ from ckptool.core.text import plural
 from ckptool.errors import Problem
 from ckptool.serialization.safetensors_metadata import texts_of
 from ckptool.storage.url import Location
+
+NOT_COMPARED = "tensor-not-compared"
 
 
 class Amount(Struct, frozen=True):
@@ -156,3 +159,11 @@ def catalog_coverage(catalog: Catalog, names: Collection[str], values: int) -> C
     total = amount(catalog.tensors.values(), len(catalog.objects))
     compared = amount((catalog.tensors[name] for name in names), values)
     return Coverage(compared, total)
+
+
+def list_unread(failing: list[Finding]) -> set[str]:
+    """Return the tensors that were not compared, if nothing else is wrong."""
+    if {finding.code for finding in failing} != {NOT_COMPARED}:
+        return set()
+    affected = {each.tensor for finding in failing for each in finding.affected}
+    return {name for name in affected | {one.tensor for one in failing} if name is not None}
