@@ -180,13 +180,25 @@ RangeCounts = Counter[tuple[str, str, str]]
 """The count of numbers beyond a type's range, by tensor, type, and what they became."""
 
 
+def widest_type(at: Computed) -> DType:
+    """Return the type whose range computed numbers have before they are cast.
+
+    It is that of the widest of what they are computed of, and at least 32 bits.
+    """
+    is_wide = any(entry.source_dtype == BY_NAME["float64"] for entry in at.stored)
+    return BY_NAME["float64" if is_wide else "float32"]
+
+
 def narrows(entry: TensorEntry) -> bool:
     """Return whether a cast of a tensor may make finite numbers infinite.
 
-    Computed numbers have 32 bits before the cast; bf16 then has the same range.
+    Computed numbers mostly have 32 bits before the cast; bf16 then has the same range.
     """
-    stored, wanted = entry.source_dtype.largest, entry.dtype.largest
-    return wanted < (BY_NAME["bfloat16"].largest if is_computed(entry) else stored)
+    wanted, single = entry.dtype.largest, BY_NAME["float32"]
+    if not is_computed(entry):
+        return wanted < entry.source_dtype.largest
+    types = [widest_type(chunk.at) for chunk in entry.chunks if isinstance(chunk.at, Computed)]
+    return any(wanted < (BY_NAME["bfloat16"] if t == single else t).largest for t in types)
 
 
 def beyond_notes(counts: RangeCounts) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ckptool.core.box import Box, contiguous, row_major_strides
+from ckptool.core.casts import widest_type
 from ckptool.core.catalog import (
     Computed,
     EncodedBlob,
@@ -218,7 +219,7 @@ class Gatherer:
         values, local = made
         if not may_have_lost(values, entry.source_dtype):
             return
-        wide = BY_NAME["float32"]
+        wide = widest_type(at)
         numbers: Array = np.empty(values.shape, unit(wide.itemsize))
         self.fill_from(at, numbers, local, wide)
         beyond.note(entry.name, numbers, wide, values, entry.source_dtype)

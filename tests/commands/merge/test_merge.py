@@ -233,6 +233,24 @@ def test_bits_do_not_depend_on_tiles_and_workers(
     assert plain.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_doubles_beyond_the_range_of_singles_are_noted(tmp_path: Path, *, verify: bool) -> None:
+    huge = torch.ones(3, 5).double()
+    huge[0, 0], huge[1, 2], huge[2] = 1e300, 1e39, torch.inf
+    for name in ("a", "b"):
+        save_file({"w": huge}, tmp_path / f"{name}.safetensors")
+    places = (str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"))
+    words = ("--average", *places, "--dtype", "fp32", *([] if verify else ["--no-verify"]))
+    code, said = run(str(tmp_path / "out.safetensors"), *words)
+    assert code == 0
+    counted = "2 values of 1 tensor (w) became infinite in float32: finite as stored, beyond"
+    uncounted = "--no-verify: values beyond the range of float32 become infinite uncounted"
+    assert (counted if verify else uncounted) in said
+    code, said = run(str(tmp_path / "same.safetensors"), "--average", *places)
+    assert code == 0
+    assert "infinite" not in said
+
+
 def test_parts_make_the_same_file_as_one_run(places: list[str], tmp_path: Path) -> None:
     plain, other = tmp_path / "plain.safetensors", tmp_path / "other.safetensors"
     merged(plain, "--average", *places)
