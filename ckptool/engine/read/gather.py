@@ -19,6 +19,7 @@ from ckptool.core.catalog import (
     Place,
     TensorEntry,
 )
+from ckptool.core.codec import Bytes
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, Overlap
@@ -275,7 +276,7 @@ class Gatherer:
                 part[...] = np.ndarray(part.shape, out.dtype, memory, 0, strides)
 
 
-def _strided(data: bytes, start: int, strides: tuple[int, ...], local: Box, itemsize: int) -> Array:
+def _strided(data: Bytes, start: int, strides: tuple[int, ...], local: Box, itemsize: int) -> Array:
     start += sum(i * s for i, s in zip(local.lo, strides, strict=True))
     if not local.volume:
         return np.empty(local.shape, unit(itemsize))

@@ -281,7 +281,8 @@ def record_bytes(region: Region, record: ZipRecord, has_crc: bool) -> bytes:
         )
     data = region.read(record.offset, record.stored)
     if record.method == DEFLATED:
-        data = decode(data, "deflate", record.size, what=f"{region.what}: {record.name}")
+        what = f"{region.what}: {record.name}"
+        data = bytes(decode(data, "deflate", record.size, what=what))
     if len(data) != record.size or (has_crc and zlib.crc32(data) != record.crc32):
         message = f"{region.what}: record {record.name!r} does not match its CRC-32"
         raise Damaged(message, "crc-mismatch", file=region.file)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
+from contextlib import closing
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,13 @@ from conftest import bits
 from merge_adapters import run
 from safetensors.torch import load_file
 from torch.distributed.checkpoint._extension import ZStandard
+from zstandard import ZstdCompressor
 
 from ckptool.core import codec
+from ckptool.core.catalog import EncodedBlob
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.engine.read import blobs, gather
+from ckptool.storage.local import LocalSource
 
 ROWS, COUNT = 3000, 6
 """Of 1 MiB and more, so that they are several tiles."""
@@ -44,7 +49,7 @@ def test_each_blob_is_decoded_once(
     """And each index of chunks is made once."""
     decoded, indexed = Counter[Any](), Counter[str]()
 
-    def decode(data: bytes, *rest: Any, what: str) -> bytes:
+    def decode(data: codec.Bytes, *rest: Any, what: str) -> codec.Bytes:
         decoded[what] += 1
         return codec.decode(data, *rest, what=what)
 
@@ -77,3 +82,21 @@ def test_the_blobs_of_all_sources_count_within_the_budget(
     assert 0 < needed - (16 << 20) - decoded < ROWS * 512 * 4 * 1.01
     hint = said.split("--budget ")[1].split()[0]
     assert run(tmp_path / "out.safetensors", *words, hint)[0] == 0
+
+
+def test_a_blob_takes_no_more_memory_than_is_counted(tmp_path: Path) -> None:
+    plain = bytes(range(256)) * (1 << 16)
+    noise = torch.randint(0, 256, (1 << 22,), dtype=torch.uint8).numpy().tobytes()
+    stored = ZstdCompressor().compress(plain + noise)
+    (tmp_path / "f").write_bytes(stored)
+    size = len(plain) + len(noise)
+    at = EncodedBlob("f", 0, len(stored), "zstd", size, 0, (1,))
+    with closing(LocalSource(tmp_path, {}).reader()) as reader:
+        tracemalloc.start()
+        try:
+            data = blobs.Blobs(reader).decoded(at, None)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert data == plain + noise
+    assert peak < len(stored) + 1.3 * size
