@@ -51,7 +51,7 @@ def verify_merge(
 
     Same as ``ckptool verify PATH --recipe FILE``; the report is true if they are equal.
     """
-    from ckptool.commands.verify.compare.recipe import against_recipe
+    from ckptool.commands.merge.against import against_recipe
 
     keywords = Keywords("verify_merge", options, CompareKeywords)
     parsed, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)

@@ -276,7 +276,7 @@ def _compare_merged(
     options: VerifyOptions,
     started: Started,
 ) -> Answer:
-    from ckptool.commands.verify.compare.recipe import against_recipe
+    from ckptool.commands.merge.against import against_recipe
 
     return _compared(against_recipe(recipe, merged, options, rewrite, comparison, started))
 
