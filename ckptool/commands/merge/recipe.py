@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
+from math import fsum, isfinite
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -160,7 +160,7 @@ def _divisor(weights: Sequence[float]) -> float:
 
     Divided by such, numbers would be noise or zeros.
     """
-    total, sizes = sum(weights), sum(map(abs, weights))
+    total, sizes = fsum(weights), fsum(map(abs, weights))  # the same in every Python
     if not isfinite(sizes) or abs(total) <= _NOISE * sizes:
         about = "0" if isfinite(sizes) else "no finite number"
         raise UsageError(
