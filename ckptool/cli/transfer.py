@@ -170,7 +170,7 @@ def merge(
         return prepare_merge(places, parse_place(target, "OUT"), options)
 
     def show(report: MergeReport) -> None:
-        from ckptool.render.merge import show_merge
+        from ckptool.render.convert import show_merge
 
         show_merge(report)
 

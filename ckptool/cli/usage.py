@@ -132,11 +132,11 @@ def answering(ctx: Any) -> Iterator[None]:
 def _raise(error: Any, ctx: Any) -> NoReturn:
     """Raise UsageError for one of typer's."""
     wrong = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
-    message = f"no such option: {wrong}" if wrong else _said(error.format_message())
+    message = f"no such option: {wrong}" if wrong else _reword(error.format_message())
     raise UsageError(message, hint=_hint(error, wrong, ctx)) from None
 
 
-def _said(message: str) -> str:
+def _reword(message: str) -> str:
     """Return a sentence of typer's in our words."""
     text = message.strip().removesuffix(".")
     for theirs, ours in _SAID:

@@ -19,6 +19,7 @@ from ckptool.render.text import columns, console, emit, escaped, first_lines, fr
 
 if TYPE_CHECKING:
     from ckptool.commands.keymap.maps import MapReport
+    from ckptool.commands.merge import MergeReport
     from ckptool.commands.runs.convert import ConvertRunReport, State
     from ckptool.commands.transfer.report import Part, TransferReport
     from ckptool.commands.transfer.rewritten import RewrittenReport
@@ -84,6 +85,20 @@ def show_converted_steps(report: ConvertRunReport) -> None:
     said = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
     answer = ("OK", "bold green") if report.ok else ("FAILED", "bold red")
     emit(screen, [Text(), Text.assemble(answer, f": {said or 'no step'}")])
+
+
+def show_merge(report: MergeReport) -> None:
+    """Show a line for the whole and one for each expression; for a dry run also its tensors."""
+    show_convert(report)
+    lines = []
+    names = defaultdict[str, list[str]](list)
+    for expression in report.expressions:
+        names[expression.text].append(expression.name)
+    for text, of_text in names.items():
+        lines.append(Text(f"  {plural(len(of_text), 'tensor')} = {visible(text)}"))
+        if not report.written:
+            lines += [Text(f"    {name}") for name in fold_names(of_text)]
+    emit(console(), lines)
 
 
 def rewriting_lines(report: RewrittenReport) -> Iterator[str]:

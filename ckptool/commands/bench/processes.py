@@ -98,6 +98,13 @@ def run_child(
     look(with_descendants(process.pid))
     if word in _AWAITED:
         pipe.send(None)
+    _end(process, result, word, value, log)
+    pipe.close()
+    return result
+
+
+def _end(process: Any, result: ChildResult, word: str, value: Any, log: Path) -> None:
+    """Note what came of a process by its last word, and see that it ends."""
     if word == "end":
         result.value = value
         process.join(_MOST_TIME_ENDING)
@@ -108,8 +115,6 @@ def run_child(
         result.failure = value
     process.kill()
     process.join()
-    pipe.close()
-    return result
 
 
 def _next_event(pipe: Connection, timeout: float) -> tuple[str, Any]:

@@ -46,7 +46,7 @@ class Splice:
 
     def result(self, assets: Path | None) -> Computation:
         """Return the merge with what was taken; Unsupported if a quantized tensor is torn apart."""
-        others = [each for each in self._taken() if each is not self._base]
+        others = [each for each in self._sources() if each is not self._base]
         for operand in (*others, self._base):
             self._require_whole(operand)
         for operand in others:
@@ -68,7 +68,7 @@ class Splice:
                     " the result: a model that ties them uses only one"
                 )
 
-    def _taken(self) -> list[Operand]:
+    def _sources(self) -> list[Operand]:
         return [*{operand.label: operand for operand in self._origins.values()}.values()]
 
     def _names_of(self, operand: Operand) -> set[str]:

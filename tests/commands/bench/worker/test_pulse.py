@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckptool.commands.bench.processes import ChildResult, end_descendants, run_child
+from ckptool.commands.bench.processes import ChildResult, descendants, run_child
 from ckptool.commands.bench.save_folders import DiskFolder
 from ckptool.commands.bench.worker import pulse
 from ckptool.commands.bench.worker.pulse import BESIDE, DONE, Pulse
@@ -59,11 +59,13 @@ def train(beside: Callable[[int], bool]) -> Callable[[Any], str]:
 def run(work: Any, folder: Path, silent: float, shared: Any = None) -> ChildResult:
     """As a rank does."""
     looks = Pulse(folder, shared or Count(), silent)
-    log = folder / "log"
+    log, before = folder / "log", {process.pid for process in descendants()}
     try:
         return run_child(work, log, stop=looks.problem, on_event=looks.hear, timeout=LONG)
     finally:
-        end_descendants()
+        for process in descendants():
+            if process.pid not in before:  # those of other tests go on
+                process.kill()
 
 
 def send(number: int) -> Callable[[int], bool]:
