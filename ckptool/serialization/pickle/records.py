@@ -67,8 +67,8 @@ class Call:
 
     @property
     def is_filled(self) -> bool:
-        """Return whether anything may have been appended to the result, or stored into it."""
-        return self._added is not None
+        """Return whether anything would have been appended to the result, or stored into it."""
+        return self._added is not None and any(self._added)
 
     @property
     def items(self) -> list[Any]:

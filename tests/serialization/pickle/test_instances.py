@@ -31,6 +31,7 @@ from ckptool.serialization.pickle import machine as pickle_machine
 from ckptool.serialization.pickle import row_reader
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.pickle.machine import Machine
+from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.pickle.rows import Rows
 
 torch = pytest.importorskip("torch")
@@ -320,3 +321,11 @@ def test_what_reads_instances_goes_with_its_last_user() -> None:
         assert reader() is None
     finally:
         gc.enable()
+
+
+def test_a_look_at_what_would_be_appended_appends_nothing() -> None:
+    record = Call(Global("argparse", "Namespace"), (), state={"lr": 1})
+    assert (record.items, record.entries) == ([], [])
+    assert not record.is_filled
+    record.items.append(2)
+    assert record.is_filled
