@@ -160,8 +160,9 @@ def _divisor(weights: Sequence[float]) -> float:
 
     Divided by such, numbers would be noise or zeros.
     """
-    total, sizes = fsum(weights), fsum(map(abs, weights))  # the same in every Python
-    if not isfinite(sizes) or abs(total) <= _NOISE * sizes:
+    sizes = sum(map(abs, weights))
+    total = fsum(weights) if isfinite(sizes) else 0.0  # the same in every Python
+    if abs(total) <= _NOISE * sizes:
         about = "0" if isfinite(sizes) else "no finite number"
         raise UsageError(
             f"--weights: they add up to {about}, by which an average is divided",

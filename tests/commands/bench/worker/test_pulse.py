@@ -11,9 +11,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from ckptool.commands.bench.processes import ChildResult, descendants, run_child
+from ckptool.commands.bench.processes import (
+    ChildResult,
+    descendants,
+    run_child,
+    with_descendants,
+)
 from ckptool.commands.bench.save_folders import DiskFolder
 from ckptool.commands.bench.worker import pulse
 from ckptool.commands.bench.worker.pulse import BESIDE, DONE, Pulse
@@ -34,7 +40,14 @@ class Count:
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look ten times a second."""
+    """Look ten times a second, and at nothing of other tests, such as the server that forks."""
+    others = {process.pid for process in psutil.Process().children()}
+
+    def own() -> list[psutil.Process]:
+        begun = [each for each in psutil.Process().children() if each.pid not in others]
+        return [each for process in begun for each in with_descendants(process.pid)]
+
+    monkeypatch.setattr(pulse, "descendants", own)
     monkeypatch.setattr(pulse, "_EVERY", 0.1)
     monkeypatch.setattr(pulse, "MOST_SILENT_AFTER_A_DEATH", 0.5)
 
