@@ -16,7 +16,6 @@ import pytest
 
 from ckptool.commands.bench.processes import (
     ChildResult,
-    descendants,
     run_child,
     with_descendants,
 )
@@ -72,13 +71,13 @@ def train(beside: Callable[[int], bool]) -> Callable[[Any], str]:
 def run(work: Any, folder: Path, silent: float, shared: Any = None) -> ChildResult:
     """As a rank does."""
     looks = Pulse(folder, shared or Count(), silent)
-    log, before = folder / "log", {process.pid for process in descendants()}
+    log, others = folder / "log", {process.pid for process in psutil.Process().children()}
     try:
         return run_child(work, log, stop=looks.problem, on_event=looks.hear, timeout=LONG)
     finally:
-        for process in descendants():
-            if process.pid not in before:  # those of other tests go on
-                process.kill()
+        for begun in psutil.Process().children():
+            for process in with_descendants(begun.pid) if begun.pid not in others else ():
+                process.kill()  # and nothing below others, such as what their server runs
 
 
 def send(number: int) -> Callable[[int], bool]:
