@@ -22,7 +22,8 @@ class ReplacedRows(Struct, frozen=True):
         """Copy a box, as bits of a type, each number cast at most once."""
         whole = at.stored[0]
         result: Array = cast(gather(whole, box), whole.source_dtype, dtype).copy()
-        for (entry, part), row in zip(self._parts(at, box), self._rows_in(box), strict=True):
+        entry = at.stored[1]
+        for row, part in self._parts(box):
             numbers = cast(gather(entry, part), entry.source_dtype, dtype)
             result[row - box.lo[0]] = numbers[0]
         return result
@@ -30,13 +31,11 @@ class ReplacedRows(Struct, frozen=True):
     def reads(self, at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:
         """Yield that a box is made of the same box, and of the rows that replace some of its."""
         yield at.stored[0], box
-        yield from self._parts(at, box)
+        for _, part in self._parts(box):
+            yield at.stored[1], part
 
-    def _parts(self, at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:
-        for row in self._rows_in(box):
-            index = self.rows.index(row)
-            yield at.stored[1], Box((index, *box.lo[1:]), (index + 1, *box.hi[1:]))
-
-    def _rows_in(self, box: Box) -> list[int]:
-        """Return which of the replaced rows a box has."""
-        return [row for row in self.rows if box.lo[0] <= row < box.hi[0]]
+    def _parts(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """Yield each replaced row that a box has, and what of the second tensor replaces it."""
+        for index, row in enumerate(self.rows):
+            if box.lo[0] <= row < box.hi[0]:
+                yield row, Box((index, *box.lo[1:]), (index + 1, *box.hi[1:]))
