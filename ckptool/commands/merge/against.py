@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from ckptool.commands.merge import open_merged
@@ -29,7 +30,7 @@ def against_recipe(
     as ``against`` and ``merge`` do.
     """
     made = read_recipe((), ExpressionOptions(recipe=recipe), proves=True)
-    uncast = RewriteOptions(**{**vars(rewriting), "casts": None})
+    uncast = dataclasses.replace(rewriting, casts=None)
     opened = open_merged(made, options.read, uncast).opened
     sides = Side(SIDES[0], recipe, lambda: opened), other_side(merged, options, comparing)
     return Comparison(sides, RewriteOptions(casts=rewriting.casts), options, comparing).run(started)

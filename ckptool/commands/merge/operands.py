@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 
@@ -12,7 +13,7 @@ from ckptool.commands.merge.recipe import Recipe
 from ckptool.commands.merge.rewriter import Rewriter
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, require_agreement
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
-from ckptool.commands.options.rewrite import RewriteOptions, Selection
+from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.core.catalog import Catalog
 from ckptool.formats.companions import relocate
@@ -44,7 +45,7 @@ def open_operands(
     pattern that means nothing in any of them, Unsupported if none has quantized tensors to
     dequantize.
     """
-    alike = Rewriter(RewriteOptions(**{**vars(rewriting), "casts": None}))
+    alike = Rewriter(dataclasses.replace(rewriting, casts=None))
     as_is = Rewriter(RewriteOptions())
     labels = _labels(recipe.places)
     operands = dict[Location, Operand]()
@@ -61,8 +62,8 @@ def open_operands(
 
 def model_only(rewriting: RewriteOptions) -> RewriteOptions:
     """Return options that keep the model alone of a checkpoint."""
-    selection = Selection(**{**vars(rewriting.selection), "model_only": True})
-    return RewriteOptions(**{**vars(rewriting), "selection": selection})
+    selection = dataclasses.replace(rewriting.selection, model_only=True)
+    return dataclasses.replace(rewriting, selection=selection)
 
 
 def join(operands: Mapping[Location, Operand]) -> JoinedFiles:

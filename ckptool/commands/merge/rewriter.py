@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from ckptool.commands.convert import require_some
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
@@ -34,11 +37,11 @@ class Rewriter:
                 return rewrite(opened, options, locate=True, defers=False, check=require_some)
             except NoneQuantized:
                 self._plain.append(str(opened.path))
-                options = RewriteOptions(**{**vars(options), "dequantize": False})
+                options = dataclasses.replace(options, dequantize=False)
             except Unmatched as error:
                 unmatched[error.option, error.pattern] = error
                 selection = _without(options.selection, error)
-                options = RewriteOptions(**{**vars(options), "selection": selection})
+                options = dataclasses.replace(options, selection=selection)
 
     def require_used(self) -> None:
         """Raise the error of what applied to no checkpoint."""
@@ -56,9 +59,10 @@ class Rewriter:
 def _without(selection: Selection, error: Unmatched) -> Selection:
     """Return a selection without what means nothing; the error if that is all of --select."""
     if error.option == "--strip-prefix":
-        return Selection(**{**vars(selection), "strip_prefix": None})
+        return dataclasses.replace(selection, strip_prefix=None)
     name = _LISTS[error.option]
     rest = tuple(each for each in vars(selection)[name] if each != error.pattern)
     if name == "select" and not rest:
         raise error
-    return Selection(**{**vars(selection), name: rest})
+    kept: Any = {name: rest}
+    return dataclasses.replace(selection, **kept)
