@@ -162,18 +162,31 @@ def coarser(one: DType, other: DType) -> DType:
 
 
 def is_computed(entry: TensorEntry) -> bool:
-    """Return whether numbers are computed in the type that they have, as in quantized tensors.
+    """Return whether numbers are computed in the type that they have, as in quantized tensors."""
+    return bool(computed_places(entry))
+
+
+def computed_places(entry: TensorEntry) -> list[Computed]:
+    """Return where a tensor is computed of others.
 
     Only chunks in a tuple are examined: those of tables are places in files.
     """
     chunks = entry.chunks if isinstance(entry.chunks, tuple) else ()
-    return any(isinstance(chunk.at, Computed) for chunk in chunks)
+    return [chunk.at for chunk in chunks if isinstance(chunk.at, Computed)]
+
+
+def stored_tensors(entry: TensorEntry) -> Iterator[TensorEntry]:
+    """Yield what a tensor is read of, as it is stored: itself, or all that it is computed of."""
+    parts = {id(part): part for at in computed_places(entry) for part in at.stored}
+    if not parts:
+        yield entry
+    for part in parts.values():
+        yield from stored_tensors(part)
 
 
 def is_in_order(entry: TensorEntry) -> bool:
     """Return whether one thread is to read all boxes of a tensor, in order."""
-    chunks = entry.chunks if isinstance(entry.chunks, tuple) else ()
-    return any(isinstance(chunk.at, Computed) and chunk.at.kept > 0 for chunk in chunks)
+    return any(at.kept > 0 for at in computed_places(entry))
 
 
 RangeCounts = Counter[tuple[str, str, str]]
@@ -195,9 +208,9 @@ def narrows(entry: TensorEntry) -> bool:
     Computed numbers mostly have 32 bits before the cast; bf16 then has the same range.
     """
     wanted, single = entry.dtype.largest, BY_NAME["float32"]
-    if not is_computed(entry):
+    types = [widest_type(at) for at in computed_places(entry)]
+    if not types:
         return wanted < entry.source_dtype.largest
-    types = [widest_type(chunk.at) for chunk in entry.chunks if isinstance(chunk.at, Computed)]
     return any(wanted < (BY_NAME["bfloat16"] if t == single else t).largest for t in types)
 
 

@@ -281,15 +281,6 @@ class TensorEntry(Struct, frozen=True):
         """Bytes of the whole tensor, once."""
         return self.elements * self.dtype.itemsize
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes in the source's types, once, or those of all tensors that it is computed of."""
-        chunks = self.chunks if isinstance(self.chunks, tuple) else ()
-        parts = {id(e): e for c in chunks if isinstance(c.at, Computed) for e in c.at.stored}
-        if parts:
-            return sum(entry.stored_bytes for entry in parts.values())
-        return self.elements * self.source_dtype.itemsize
-
 
 class ObjectEntry(Struct, frozen=True):
     """A non-tensor value. ``value`` is plain data or holds inert pickle records.

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ckptool.core.box import Box, is_run
+from ckptool.core.casts import stored_tensors
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
@@ -72,7 +73,8 @@ class Plan:
     @property
     def read_bytes(self) -> int:
         """Bytes of all tensors, once, in the source's types."""
-        return sum(entry.stored_bytes for entry in self.entries)
+        stored = (each for entry in self.entries for each in stored_tensors(entry))
+        return sum(each.elements * each.source_dtype.itemsize for each in stored)
 
     @property
     def compared_bytes(self) -> int:

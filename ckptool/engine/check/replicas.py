@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from ckptool.core.box import Box
+from ckptool.core.casts import stored_tensors
 from ckptool.core.catalog import (
     Chunk,
     Computed,
@@ -35,7 +36,8 @@ def differing_replicas(
     """
     replicas = [
         (entry, chunk, copy)
-        for entry in stored_tensors(entries)
+        for each in entries
+        for entry in stored_tensors(each)
         if not chunks_of(entry).alone
         for chunk in entry.chunks
         for copy in chunk.copies
@@ -76,17 +78,6 @@ def _holders(chunk: Chunk, copy: Copy) -> str:
     if chunk.rank == copy.rank:
         return "the tensors that it is made of"
     return f"rank {chunk.rank} and rank {copy.rank}"
-
-
-def stored_tensors(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
-    """Yield tensors as they are stored: of a computed one those that it is computed of."""
-    for entry in entries:
-        chunks = entry.chunks if isinstance(entry.chunks, tuple) else ()
-        parts = {id(e): e for c in chunks if isinstance(c.at, Computed) for e in c.at.stored}
-        if parts:
-            yield from stored_tensors(parts.values())
-        else:
-            yield entry
 
 
 def _pair(entry: TensorEntry, chunk: Chunk, copy: Copy) -> TensorPair:

@@ -9,21 +9,20 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckptool.core.box import Box, row_major_strides
-from ckptool.core.catalog import Computed, Gather, Place, StridedPart, TensorEntry
+from ckptool.core.casts import computed_places
+from ckptool.core.catalog import Computed, Gather, StridedPart, TensorEntry
 from ckptool.core.dtype import DType
 
 if TYPE_CHECKING:
     from ckptool.engine.read.numbers import Array
 
 
-def stored_tensors(at: Place) -> Iterator[TensorEntry]:
+def tensors_behind(at: Computed) -> Iterator[TensorEntry]:
     """Yield the tensors that a place is computed of, and what these are computed of."""
-    if not isinstance(at, Computed):
-        return
     for entry in at.stored:
         yield entry
-        for chunk in entry.chunks if isinstance(entry.chunks, tuple) else ():
-            yield from stored_tensors(chunk.at)
+        for inner in computed_places(entry):
+            yield from tensors_behind(inner)
 
 
 def fill_computed(gather: Gather, at: Computed, out: Array, box: Box, dtype: DType) -> None:

@@ -25,7 +25,7 @@ from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, Overlap
 from ckptool.engine.read.blobs import Blobs
 from ckptool.engine.read.byte_reader import ByteReader
-from ckptool.engine.read.computed import fill_computed, stored_tensors
+from ckptool.engine.read.computed import fill_computed, tensors_behind
 from ckptool.engine.read.containers import opened
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.rounding import cast, may_have_lost
@@ -207,7 +207,7 @@ class Gatherer:
 
         Some of these may be computed themselves: they are among the others already.
         """
-        entries = {id(entry): entry for entry in stored_tensors(at)}
+        entries = {id(entry): entry for entry in tensors_behind(at)}
         if not entries.keys() <= self._by_turns.keys():
             self._by_turns = entries
             self._blobs.read_by_turns(entries.values())

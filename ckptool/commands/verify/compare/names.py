@@ -16,7 +16,7 @@ from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.rewrite import only_model
 from ckptool.commands.verify.compare.values import difference, short_text, value_digest
-from ckptool.core.casts import can_cast
+from ckptool.core.casts import can_cast, stored_tensors
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.names import is_plain
 from ckptool.core.selection import keep_names, meant_by
@@ -24,7 +24,7 @@ from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.core.state_category import state_category, state_category_of_name, weights
 from ckptool.core.text import plural
 from ckptool.engine.check.digest import file_digests
-from ckptool.engine.check.replicas import differing_replicas, stored_tensors
+from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, Unsupported
 from ckptool.formats import FORMATS
@@ -217,7 +217,7 @@ def stored_problems(
     reads: CheckedSource, entries: Iterable[TensorEntry], workers: int
 ) -> Iterator[Problem]:
     """Yield wrong checksums of the bytes read for tensors, and differing copies."""
-    stored = list(stored_tensors(entries))
+    stored = [each for entry in entries for each in stored_tensors(entry)]
     try:
         yield from reads.problems(stored, workers)
         yield from differing_replicas(stored, reads.files, workers)
