@@ -11,7 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckptool.commands.inspect.fold import Numbers, natural, split_numbers, with_numbers
+from ckptool.commands.inspect.fold import (
+    Numbers,
+    fold_names,
+    natural,
+    split_numbers,
+    with_numbers,
+)
 from ckptool.core.layout import FileLayout
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.core.text import plural
@@ -97,7 +103,8 @@ def show_merge(report: MergeReport) -> None:
     for text, of_text in names.items():
         lines.append(Text(f"  {plural(len(of_text), 'tensor')} = {visible(text)}"))
         if not report.written:
-            lines += [Text(f"    {name}") for name in fold_names(of_text)]
+            folded = fold_names(dict.fromkeys(of_text))
+            lines += [Text(f"    {visible(name)}") for name, *_ in folded]
     emit(console(), lines)
 
 
@@ -186,8 +193,8 @@ def show_moves(report: MapReport, screen: Console) -> None:
     for overflow in ("fold", "ellipsis", "fold", "ellipsis", "ellipsis"):
         table.add_column(overflow=overflow)
     for moves in _group(report.moves):
-        sources = "\n".join(fold_names(name for move in moves for name in move.sources))
-        targets = "\n".join(fold_names(move.target for move in moves))
+        sources = _join_names(name for move in moves for name in move.sources)
+        targets = _join_names(move.target for move in moves)
         shape = escaped(str(list(moves[0].entry.shape)))
         table.add_row(sources, "->", targets, shape, escaped(moves[0].operation))
     screen.print(table)
@@ -207,8 +214,8 @@ def _group(moves: Iterable[Move]) -> list[list[Move]]:
     return list(groups.values())
 
 
-def fold_names(names: Iterable[str]) -> list[str]:
-    """Fold names that differ only in numbers, one per line, with all the numbers at each place."""
+def _join_names(names: Iterable[str]) -> str:
+    """Join names that differ only in numbers, one per line, with all the numbers at each place."""
     numbered: dict[tuple[str, ...], set[Numbers]] = defaultdict(set)
     for name in names:
         words, numbers = split_numbers(name)
@@ -217,4 +224,4 @@ def fold_names(names: Iterable[str]) -> list[str]:
     for words, tuples in numbered.items():
         at_each_place = [tuple(sorted(set(place))) for place in zip(*tuples, strict=True)]
         lines.append(escaped(with_numbers(words, at_each_place)))
-    return lines
+    return "\n".join(lines)

@@ -488,3 +488,14 @@ def test_complex_tensors_are_refused_and_put_back(tmp_path: Path) -> None:
     found = torch.load(two)
     assert found["freqs"].tolist() == [2j, 2j]
     assert found["w"].tolist() == [1.5] * 3
+
+
+def test_dry_run_folds_only_names_that_there_are(tmp_path: Path) -> None:
+    names = ("layers.0.experts.2", "layers.1.experts.3", "\x1b[31mred")
+    for label in ("a", "b"):
+        save_file({name: torch.ones(2) for name in names}, tmp_path / f"{label}.safetensors")
+    sources = [str(tmp_path / f"{label}.safetensors") for label in ("a", "b")]
+    code, said = run(str(tmp_path / "out.safetensors"), "--average", *sources, "--dry-run")
+    assert code == 0
+    assert "layers.0.experts.2 layers.1.experts.3" in said
+    assert "\x1b" not in said
