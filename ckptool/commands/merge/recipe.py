@@ -182,7 +182,7 @@ def _newest(sources: Sequence[Location], count: int) -> list[Location]:
     run = open_run(sources[0])
     assessor, found = Assessor(run, VerifyOptions(quick=True)), list[Location]()
     for step in reversed(run.steps):
-        if len(found) < count and assessor.assess(step).report.ok:
+        if len(found) < count and assessor.assess(step).report.goes_on:
             found.append(step.path)
     if len(found) < count:
         raise UsageError(

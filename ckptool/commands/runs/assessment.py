@@ -62,6 +62,11 @@ class StepReport(Report, frozen=True):
     def ok(self) -> bool:
         return not self.reasons
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether training can go on from it: it is good, and no export."""
+        return self.ok and not self.export
+
 
 class RunReport(Report, frozen=True):
     """The verified steps, newest first; ``total`` is how many the run has.
@@ -97,7 +102,7 @@ class RunReport(Report, frozen=True):
     @property
     def latest_good(self) -> StepReport | None:
         """Return the newest step without errors."""
-        return next((step for step in self.steps if step.ok and not step.export), None)
+        return next((step for step in self.steps if step.goes_on), None)
 
 
 def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunReport:
@@ -117,7 +122,7 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
         if not report.ok and is_gone(report.path):
             continue
         reports.append(report)
-        if report.ok and not report.export:
+        if report.goes_on:
             chosen = chosen or _chosen(opened, step)
             if not every:
                 break

@@ -97,7 +97,7 @@ def convert_run(
         found = assessor.assess(step).report
         if not choice.wants(step.number) or is_gone(step.path):
             continue
-        if found.export or not found.ok:
+        if not found.goes_on:
             why = "; ".join(found.reasons) or "an export beside the steps"
             made.append(ConvertedStep(step.path, step.number, "left out", reason=why))
             continue

@@ -499,3 +499,12 @@ def test_dry_run_folds_only_names_that_there_are(tmp_path: Path) -> None:
     assert code == 0
     assert "layers.0.experts.2 layers.1.experts.3" in said
     assert "\x1b" not in said
+
+
+def test_an_export_beside_the_steps_is_none_of_the_newest(tmp_path: Path) -> None:
+    for name, label in (("global_step1", "a"), ("global_step2", "b"), ("global_step2_hf", "c")):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        save_file(MODELS[label], tmp_path / "run" / name / "model.safetensors")
+    found = merged(tmp_path / "out.safetensors", "--average", str(tmp_path / "run"), "--last", "2")
+    wanted = (MODELS["a"]["layers.0.w"].double() + MODELS["b"]["layers.0.w"].double()) / 2
+    assert torch.equal(found["layers.0.w"], wanted.float())
