@@ -159,7 +159,11 @@ def _hint(error: Any, wrong: str, ctx: Any) -> str:
         usage = f"{option.opts[0]}{takes}: {option.help}"
     example = min(EXAMPLES.get(ctx.info_name, ()), key=len, default="")
     lacks = type(error).__name__.startswith("Missing")
-    return f"{usage.removesuffix('.')}; such as `{example}`" if lacks and example else usage
+    if not (lacks and example):
+        return usage
+    # Help ends as a sentence, but what may be repeated ends in an ellipsis
+    said = usage if usage.endswith("...") else usage.removesuffix(".")
+    return f"{said}; such as `{example}`"
 
 
 def _option(flag: str | None, ctx: Any) -> Any:
