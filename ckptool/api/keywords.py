@@ -143,7 +143,7 @@ class MergeKeywords(ExtractKeywords, total=False):
     minus: str | None
     scale: float
     apply_delta: bool
-    take: Strings
+    take: Mapping[str, AnyPath]
     last: int | None
     rows: Strings
     fill: str | None

@@ -115,10 +115,12 @@ def load_command(name: str) -> Any:
     module = import_module(f"ckptool.cli.{MODULES.get(name, name)}")
     alone = typer.Typer(add_completion=False)
     command = getattr(module, name)
-    alone.command(name, cls=Command, help=_help(name, command), epilog=epilog(name))(
-        with_options(command)
-    )
-    return get_command(alone)
+    run, words = with_options(command)
+    alone.command(name, cls=Command, help=_help(name, command), epilog=epilog(name))(run)
+    made: Any = get_command(alone)
+    for parameter in made.params:  # typer has no lists of several words
+        parameter.nargs = words.get(parameter.name, parameter.nargs)
+    return made
 
 
 def _help(name: str, command: Any) -> str:

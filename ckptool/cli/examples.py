@@ -38,7 +38,7 @@ EXAMPLES = {
         "ckptool merge model-avg/ --average runs/step-800 runs/step-900 runs/step-1000",
         "ckptool merge model-ema/ --ema 0.9 runs/step-800 runs/step-900 runs/step-1000",
         "ckptool merge model-c/ --onto base/ --add tuned/ --minus base/ --scale 0.5",
-        "ckptool merge model-mtp/ tuned/ --take 'mtp=base/'",
+        "ckptool merge model-mtp/ tuned/ --take 'mtp.*' FROM base/",
         "ckptool merge model-v2/ --apply-delta weight_v000001 weight_v000002 --onto base/",
         "ckptool merge model/ --lora adapter/ --onto base/",
     ),

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 Command = Callable[..., None]
 
 
-def with_options(command: Command) -> Command:
+def with_options(command: Command) -> tuple[Command, dict[str, int]]:
     """Return the command with an option for each field of its parameters that are options classes.
 
-    ``Annotated[Options, OptionGroup(...)]`` puts them into a panel of the help, or omits some.
+    ``Annotated[Options, OptionGroup(...)]`` puts them into a panel of the help, or omits some. With
+    it comes how many words each option takes that takes several at a time.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, OptionGroup] = {}
@@ -70,7 +71,8 @@ def with_options(command: Command) -> Command:
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
-    return run
+    words = {name: option.kind.words for name, option in declared.items() if option.kind.words > 1}
+    return run, words
 
 
 @contextmanager

@@ -66,6 +66,7 @@ _SAID = (
     (r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", r"unexpected words: \1"),
     (r"Missing (argument|option) '(.*)'", r"missing \1 \2"),
     (r"Option '(.*)' requires an argument", r"\1 needs a value"),
+    (r"Option '(.*)' requires (\d+) arguments", r"\1 needs \2 words"),
     (r"Option '(.*)' does not take a value", r"\1 takes no value"),
     (
         r"Invalid value for '(.*?)': ('.*') is not a valid int.*",

@@ -171,7 +171,7 @@ ANSWERS = {
     "convert runs/step-1000 model.pt --model-only": "excluded: 21 tensors",
     "reshard runs/step-1000 on-8/ --mesh 8": "for mesh 8",
     "merge average/ --average runs/ --last 2 --to dcp": "21 tensors = (step-1000 + step-2000) / 2",
-    "merge whole/ runs/step-2000 --take 'output=runs/step-1000' --to dcp": "1 tensor = step-1000",
+    "merge whole/ runs/step-2000 --take 'output.*' FROM runs/step-1000 --to dcp": "1 tensor =",
     "reshard out/global_step_100/actor on-8/global_step_100/actor --mesh 8": "for mesh fsdp=8",
     "convert runs small/ --every 1000 --dtype bf16": "OK: 2 written",
     "prune runs --keep-last 3 --keep-every 1000": "2 good steps are kept",

@@ -131,8 +131,8 @@ def _require_real(operand: Operand) -> None:
         if entry.shape and entry.dtype.kind == "complex":
             raise Unsupported(
                 f"{operand.opened.path}: {name} is {entry.dtype}: complex numbers are not summed",
-                hint=f"--drop '{name}' leaves it out; `ckptool merge OUT2 OUT --take '{name}=SRC'`"
-                " then puts that of one SRC back",
+                hint=f"--drop '{name}' leaves it out; `ckptool merge OUT2 OUT --take '{name}' FROM"
+                " SRC` then puts that of one SRC back",
             )
 
 

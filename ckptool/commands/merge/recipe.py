@@ -116,7 +116,7 @@ def read_recipe(
             )
     rows = _rows(options)
     recipe = _sum_of(sources, options)
-    takes = tuple(Take(name, location(place)) for name, place in options.take)
+    takes = tuple(Take(name, _place(place, "--take")) for name, place in options.take)
     return replace(recipe, takes=takes, rows=rows, with_optimizer=options.with_optimizer)
 
 

@@ -85,7 +85,7 @@ class Splice:
                 raise Unsupported(
                     f"--take: {list_some(there, _FEW)} without {list_some(missing, _FEW)} of"
                     f" {operand.opened.path}: a quantized tensor comes with all of its parts",
-                    hint=f"--take '{module}=SRC' takes all of a module; {_DEQUANTIZE}",
+                    hint=f"--take '{module}' FROM SRC takes all of a module; {_DEQUANTIZE}",
                 )
 
     def _require_declared(self, operand: Operand, assets: Path | None) -> None:

@@ -106,7 +106,7 @@ class Kind(NamedTuple):
 
     ``keyword`` is source text, for the generated signatures. ``parse`` is called with a value of
     either type and the option's name, for errors. ``metavar`` and ``default`` are those of most
-    options of the kind.
+    options of the kind; each value is so many ``words`` of the command line.
     """
 
     line: Any
@@ -114,6 +114,7 @@ class Kind(NamedTuple):
     parse: Callable[[Any, str], Any] = lambda value, name: value
     default: Any = None
     metavar: str | None = None
+    words: int = 1
 
 
 def _texts(value: str | Collection[str], name: str) -> tuple[str, ...]:

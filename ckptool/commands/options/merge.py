@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from os import fspath
 from pathlib import Path
+from shlex import join
 from typing import TYPE_CHECKING, Any
 
 from ckptool.commands.options import FILE, MESH
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 ROWS = "such as --rows embed_tokens=152064 --rows lm_head=152064 --fill mean"
 _DIGITS = 16
+_FROM = "FROM"
+_TAKE = f"GLOB {_FROM} SRC"
 
 
 def _weights(value: Any, name: str) -> tuple[float, ...]:
@@ -39,33 +43,32 @@ def _weights(value: Any, name: str) -> tuple[float, ...]:
 
 
 def _takes(value: Any, name: str) -> tuple[tuple[str, str], ...]:
-    """Return names and the places to take them from; a table may have any text as a name."""
-    pairs = _pairs(value, lambda text: text.partition("=")[::2])
-    for what, place in pairs:
-        if not (what and place):
-            shown = f"{what}={place}" if place else what
-            raise UsageError(f"invalid {name} {shown!r}: expected NAME=SRC")
-    return pairs
+    """Return names and the places to take them from, of a table or of three words each."""
+    if isinstance(value, Mapping):
+        value = [(what, _FROM, fspath(place)) for what, place in value.items()]
+    for what, between, place in value:
+        if not (what and between.upper() == _FROM) or place.startswith("--"):
+            raise UsageError(
+                f"invalid {name} {join((what, between, place))}: expected {_TAKE}",
+                hint="such as --take 'mtp.*' FROM base/",
+            )
+    return tuple((what, place) for what, _, place in value)
 
 
 def _rows(value: Any, name: str) -> tuple[tuple[str, int], ...]:
     """Return names and how many rows they are to have."""
-    pairs = _pairs(value, lambda text: text.rpartition("=")[::2])
+    if isinstance(value, Mapping):
+        pairs = [(what, str(count)) for what, count in value.items()]
+    else:
+        halves = [text.rpartition("=")[::2] for text in TEXTS.parse(value, name)]
+        pairs = [(what.strip(), count.strip()) for what, count in halves]
     for what, count in pairs:
         if not (what and count.isdecimal() and len(count) < _DIGITS):
             raise UsageError(f"invalid {name} '{what}={count}': expected NAME=COUNT", hint=ROWS)
     return tuple((what, int(count)) for what, count in pairs)
 
 
-def _pairs(value: Any, split: Callable[[str], Sequence[str]]) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of a table, or of texts that are split."""
-    if isinstance(value, Mapping):
-        return tuple((name, str(other)) for name, other in value.items())
-    halves = [split(text) for text in TEXTS.parse(value, "")]
-    return tuple((name.strip(), other.strip()) for name, other in halves)
-
-
-_TAKES = Kind(list[str], "Strings", _takes, (), "NAME=SRC")
+_TAKES = Kind(list[str], "Mapping[str, AnyPath]", _takes, (), _TAKE, words=3)
 _ROWS = Kind(list[str], "Strings", _rows, (), "NAME=COUNT")
 _WEIGHTS = Kind(str, "str | Sequence[float]", _weights, (), "W,W,...")
 
@@ -100,7 +103,7 @@ class ExpressionOptions(OptionSet):
     take: tuple[tuple[str, str], ...] = option(
         "--take",
         _TAKES,
-        help=f"Take what NAME means from SRC instead: {NAMED} (repeatable).",
+        help=f"Take what GLOB means from SRC instead: {NAMED} (repeatable).",
     )
     last: int | None = option(
         "--last", COUNT, minimum=2, help="Take the newest N complete steps of the run SRC."

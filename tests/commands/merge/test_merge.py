@@ -94,12 +94,16 @@ def test_a_difference_is_added_in_scale(places: list[str], tmp_path: Path) -> No
 
 def test_names_are_taken_from_another(places: list[str], tmp_path: Path) -> None:
     a, b, c = places
-    words = ("--average", a, b, "--take", f"embed={c}", "--take", f"*.bias={b}")
+    words = ("--average", a, b, "--take", "embed", "FROM", c, "--take", "*.bias", "from", b)
     found = merged(tmp_path / "out.safetensors", *words)
     assert torch.equal(found["embed.weight"], MODELS["c"]["embed.weight"])
     assert torch.equal(found["layers.0.bias"], MODELS["b"]["layers.0.bias"])
     mean = ((MODELS["a"]["layers.0.w"].double() + MODELS["b"]["layers.0.w"].double()) / 2).float()
     assert torch.equal(found["layers.0.w"], mean)
+    ckptool.merge(tmp_path / "two.safetensors", b, take={"embed": tmp_path / "c.safetensors"})
+    wanted = MODELS["b"] | {"embed.weight": MODELS["c"]["embed.weight"]}
+    found = load_file(tmp_path / "two.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 def test_a_recipe_says_the_same(places: list[str], tmp_path: Path) -> None:
@@ -111,7 +115,7 @@ def test_a_recipe_says_the_same(places: list[str], tmp_path: Path) -> None:
     )
     found = merged(tmp_path / "one.safetensors", "--recipe", str(recipe))
     a, b, c = places
-    words = ("--average", a, b, "--weights", "3,1", "--take", f"embed={c}")
+    words = ("--average", a, b, "--weights", "3,1", "--take", "embed", "FROM", c)
     other = merged(tmp_path / "two.safetensors", *words)
     assert all(torch.equal(found[name], other[name]) for name in other)
 
@@ -170,9 +174,13 @@ def test_dry_run_says_what_each_tensor_is(places: list[str], tmp_path: Path) -> 
         (("--average", "--ema", "0.5", "{a}", "{b}"), "--average and --ema: one at a time"),
         (("--average", "{a}", "{b}", "--scale", "2"), "--scale: only with --add or --minus"),
         (("--add", "{a}", "{b}"), "--add and --minus take no SRC"),
-        (("{a}", "--take", "embed"), "expected NAME=SRC"),
-        (("{a}", "--take", "embde={b}"), "--take 'embde' matches none of"),
-        (("{a}", "{b}", "--take", "embed={b}"), "needs one SRC"),
+        (("{a}", "--take", "embed"), "--take needs 3 words"),
+        (("{a}", "--take", "embed", "OF", "{b}"), "invalid --take embed OF {b}: expected"),
+        (("{a}", "--take", "embed", "FROM", "--dry-run"), "expected GLOB FROM SRC"),
+        (("{a}", "--take", "embed", "FROM", ""), "--take: empty path"),
+        (("{a}", "--take", "embed", "FROM", "{none}"), "no such file"),
+        (("{a}", "--take", "embde", "FROM", "{b}"), "--take 'embde' matches none of"),
+        (("{a}", "{b}", "--take", "embed", "FROM", "{b}"), "needs one SRC"),
         (("--average", "{a}", "{less}"), "lacks 1 of 6 tensors of"),
         (("--average", "{a}", "{bent}"), "layers.0.w: [64, 33] in"),
         (("--average", "{a}", "{none}"), "no such file"),
@@ -190,7 +198,7 @@ def test_what_makes_no_merge_is_refused(
     out = tmp_path / "out.safetensors"
     code, said = run(str(out), *(word.format(**names) for word in words))
     assert code != 0
-    assert wanted in said
+    assert wanted.format(**names) in said
     assert not out.exists()
 
 
@@ -484,7 +492,7 @@ def test_complex_tensors_are_refused_and_put_back(tmp_path: Path) -> None:
     assert code == 4
     assert "freqs is complex64: complex numbers are not summed" in said
     assert run(one, "--average", a, b, "--drop", "freqs")[0] == 0
-    assert run(two, one, "--take", f"freqs={b}")[0] == 0
+    assert run(two, one, "--take", "freqs", "FROM", b)[0] == 0
     found = torch.load(two)
     assert found["freqs"].tolist() == [2j, 2j]
     assert found["w"].tolist() == [1.5] * 3

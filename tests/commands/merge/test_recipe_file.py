@@ -45,7 +45,7 @@ def refused(folder: Path, text: str) -> str:
         ('sources = ["a\\u0000"]\naverage = true', "not a path"),
         ("sources = ['a']\ntake = ['a=b']", "take = ['a=b']: not a table of names and texts"),
         ("sources = ['a']\n[take]\na = ''", "take = '': not a path"),
-        ("sources = ['a']\n[take]\n'' = 'b'", "invalid take '="),
+        ("sources = ['a']\n[take]\n'' = 'b'", "invalid take '' FROM"),
         ("sources = ['a']\nfill = 'mean'\n[rows]\na = -4", "invalid rows 'a=-4'"),
         ("sources = ['a']\nfill = 'mean'\n[rows]\na = 1.5", "not a table of names and whole numb"),
         ("with_optimizer = true", "unknown key 'with_optimizer'"),
@@ -84,6 +84,6 @@ def test_a_folder_above_is_that_of_the_disk(folder: Path) -> None:
 @pytest.mark.parametrize("words", [("--onto", ""), ("--onto", "{a}", "--add", "")])
 def test_an_empty_path_is_refused_on_the_command_line(folder: Path, words: tuple[str, ...]) -> None:
     given = [word.format(a=folder / "a") for word in words]
-    code, said = run(str(folder / "out"), *given, "--take", f"a={folder / 'b'}")
+    code, said = run(str(folder / "out"), *given, "--take", "a", "FROM", str(folder / "b"))
     assert code == 2
     assert f"{words[-2]}: empty path" in said

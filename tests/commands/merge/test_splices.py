@@ -61,7 +61,7 @@ def test_a_torn_or_undeclared_quantized_tensor_is_refused(
     places: dict[str, str], tmp_path: Path, base: str, take: str, wanted: str
 ) -> None:
     name, _, source = take.partition("=")
-    code, said = run(str(tmp_path / "out"), places[base], "--take", f"{name}={places[source]}")
+    code, said = run(str(tmp_path / "out"), places[base], "--take", name, "FROM", places[source])
     assert code == 4
     assert wanted.format(**places) in said
     assert not (tmp_path / "out").exists()
@@ -71,8 +71,9 @@ def test_all_parts_of_a_quantized_tensor_come_together(
     places: dict[str, str], tmp_path: Path
 ) -> None:
     b = places["p8b"]
-    whole = ("--take", f"model.l={b}")
-    apart = ("--take", f"model.l.weight={b}", "--take", f"model.l.weight_scale_inv={b}")
+    whole = ("--take", "model.l", "FROM", b)
+    names = ("model.l.weight", "model.l.weight_scale_inv")
+    apart = [word for name in names for word in ("--take", name, "FROM", b)]
     for label, words in (("one", whole), ("two", apart)):
         code, said = run(str(tmp_path / label), places["p8"], *words)
         assert code == 0, said
@@ -86,7 +87,7 @@ def test_all_parts_of_a_quantized_tensor_come_together(
 def test_only_sources_that_are_quantized_are_dequantized(
     places: dict[str, str], tmp_path: Path, base: str, source: str
 ) -> None:
-    words = (places[base], "--take", f"mtp={places[source]}", "--dequantize")
+    words = (places[base], "--take", "mtp", "FROM", places[source], "--dequantize")
     code, said = run(str(tmp_path / "out"), *words)
     assert code == 0, said
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -113,7 +114,7 @@ def test_codes_of_an_unknown_kind_have_no_sum(tmp_path: Path, dtype: torch.dtype
     code, said = run(str(tmp_path / "out.safetensors"), "--average", a, b)
     assert code == 4
     assert "m.kernel_absmax may be the scale of m.weight" in said
-    code, said = run(str(tmp_path / "out.safetensors"), a, "--take", f"m.weight={b}")
+    code, said = run(str(tmp_path / "out.safetensors"), a, "--take", "m.weight", "FROM", b)
     assert code == 4
     assert "m.weight without m.kernel_absmax" in said
 
@@ -126,10 +127,11 @@ def test_a_tie_that_ends_is_noted(tmp_path: Path, average: bool) -> None:
     a, b, c = (str(tmp_path / f"{label}.pt") for label in "abc")
     base = ("--average", a, b) if average else (a,)
     note = f"embed, head: one tensor in {a}, several in the result"
-    code, said = run(str(tmp_path / "one.pt"), *base, "--take", f"head={c}")
+    head, embed = ("--take", "head", "FROM", c), ("--take", "embed", "FROM", c)
+    code, said = run(str(tmp_path / "one.pt"), *base, *head)
     assert code == 0
     assert note in said
-    code, said = run(str(tmp_path / "two.pt"), *base, "--take", f"head={c}", "--take", f"embed={c}")
+    code, said = run(str(tmp_path / "two.pt"), *base, *head, *embed)
     assert code == 0
     assert note not in said
     found = torch.load(tmp_path / "two.pt")
