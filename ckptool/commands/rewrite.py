@@ -23,7 +23,7 @@ from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.quantization.apply import DequantizeResult, dequantize
 from ckptool.core.quantization.config import QuantizationConfig
 from ckptool.core.quantization.model import Surroundings
-from ckptool.core.quantization.names import quantized_names
+from ckptool.core.quantization.names import pairs, quantized_names
 from ckptool.core.selection import (
     drop,
     drop_names,
@@ -148,7 +148,7 @@ def _located(opened: OpenedCheckpoint) -> Catalog:
     replace it.
     """
     catalog = opened.catalog
-    names = quantized_names(catalog)
+    names = quantized_names(catalog) | {pair.scales.name for pair in pairs(catalog)}
     wanted = {n: e for n, e in catalog.tensors.items() if n in names} or catalog.tensors
     located = opened.open_containers(catalog.with_tensors(wanted))
     rest = {n: e for n, e in catalog.tensors.items() if n not in wanted or n in located.tensors}

@@ -96,10 +96,10 @@ def _require_kind(pair: Quantized, config: QuantizationConfig) -> None:
     """Raise Unsupported if the config's method, or its group's format, stores other kinds.
 
     A method that no kind names stores none of them, such as HQQ; of AMD Quark's (0.13), integers,
-    MX formats and rotations are not supported.
+    MX formats and rotations are not supported. Masters are no config's.
     """
     kind, method, group = pair.kind, config.method, config.group_of(pair.module)
-    if group is NO_GROUP:
+    if group is NO_GROUP or pair.keeps_scales:
         return
     if method is not None and method not in kind.methods.split():
         raise pair.contradicts(f"quantization_config says {method}", kind.name)

@@ -36,7 +36,8 @@ class Kind(Struct, frozen=True):
 class Scheme(Struct, frozen=True):
     """A scheme, as its file defines it: what names tell it, its kinds, how it is found.
 
-    ``find`` yields the tensors that are complete, by the names that end with one of ``ends``.
+    ``find`` yields the tensors that are complete, by the names that end with one of ``ends``, or
+    those of tensors of type ``dtype``.
     ``marks`` are patterns of the ends of names, after a dot, that tell a kind even if it is not
     complete, or of a variant that is not supported.
     """
@@ -45,6 +46,7 @@ class Scheme(Struct, frozen=True):
     ends: tuple[str, ...]
     kinds: tuple[Kind, ...] = ()
     marks: Mapping[str, str] = field(default_factory=dict)
+    dtype: str = ""
 
 
 class Surroundings(Struct, frozen=True):
@@ -63,7 +65,8 @@ class Quantized(Struct, frozen=True):
 
     ``others`` are zero points, a scale of all, and the like; ``about`` are tensors that only
     describe it, ``values_beside`` plain values that do, and ``objects`` their names. ``lay_out``
-    makes the entry of its numbers, and raises Unsupported if the stored tensors do not match.
+    makes the entry of its numbers, and raises Unsupported if the stored tensors do not match. If it
+    ``keeps_scales``, these are tensors of their own, which stay.
     """
 
     kind: Kind
@@ -75,11 +78,12 @@ class Quantized(Struct, frozen=True):
     about: tuple[TensorEntry, ...] = ()
     values_beside: Mapping[str, Any] = field(default_factory=dict)
     objects: tuple[str, ...] = ()
+    keeps_scales: bool = False
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
         """All the tensors that the numbers replace."""
-        return (*self._parts, *self.about)
+        return (self.values,) if self.keeps_scales else (*self._parts, *self.about)
 
     @property
     def _parts(self) -> tuple[TensorEntry, ...]:

@@ -49,13 +49,18 @@ def pairs(catalog: Catalog) -> Iterator[Quantized]:
     by_marker = {pair.values.name: pair for pair in found}
     yield from by_marker.values()
     for scheme in rest:
-        if own := _ending(names, scheme.ends):
+        if own := _ending(names, scheme.ends) or _of_type(catalog, scheme.dtype):
             found = scheme.find(catalog, own)
             yield from (pair for pair in found if pair.values.name not in by_marker)
 
 
 def _ending(names: list[str], ends: tuple[str, ...]) -> list[str]:
     return [name for name in names if name.endswith(ends)]
+
+
+def _of_type(catalog: Catalog, dtype: str) -> list[str]:
+    tensors = catalog.tensors.items() if dtype else ()
+    return [name for name, entry in tensors if entry.dtype.name == dtype]
 
 
 def kinds(catalog: Catalog) -> dict[str, int]:

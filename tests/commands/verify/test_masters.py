@@ -224,6 +224,20 @@ def test_the_remainders_of_16_bits_are_no_masters(tmp_path: Path) -> None:
     assert not found(written(tmp_path / "c", master.bfloat16(), remainders))
 
 
+def test_remainders_that_are_stored_as_floats_are_no_masters(tmp_path: Path) -> None:
+    master = masters()
+    lower = master.view(torch.int16).reshape(*SHAPE, 2)[..., 0].float()
+    path = written(tmp_path / "c", master.bfloat16(), lower)
+    assert not found(path)
+    (finding,) = found(path, "weights-rounded-otherwise")
+    assert "decoder.w.weight: beside remainders of 16 bits as floats" in finding.message
+
+
+@pytest.mark.parametrize("master", [torch.zeros(SHAPE), torch.ones(SHAPE)])
+def test_masters_that_are_small_integers_are_reported(master: torch.Tensor, tmp_path: Path) -> None:
+    assert found(written(tmp_path / "c", masters().bfloat16(), master))
+
+
 def test_a_master_that_is_damaged_is_one_finding(tmp_path: Path) -> None:
     copy = shutil.copytree(FIXTURES / "deepspeed_universal" / "ckpt", tmp_path / "c")
     path = next(copy.rglob("embed.weight/fp32.pt"))

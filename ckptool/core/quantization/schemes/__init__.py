@@ -12,6 +12,7 @@ from ckptool.core.quantization.schemes import (
     gpt_oss,
     gptq_awq,
     packed_integers,
+    remainders,
     scaled,
     torchao,
 )
@@ -24,5 +25,6 @@ SCHEMES = (
     gptq_awq.SCHEME,
     bitsandbytes.SCHEME,
     torchao.SCHEME,
+    remainders.SCHEME,
 )
 """The first is for weights with a marker, which no other scheme may find."""

@@ -28,6 +28,9 @@ _SMALLEST = 2.0**-18
 _FINE = 1 / 100
 """A relative error that is less than that of e4m3 on average, and more than that of 16 bits."""
 
+_SMALL, _LARGEST = 1 << 8, 1 << 15
+"""Sizes of integers of 16 bits; of chance, one in 128 is small."""
+
 
 class Counts(Struct):
     """What is counted of values that are not the nearest to their masters.
@@ -37,7 +40,8 @@ class Counts(Struct):
     than their master, without sign, and ``coarse`` as close as numbers of 8 bits. ``off_middle``
     sums up how far the masters of the farther are from the middle of the two numbers, as a share of
     their distance, and ``error`` the relative errors. ``of_bf16`` and ``of_fp16`` are what the
-    masters are as these types.
+    masters are as these types. The masters of ``whole`` are integers of 16 bits that are not small,
+    those of ``zero`` are zero.
     """
 
     elements: int = 0
@@ -48,6 +52,8 @@ class Counts(Struct):
     coarse: int = 0
     of_bf16: int = 0
     of_fp16: int = 0
+    whole: int = 0
+    zero: int = 0
     off_middle: float = 0.0
     error: float = 0.0
 
@@ -137,6 +143,10 @@ def _count(
             int(np.count_nonzero(value == _neighbors(bits, BY_NAME[name])[1]))
             for name in ("bfloat16", "float16")
         )
+        size = np.abs(master)
+        is_whole = (size == np.floor(size)) & (size > _SMALL) & (size <= _LARGEST)
+        counts.whole = int(np.count_nonzero(is_whole))
+        counts.zero = int(np.count_nonzero(size == 0))
         between = (np.abs(near - master) / np.abs(far - near))[is_farther]
         counts.off_middle = float((0.5 - between).sum())
         counts.error = float((error / np.maximum(np.abs(master), most * _SMALLEST)).sum())
@@ -203,17 +213,24 @@ def _is_of_8_bits(counts: Counts) -> bool:
     return many and counts.error > _FINE * counts.differing
 
 
+def _are_remainders(counts: Counts) -> bool:
+    """Return whether almost all masters are integers of 16 bits, or zero, as of frozen weights."""
+    return counts.whole >= _ENOUGH and counts.whole + counts.zero > 0.9 * counts.differing
+
+
 def _is_certain(counts: Counts) -> bool:
     """Return that chance does not make numbers of few bits of others, not even of one."""
     return True
 
 
 _WAYS = (
-    ("through bfloat16", lambda each: each.of_bf16 == each.differing, _is_certain),
-    ("through float16", lambda each: each.of_fp16 == each.differing, _is_certain),
-    ("stochastically", _between_neighbors, _is_stochastic),
-    ("toward zero", _between_neighbors, _is_cut),
-    ("to 8 bits", _as_of_8_bits, _is_of_8_bits),
+    ("rounded through bfloat16 from", lambda each: each.of_bf16 == each.differing, _is_certain),
+    ("rounded through float16 from", lambda each: each.of_fp16 == each.differing, _is_certain),
+    ("rounded stochastically from", _between_neighbors, _is_stochastic),
+    ("rounded toward zero from", _between_neighbors, _is_cut),
+    ("rounded to 8 bits from", _as_of_8_bits, _is_of_8_bits),
+    ("beside remainders of 16 bits as floats, not", lambda each: True, _are_remainders),
 )
-"""Ways to round other than to the nearest: which weights one may explain, and how it shows. The
-first two are those of weights that were trained in a type, and are stored in another."""
+"""Ways to be other than a master to the nearest: which weights one may explain, and how it shows.
+The first two are those of weights that were trained in a type, and are stored in another, the last
+that of Megatron-core's ``dp_zero`` with its precision-aware optimizer (0.11 to 0.16)."""

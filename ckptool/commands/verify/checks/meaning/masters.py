@@ -6,10 +6,8 @@ an export the weights: where they differ, the two are different models.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import product
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -18,7 +16,7 @@ from msgspec.structs import replace
 from ckptool.commands.verify.checks.elements import Elements
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Place, TensorEntry
-from ckptool.core.state_category import is_master
+from ckptool.core.quantization.master_names import Mastered, mastered
 from ckptool.core.text import list_some
 from ckptool.core.views import unstack
 from ckptool.engine.check.spans import Part, Probe
@@ -27,26 +25,10 @@ from ckptool.errors import Problem
 if TYPE_CHECKING:
     from ckptool.engine.check.fingerprint import Printer
 
-_PREFIXES = ("", "model.", "module.")
-"""What may come before the name of a parameter that its master has: those of Megatron's
-torch_dist have nothing, DeepSpeed's ``module``."""
-_IN_STATE = re.compile(
-    r"(?:.+\.)?state\.(?:(?:fp32_param|param)\.(?P<of_kind>.+)|(?P<own>.+)\.master_param)"
-)
-"""The name of a master in an optimizer's state: by kind (Megatron-core's torch_dist), or by
-parameter (Megatron-FSDP, Transformer Engine's FusedAdam)."""
-_LAYER = re.compile(r"(?<=\blayers)\.(\d+)(?=\.)")
-_EXPERT = re.compile(r"(?<=\bexperts\.)(?:local_)?(experts)\.(\d+)(?=\.)")
-_NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-"""Norms of Megatron's own layers, and their keys in ``torch_dist``, which are those of Transformer
-Engine's (megatron-core 0.12 to 0.20, ``gpt_layer_specs.py``)."""
 _FEW = 2
 
 
-class _Mastered(Struct, frozen=True):
+class _Pair(Struct, frozen=True):
     """The names of a weight and of its master, and what takes their fingerprints.
 
     The weight is the part at ``index`` of a stacked tensor; all of it if that is empty.
@@ -56,6 +38,14 @@ class _Mastered(Struct, frozen=True):
     master: str
     index: tuple[int, ...]
     printers: tuple[Printer, Printer]
+
+    @classmethod
+    def of(cls, found: Mastered) -> _Pair:
+        from ckptool.engine.check.fingerprint import Printer
+
+        dtype = found.weight.dtype
+        printers = Printer(dtype), Printer(dtype)
+        return cls(found.weight.name, found.master.name, found.at, printers)
 
     @property
     def is_equal(self) -> bool:
@@ -78,7 +68,8 @@ class Masters:
     """
 
     def __init__(self, catalog: Catalog) -> None:
-        self._pairs = list(_mastered(catalog.tensors))
+        found = mastered(catalog.tensors, catalog.tensors, "float32")
+        self._pairs = [_Pair.of(each) for each in found if not _is_one(each)]
 
     @property
     def probes(self) -> dict[str, Probe]:
@@ -115,60 +106,14 @@ class Masters:
                 yield Problem(each.message, "weights-differ-from-masters", tensor=name)
         if way is not None:
             names = [each.weight.name for each in explained]
-            message = f"{list_some(names, _FEW)}: rounded {way} from masters, as the values show"
+            message = f"{list_some(names, _FEW)}: {way} masters, as the values show"
             yield Problem(message, "weights-rounded-otherwise", tensor=names[0])
 
 
-def _mastered(tensors: Mapping[str, TensorEntry]) -> Iterator[_Mastered]:
-    for name, master in tensors.items():
-        parameter = _parameter_of(name)
-        if parameter is None or master.dtype.name != "float32" or not master.elements:
-            continue
-        for key, index in keys_of(parameter):
-            weight = tensors.get(key)
-            if weight is not None and _is_weight(weight, index, master):
-                from ckptool.engine.check.fingerprint import Printer
-
-                printers = Printer(weight.dtype), Printer(weight.dtype)
-                yield _Mastered(key, name, index, printers)
-
-
-def _parameter_of(name: str) -> str | None:
-    """Return the name of the parameter that a name is the master of; None if it is no master's."""
-    if is_master(name):
-        return name.partition(".")[2]
-    found = _IN_STATE.fullmatch(name) if "state." in name else None
-    return found["of_kind"] or found["own"] if found else None
-
-
-def keys_of(parameter: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the names that the weight of a parameter may have, and its index in one of a stack."""
-    for prefix in _PREFIXES:
-        yield prefix + parameter, ()
-    renamed = parameter
-    for norm, key in _NORMS.items():
-        renamed = renamed.replace(norm, key)
-    for name, is_of_layers, is_of_experts in product(
-        {parameter: None, renamed: None}, (True, False), (True, False)
-    ):
-        index: tuple[int, ...] = ()
-        layer, expert = _LAYER.search(name), _EXPERT.search(name)
-        if layer and is_of_layers:
-            name, index = _LAYER.sub("", name), (int(layer[1]),)
-        if expert and is_of_experts:
-            name, index = _EXPERT.sub(r"\1", name), (*index, int(expert[2]))
-        if bool(layer) >= is_of_layers and bool(expert) >= is_of_experts and name != parameter:
-            yield name, index
-
-
-def _is_weight(entry: TensorEntry, index: tuple[int, ...], master: TensorEntry) -> bool:
-    depth = len(index)
-    is_inside = all(at < size for at, size in zip(index, entry.shape, strict=False))
-    is_known = entry.stored is None and entry.dtype.name in ("float32", "float16", "bfloat16")
-    if not is_known or not is_inside or entry.shape[depth:] != master.shape:
-        return False
-    # without ZeRO, DeepSpeed's weights of 32 bits have no masters but themselves
-    return entry.dtype != master.dtype or _boxes(entry) != _boxes(master)
+def _is_one(found: Mastered) -> bool:
+    """Return whether a weight is its own master, as those of DeepSpeed are without ZeRO."""
+    weight, _, master = found
+    return weight.dtype == master.dtype and _boxes(weight) == _boxes(master)
 
 
 def _boxes(entry: TensorEntry) -> list[tuple[Box, Place]]:
