@@ -13,6 +13,11 @@ import pytest
 TESTS = Path(__file__).parent
 
 
+def pytest_collection() -> None:
+    """Look for no garbage meanwhile: nearly all that is made stays until the end."""
+    gc.disable()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Any:
     """Begin elsewhere in each worker: what one has compiled, the others find compiled."""
@@ -31,6 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Never again look for garbage among what the imports and the collected tests left."""
+    gc.enable()
     _forget_garbage()
 
 

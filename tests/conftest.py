@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from collection import (  # noqa: F401
+    pytest_collection,
     pytest_collection_finish,
     pytest_collection_modifyitems,
     pytest_make_collect_report,

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ckptool.commands.model.architectures import class_of, is_tied, shapes_of
 
@@ -45,6 +43,9 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 
 def saved(model_type: str, more: dict[str, Any], out: Path) -> dict[str, Any]:
     """A model that transformers saved; its config."""
+    from transformers import AutoModelForCausalLM  # a second, in each worker that collects
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     config = CONFIG_MAPPING[model_type](**SIZES | more)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(out)
     return json.loads((out / "config.json").read_text())

@@ -58,25 +58,25 @@ def test_a_layer_of_zeros_is_one_finding(name: str, dtype: torch.dtype, tmp_path
 
 
 @pytest.mark.parametrize(
-    "state",
+    "made",
     [
-        {name: torch.zeros(1024, 512) for name in layers()},  # a kind that begins as zeros
-        zeroed(layers(2), "model.layers.0.mlp.up.weight"),  # one of two: which is wrong?
-        zeroed(layers(part="lora_B.weight"), "model.layers.0.lora_B.weight"),
-        {**layers(), "model.layers.4.mlp.up.weight": torch.zeros(4, 4)},
-        {
+        lambda: {name: torch.zeros(1024, 512) for name in layers()},  # a kind that begins as zeros
+        lambda: zeroed(layers(2), "model.layers.0.mlp.up.weight"),  # one of two: which is wrong?
+        lambda: zeroed(layers(part="lora_B.weight"), "model.layers.0.lora_B.weight"),
+        lambda: {**layers(), "model.layers.4.mlp.up.weight": torch.zeros(4, 4)},
+        lambda: {
             **{f"model.layers.{i}.bias": torch.ones(1 << 19) for i in range(4)},
             "model.layers.4.bias": torch.zeros(1 << 19),
         },
-        {**layers(), "model.layers.4.mlp.up.weight": -torch.zeros(1024, 512)},
-        {
+        lambda: {**layers(), "model.layers.4.mlp.up.weight": -torch.zeros(1024, 512)},
+        lambda: {
             **layers(),
             "model.layers.4.mlp.up.weight": torch.eye(1024, 512).roll(511, 1) * 1e-40,
         },
     ],
 )
-def test_zeros_that_may_be_right_are_none(state: States, tmp_path: Path) -> None:
-    save_file(state, tmp_path / "m.safetensors")
+def test_zeros_that_may_be_right_are_none(made: Callable[[], States], tmp_path: Path) -> None:
+    save_file(made(), tmp_path / "m.safetensors")
     assert not found(tmp_path / "m.safetensors")
 
 
