@@ -283,7 +283,7 @@ def test_interrupted_it_leaves_nothing(folder: Path) -> None:
 def wait_until(happened: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 300
     while not happened() and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(0.1)  # to look costs more than to wait
 
 
 def listening_below(pid: int) -> Iterator[str]:
