@@ -168,6 +168,13 @@ def _namespaces(value: Any, depth: int, *, named: bool) -> Iterator[Record]:
         yield from _namespaces(value.get("args"), depth - 1, named=True)
 
 
+def arguments_in(catalog: Catalog) -> Record:
+    """Return the arguments of Megatron-LM among a checkpoint's values; empty if there are none."""
+    entry = catalog.objects.get("args")
+    found = () if entry is None else _namespaces(entry.value, 0, named=True)
+    return next(iter(found), {})
+
+
 def _of_megatron(arguments: Record) -> Record:
     """Add the names that others use to the arguments of Megatron-LM or Megatron-core.
 

@@ -36,6 +36,7 @@ _ANOTHER = (
     "moments-negative",
     "moments-zero",
     "moments-copied",
+    "counts-differ",
 )
 """The warnings after which a resume would go on with something else than what was trained."""
 

@@ -247,6 +247,12 @@ _CODES: dict[str, dict[str, Code]] = {
             "step counters differ between parameters or ranks",
             "files of two saves may be mixed; some parameters may also have had no gradient",
         ),
+        "counts-differ": Code(
+            _WARNING,
+            "parts of a checkpoint count steps or data that its step contradicts",
+            "files of two saves may be mixed, or a part was not saved: compare the step before",
+        ),
+        "counts-apart": Code(_INFO, "parts count steps or data as if one had been begun again"),
         "steps-scattered": Code(_INFO, "nearly every parameter has its own step counter"),
     },
     "pickles": {

@@ -33,8 +33,11 @@ from ckptool.commands.verify.checks.content import (
 from ckptool.commands.verify.checks.downloads import download_problems, kept_hashes
 from ckptool.commands.verify.checks.elements import Content, Elements
 from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer_than_metadata
-from ckptool.commands.verify.checks.meaning.extra_state import extra_state_problems
-from ckptool.commands.verify.checks.meaning.table import meaning_problems, senses_of
+from ckptool.commands.verify.checks.meaning.table import (
+    meaning_problems,
+    metadata_problems,
+    senses_of,
+)
 from ckptool.commands.verify.checks.pickles import odd_values
 from ckptool.commands.verify.checks.sample import DataPart, DataSample
 from ckptool.commands.verify.checks.training import differing_step_values, optimizer_problems
@@ -160,15 +163,15 @@ class Verification:
             self._problems += lost_random_states(source, catalog)
             self._problems += row.reading.checks(source, catalog)
             self._problems += optimizer_problems(catalog)
-            self._problems += self._extra_state(catalog)
+            self._problems += self._of_metadata(catalog)
             self._problems += config_file_problems(source, row, catalog)
             self._problems += odd_values(catalog.objects.values())
 
-    def _extra_state(self, catalog: Catalog) -> Iterator[Problem]:
-        """Yield state of parameters that are not there, unless damage explains that."""
+    def _of_metadata(self, catalog: Catalog) -> Iterator[Problem]:
+        """Yield what metadata says that no training leaves, unless damage explains it."""
         problems = (*self._problems, *self.surveyed.problems)
         if all(CODES[problem.code].severity is not Severity.ERROR for problem in problems):
-            yield from extra_state_problems(catalog)
+            yield from metadata_problems(self.surveyed, catalog)
 
     def check_content(self, started: Started, *, digest: bool) -> None:
         """Open every archive, and read every record and tensor once, or every file."""

@@ -1,12 +1,18 @@
-"""The checks of what sound bytes mean, if all data is read by one process: one table."""
+"""The checks of what sound bytes mean: those of metadata, and those of all data, if one process
+reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from ckptool.commands.open import Survey
 from ckptool.commands.verify.checks.elements import Elements, Sense
+from ckptool.commands.verify.checks.meaning.arguments import argument_problems
+from ckptool.commands.verify.checks.meaning.counts import count_problems
+from ckptool.commands.verify.checks.meaning.extra_state import extra_state_problems
 from ckptool.commands.verify.checks.meaning.masters import Masters
 from ckptool.commands.verify.checks.meaning.moments import Moments
+from ckptool.commands.verify.checks.meaning.ranks import rank_problems
 from ckptool.commands.verify.checks.meaning.zeros import zero_weights
 from ckptool.core.catalog import Catalog
 from ckptool.engine.check.spans import Probe
@@ -27,6 +33,20 @@ class _Zeros:
 
 
 _SENSES: tuple[Callable[[Catalog], Sense], ...] = (_Zeros, Masters, Moments)
+
+
+_OF_METADATA: tuple[Callable[[Survey, Catalog], Iterator[Problem]], ...] = (
+    lambda surveyed, catalog: extra_state_problems(catalog),
+    count_problems,
+    rank_problems,
+    argument_problems,
+)
+
+
+def metadata_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
+    """Yield what metadata alone says of a checkpoint without damage, which might explain it."""
+    for check in _OF_METADATA:
+        yield from check(surveyed, catalog)
 
 
 def senses_of(catalog: Catalog | None) -> list[Sense]:

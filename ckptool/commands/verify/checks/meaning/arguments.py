@@ -1,0 +1,85 @@
+"""Whether Megatron-LM's arguments describe the tensors beside them: sizes, layers, experts.
+
+A load builds the model of these arguments, and then finds tensors of other shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ckptool.commands.model.records import Record, arguments_in
+from ckptool.commands.open import Survey
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.errors import Problem
+from ckptool.formats.companions import size_in
+
+_MODEL = r"(?:(?:model|module)\.)*"
+_LAYERS = rf"{_MODEL}decoder\.layers\.(?:\d+\.)?"
+_WORDS, _HEAD = rf"{_MODEL}embedding\.word_embeddings\.weight", rf"{_MODEL}output_layer\.weight"
+_POSITIONS = rf"{_MODEL}embedding\.position_embeddings\.weight"
+_NORM = rf"{_MODEL}decoder\.final_(?:layer)?norm\.weight"
+
+
+class _Size(NamedTuple):
+    """An argument, and the dim that is as large, from the last, of tensors of a name."""
+
+    argument: str
+    tensors: str
+    dim: int
+
+
+_SIZES = (
+    _Size("padded_vocab_size", _WORDS, -2),
+    _Size("hidden_size", f"{_WORDS}|{_HEAD}|{_POSITIONS}|{_NORM}", -1),
+    _Size("max_position_embeddings", _POSITIONS, -2),
+    _Size("num_experts", rf"{_LAYERS}mlp\.router\.weight", -2),
+)
+"""Megatron-core 0.12 to 0.20: ``language_model_embedding.py``, ``gpt_model.py``, ``router.py``. A
+critic's head has one row, whatever the vocabulary."""
+_OTHERWISE = (
+    *("hybrid_layer_pattern", "hybrid_override_pattern", "decoder_num_layers"),
+    "heterogeneous_layers_config_path",
+)
+"""Arguments of models that count layers in another way, or have some without tensors."""
+_NUMBERED = re.compile(rf"{_MODEL}decoder\.layers\.(\d+)\..+")
+_STACKED = re.compile(rf"{_MODEL}decoder\.layers\.(?!\d).+")
+
+
+def argument_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
+    """Yield where arguments contradict the tensors, once for each argument."""
+    arguments = arguments_in(catalog)
+    if not arguments:
+        return
+    for argument, tensors, dim in _SIZES:
+        size, pattern = size_in(arguments, argument), re.compile(tensors)
+        found = (e for name, e in catalog.tensors.items() if size and pattern.fullmatch(name))
+        odd = (e for e in found if len(e.shape) >= -dim and e.shape[dim] != size)
+        for entry in list(odd)[:1]:
+            message = f"args say {argument} {size:,}, but {entry.name} is {list(entry.shape)}"
+            yield Problem(message, "config-mismatch", tensor=entry.name)
+    yield from _of_layers(arguments, catalog)
+
+
+def _of_layers(arguments: Record, catalog: Catalog) -> Iterator[Problem]:
+    """Yield a problem if layers are more or fewer than the arguments say, or one is not there."""
+    said = size_in(arguments, "num_layers")
+    if said is None or any(arguments.get(name) for name in _OTHERWISE):
+        return
+    numbers = {int(m[1]) for m in map(_NUMBERED.fullmatch, catalog.tensors) if m}
+    stacked = [e for name, e in catalog.tensors.items() if _is_stacked(name, e)]
+    if numbers:
+        missing = sorted(set(range(said)) - numbers)
+        if len(numbers) != said or missing:
+            which = f", without {missing[0]}" if missing else ""
+            message = f"args say num_layers {said:,}, but there are {len(numbers):,} of"
+            message += f" decoder.layers{which}"
+            yield Problem(message, "config-mismatch")
+    for entry in [e for e in stacked if not numbers and e.shape[0] != said][:1]:
+        message = f"args say num_layers {said:,}, but {entry.name} is {list(entry.shape)}"
+        yield Problem(message, "config-mismatch", tensor=entry.name)
+
+
+def _is_stacked(name: str, entry: TensorEntry) -> bool:
+    return bool(_STACKED.fullmatch(name)) and len(entry.shape) > 1

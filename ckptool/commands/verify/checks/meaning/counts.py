@@ -1,0 +1,198 @@
+"""Whether the parts of a checkpoint count to the same step: one row a trainer.
+
+Much may rightly differ: an optimizer that was begun again, learning rates by epochs, samples or
+processes, data in batches that grew. So a number is compared only with one that its trainer writes
+beside it in the same save, or with what no step can leave.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+from ckptool.commands.model.records import arguments_in
+from ckptool.commands.open import Survey
+from ckptool.core.catalog import Catalog
+from ckptool.errors import CkptoolError, Problem
+from ckptool.formats.companions import TRAINER_STATE, read_json_object
+from ckptool.serialization.archive.read import read_torch_file
+from ckptool.serialization.pickle.records import Call
+from ckptool.serialization.state_dict.leaves import read_file_leaves
+from ckptool.storage.files import Files
+
+Values = Mapping[str, object]
+
+
+class Schedule(NamedTuple):
+    """What a scheduler counts under a name, and what that is before the first step.
+
+    It counts steps, or if not ``of_steps`` something of which every step has some.
+    """
+
+    name: str
+    begin: int = 0
+    of_steps: bool = True
+
+
+class Trainer(NamedTuple):
+    """What a trainer counts, under the names of a checkpoint's values; ``source`` was read.
+
+    ``sign`` is the writer or framework, or a file, that its checkpoints are known by, ``folder``
+    the name of a step. On ``skipped`` steps no scheduler counts; where loss scaling may skip steps
+    that nobody counts, ``scaled`` says whether it is used. ``batch`` is how many ``samples`` a step
+    has, unless ``growth`` says that it changes.
+    """
+
+    source: str
+    sign: str
+    step: str
+    folder: str = r"(?!)"
+    schedules: tuple[Schedule, ...] = ()
+    skipped: str = ""
+    scaled: str = ""
+    samples: str = ""
+    batch: str = ""
+    growth: str = ""
+
+
+_OF_RECORD = f"{TRAINER_STATE}: global_step"
+_SCHEDULE, _OF_TRAINING = "scheduler.pt", "training_args.bin"
+TRAINERS = (
+    Trainer(
+        "torchtitan b5bcd76, trainer.py and components/optimizer/lr_scheduler.py",
+        sign="torchtitan",
+        step="train_state.step",
+        folder=r"step-(\d{1,18})",
+        schedules=(Schedule("lr_scheduler.last_epoch"),),
+        samples="train_state.ntokens_seen",
+    ),
+    Trainer(
+        "Megatron-LM d98e8a6, training/training.py and checkpointing.py",
+        sign="Megatron-core",
+        step="iteration",
+        folder=r"iter_(\d{7,18})",
+        schedules=(Schedule("opt_param_scheduler.num_steps", of_steps=False),),
+        scaled="args.fp16",
+        samples="args.consumed_train_samples",
+        batch="args.global_batch_size",
+        growth="args.rampup_batch_size",
+    ),
+    Trainer(
+        "DeepSpeed edaa722, runtime/engine.py and lr_schedules.py; its tags may count anything",
+        sign="DeepSpeed",
+        step="global_steps",
+        schedules=(
+            Schedule("lr_scheduler.last_batch_iteration", -1),
+            Schedule("lr_scheduler.last_epoch"),
+        ),
+        skipped="skipped_steps",
+        samples="global_samples",
+    ),
+    Trainer(
+        "transformers 5.24, trainer.py",
+        sign=TRAINER_STATE,
+        step=_OF_RECORD,
+        folder=r"checkpoint-(\d{1,18})",
+        schedules=(Schedule("scheduler.last_epoch", of_steps=False),),
+        scaled="training_args.fp16",
+    ),
+)
+_FIRST = 2
+"""Steps of which a save is not the first: some trainers count from zero, others from one."""
+_SCALINGS = 200
+"""Steps that loss scaling does not skip one after the other: 2 ** 32 is 1 after 64 of them."""
+
+
+def count_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
+    """Yield what parts of a checkpoint count that is not what its step counts."""
+    values = _values(surveyed.source, catalog)
+    signs = {catalog.info.get(key) for key in ("framework", "writer")}
+    signs |= {TRAINER_STATE} & surveyed.source.files.keys()
+    for trainer in TRAINERS:
+        step = _number(values, trainer.step)
+        if trainer.sign in signs and step is not None:
+            yield from _of_name(trainer, values, surveyed.path.name, step)
+            for schedule in trainer.schedules:
+                yield from _of_schedule(trainer, schedule, values, step)
+            yield from _of_data(trainer, values, step)
+
+
+def _values(source: Files, catalog: Catalog) -> Values:
+    """Return the values of a checkpoint, of its arguments, and of the Trainer's files beside it."""
+    values: dict[str, object] = {name: entry.value for name, entry in catalog.objects.items()}
+    values |= {f"args.{name}": value for name, value in arguments_in(catalog).items()}
+    if TRAINER_STATE not in source.files:
+        return values
+    with suppress(CkptoolError):
+        values[_OF_RECORD] = read_json_object(source, TRAINER_STATE).get("global_step")
+    if _SCHEDULE in source.files:
+        with suppress(CkptoolError):
+            leaves = read_file_leaves(source, _SCHEDULE, prefix=("scheduler",))
+            values |= {name: leaf.value for name, leaf in leaves.items()}
+    if _OF_TRAINING in source.files:
+        with suppress(CkptoolError):
+            pickled = read_torch_file(source, _OF_TRAINING).inert
+            fields = pickled.fields if isinstance(pickled, Call) else {}
+            values["training_args.fp16"] = fields.get("fp16")
+    return values
+
+
+def _number(values: Values, name: str) -> int | None:
+    value = values.get(name)
+    return value if type(value) is int and value >= -1 else None
+
+
+def _of_name(trainer: Trainer, values: Values, name: str, step: int) -> Iterator[Problem]:
+    """Yield a problem if the folder is of another step; a count may begin at zero or at one.
+
+    It may have been renamed, unless a scheduler counts what the folder does.
+    """
+    found = re.fullmatch(trainer.folder, name)
+    named = step if found is None else int(found[1])
+    if abs(named - step) <= 1:
+        return
+    message = f"{trainer.step} is {step:,}, but the folder is {name}"
+    for schedule in trainer.schedules:
+        if _number(values, schedule.name) == named:
+            message += f", and {schedule.name} is {named:,}: they are of two saves"
+            yield Problem(message, "counts-differ")
+            return
+    yield Problem(f"{message}: it was renamed, or its files are of another step", "counts-apart")
+
+
+def _of_schedule(
+    trainer: Trainer, schedule: Schedule, values: Values, step: int
+) -> Iterator[Problem]:
+    """Yield a problem if a scheduler never stepped, or fewer times than training did.
+
+    Those that wait for a metric to grow worse step when it is evaluated.
+    """
+    count, skipped = _number(values, schedule.name), _number(values, trainer.skipped) or 0
+    head = schedule.name.rpartition(".")[0]
+    if count is None or f"{head}.num_bad_epochs" in values:
+        return
+    steps, counted = step - skipped, count - schedule.begin
+    may_skip = trainer.scaled and values.get(trainer.scaled) is not False
+    if counted == 0 and steps >= (_SCALINGS if may_skip else _FIRST):
+        message = f"{schedule.name} is {count:,}, as before the first step, but {trainer.step} is"
+        yield Problem(f"{message} {step:,}: the learning rate would begin again", "counts-differ")
+    elif schedule.of_steps and 0 < counted < steps:
+        message = f"{schedule.name} has counted {counted:,} of {steps:,} steps: learning rates"
+        yield Problem(f"{message} were begun again, or left out of a load", "counts-apart")
+
+
+def _of_data(trainer: Trainer, values: Values, step: int) -> Iterator[Problem]:
+    """Yield a problem if less data was seen than one sample a step, or not a batch a step."""
+    samples, batch = _number(values, trainer.samples), _number(values, trainer.batch)
+    if not samples or samples < 0:
+        return  # older versions did not count them
+    is_constant = trainer.growth in values and values[trainer.growth] is None
+    if samples < step:
+        message = f"{trainer.samples} is {samples:,}, but {trainer.step} is {step:,}: fewer than"
+        yield Problem(f"{message} one a step", "counts-differ")
+    elif batch and is_constant and samples != step * batch:
+        message = f"{trainer.samples} is {samples:,}, but {step:,} steps of {batch:,} are"
+        message += f" {step * batch:,}: the batch was changed, or data was left out"
+        yield Problem(message, "counts-apart")

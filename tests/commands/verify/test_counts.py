@@ -1,0 +1,211 @@
+"""What parts of a checkpoint count, and state that each rank has for itself."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import FIXTURES
+from msgspec.structs import replace
+from safetensors.torch import save_file
+from verify.verify_runs import checked
+
+from ckptool.commands.open import Survey, survey
+from ckptool.commands.verify.checks.meaning.arguments import argument_problems
+from ckptool.commands.verify.checks.meaning.counts import count_problems
+from ckptool.core.catalog import Catalog, ObjectEntry
+from ckptool.serialization.pickle.records import Call, Global
+
+CODES = ("counts-differ", "counts-apart", "rank-missing", "config-mismatch")
+
+
+def said(path: Path) -> list[str]:
+    report = checked(path, quick=True)
+    return [f"{each.code}: {each.message}" for each in report.findings if each.code in CODES]
+
+
+def torchtitan(path: Path, *, step: int = 7, epoch: int = 7, ranks: Any = (0, 1)) -> Path:
+    state: dict[str, Any] = {
+        "tok_embeddings.weight": torch.ones(4, 2),
+        "lr_scheduler": {"last_epoch": epoch},
+        "train_state": {"step": step, "ntokens_seen": 64 * step},
+        "dataloader": {f"dp_rank_{rank}": pickle.dumps({"at": rank}) for rank in ranks},
+    }
+    state["dataloader"]["world_size"] = 2
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "expected"),
+    [
+        ("step-7", {}, ""),
+        ("step-8", {}, ""),  # counted from zero
+        ("best", {}, ""),
+        ("step-0", {"step": 0, "epoch": 0}, ""),
+        ("step-1", {"step": 1, "epoch": 0}, ""),
+        (
+            "step-9",
+            {},
+            "counts-apart: train_state.step is 7, but the folder is step-9: it was renamed, or its"
+            " files are of another step",
+        ),
+        (
+            "step-9",
+            {"epoch": 9},
+            "counts-differ: train_state.step is 7, but the folder is step-9, and"
+            " lr_scheduler.last_epoch is 9: they are of two saves",
+        ),
+        (
+            "step-7",
+            {"epoch": 0},
+            "counts-differ: lr_scheduler.last_epoch is 0, as before the first step, but"
+            " train_state.step is 7: the learning rate would begin again",
+        ),
+        (
+            "step-7",
+            {"epoch": 3},
+            "counts-apart: lr_scheduler.last_epoch has counted 3 of 7 steps: learning rates were"
+            " begun again, or left out of a load",
+        ),
+        (
+            "step-7",
+            {"ranks": (0,)},
+            "rank-missing: dataloader.dp_rank_1: missing, of 2 data-parallel ranks",
+        ),
+    ],
+)
+def test_what_torchtitan_counts(
+    name: str, made: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    assert said(torchtitan(tmp_path / name, **made)) == ([expected] if expected else [])
+
+
+def test_positions_of_a_replica_of_torchft(tmp_path: Path) -> None:
+    state = {"dataloader": {"dp_rank_1": b"", "world_size": 2}}
+    dcp.save(state, checkpoint_id=tmp_path / "step-7", no_dist=True)
+    assert said(tmp_path / "step-7") == []
+
+
+def of_trainer(path: Path, step: int, *, scheduler: Any, fp16: bool = False) -> Path:
+    path.mkdir()
+    save_file({"model.norm.weight": torch.ones(2)}, path / "model.safetensors")
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    torch.save(scheduler, path / "scheduler.pt")
+    arguments = Arguments()
+    arguments.fp16 = fp16
+    torch.save(arguments, path / "training_args.bin")
+    for rank in (0, 1):
+        torch.save({}, path / f"rng_state_{rank}.pth")
+    return path
+
+
+class Arguments:
+    fp16 = False
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "made", "expected"),
+    [
+        ("checkpoint-500", 500, {"scheduler": {"last_epoch": 500, "_step_count": 501}}, ""),
+        ("checkpoint-500", 500, {"scheduler": {"last_epoch": 4}}, ""),  # begun again
+        ("checkpoint-500", 500, {"scheduler": {"last_epoch": 0, "num_bad_epochs": 0}}, ""),
+        ("checkpoint-50", 50, {"scheduler": {"last_epoch": 0}, "fp16": True}, ""),  # all skipped
+        ("checkpoint-best", 40, {"scheduler": {"last_epoch": 40}}, ""),
+        ("checkpoint-500", 400, {"scheduler": {"last_epoch": 500}}, "global_step is 400"),
+        ("checkpoint-50", 50, {"scheduler": {"last_epoch": 0}}, "scheduler.last_epoch is 0"),
+        ("checkpoint-500", 500, {"scheduler": {"last_epoch": 0}, "fp16": True}, "last_epoch is 0"),
+    ],
+)
+def test_what_the_trainer_counts(
+    name: str, step: int, made: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    found = said(of_trainer(tmp_path / name, step, **made))
+    assert len(found) == bool(expected)
+    assert all(text.startswith("counts-differ: ") and expected in text for text in found)
+
+
+def test_random_states_of_one_rank_are_lost(tmp_path: Path) -> None:
+    path = of_trainer(tmp_path / "checkpoint-2", 2, scheduler={"last_epoch": 2})
+    (path / "rng_state_1.pth").rename(path / "rng_state_2.pth")
+    assert said(path) == ["rank-missing: rng_state_1.pth: missing, of ranks up to 2"]
+    (path / "rng_state_0.pth").unlink()  # as on another node of a cluster
+    assert said(path) == []
+
+
+def with_values(path: Path, values: dict[str, Any]) -> tuple[Survey, Catalog]:
+    surveyed = survey(path)
+    assert surveyed.catalog is not None
+    arguments = {k[5:]: v for k, v in values.items() if k.startswith("args.")}
+    rest = {k: v for k, v in values.items() if not k.startswith("args.")}
+    rest |= (
+        {"args": Call(Global("argparse", "Namespace"), (), state=arguments)} if arguments else {}
+    )
+    entries = {name: ObjectEntry(name, (name,), value) for name, value in rest.items()}
+    return surveyed, replace(surveyed.catalog, objects=surveyed.catalog.objects | entries)
+
+
+SEEN = {"args.global_batch_size": 8, "args.rampup_batch_size": None}
+
+
+@pytest.mark.parametrize(
+    ("fixture", "values", "expected"),
+    [
+        ("deepspeed_zero_2", {}, ""),
+        ("deepspeed_zero_2", {"global_samples": 8}, "is 8, but global_steps is 9"),
+        ("deepspeed_zero_2", {"lr_scheduler.last_batch_iteration": 8}, ""),
+        ("deepspeed_zero_2", {"lr_scheduler.last_batch_iteration": -1, "skipped_steps": 8}, ""),
+        ("deepspeed_zero_2", {"lr_scheduler.last_batch_iteration": -1}, "is -1, as before the"),
+        ("megatron_torch_dist", {"iteration": 101}, ""),
+        ("megatron_torch_dist", {"iteration": 90}, "but the folder is iter_0000100"),
+        ("megatron_torch_dist", {"opt_param_scheduler.num_steps": 6}, ""),
+        ("megatron_torch_dist", {"opt_param_scheduler.num_steps": 0}, ""),  # losses may be scaled
+        (
+            "megatron_torch_dist",
+            {"opt_param_scheduler.num_steps": 0, "args.fp16": False},
+            "num_steps is 0",
+        ),
+        ("megatron_torch_dist", {"args.consumed_train_samples": 0, **SEEN}, ""),
+        ("megatron_torch_dist", {"args.consumed_train_samples": 800, **SEEN}, ""),
+        ("megatron_torch_dist", {"args.consumed_train_samples": 640, **SEEN}, "of 8 are 800"),
+        ("megatron_torch_dist", {"args.consumed_train_samples": 40}, "fewer than one a step"),
+    ],
+)
+def test_what_other_trainers_count(fixture: str, values: dict[str, Any], expected: str) -> None:
+    root = FIXTURES / fixture / "ckpt"
+    values = {"iteration": 100, "global_steps": 9, "global_samples": 18} | values
+    found = [str(each) for each in count_problems(*with_values(root, values))]
+    assert len(found) == bool(expected)
+    assert all(expected in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, ""),
+        ({"args.num_layers": 1}, ""),
+        ({"args.hidden_size": 12}, "args say hidden_size 12, but "),
+        ({"args.padded_vocab_size": 9000}, "args say padded_vocab_size 9,000, but "),
+        ({"args.num_layers": 3}, "args say num_layers 3, but "),
+        ({"args.num_layers": 3, "args.hybrid_layer_pattern": "M*M"}, ""),
+    ],
+)
+@pytest.mark.parametrize("fixture", ["megatron_torch_dist", "megatron_torch"])
+def test_arguments_that_contradict_tensors(
+    fixture: str, values: dict[str, Any], expected: str
+) -> None:
+    root = FIXTURES / fixture / "ckpt"
+    found = [str(each) for each in argument_problems(*with_values(root, values))]
+    assert len(found) == bool(expected), found
+    assert all(text.startswith(expected) for text in found)
+
+
+def test_damage_is_not_reported_as_another_step(tmp_path: Path) -> None:
+    path = torchtitan(tmp_path / "step-9")
+    (path / "__0_0.distcp").write_bytes(b"")
+    assert said(path) == []
