@@ -28,7 +28,8 @@ from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
-from ckptool.commands.options.target import ConvertOptions, ReshardOptions, StepChoice
+from ckptool.commands.options.steps import StepChoice
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions
 from ckptool.commands.options.verify import (
     CompareOptions,
     LikeOptions,
@@ -228,10 +229,12 @@ def convert_run(
     to: str | None = None,
     last: int | None = None,
     every: int | None = None,
+    allow_nonfinite: bool = False,
+    ignore: Strings = (),
     progress: Progress | None = None,
     **options: Unpack[ConvertKeywords],
 ) -> ConvertRunReport:
-    """Convert the good steps of a run, each under its own name in ``target``; true if none failed.
+    """Convert the good steps of a run, each under its own name in ``target``; true if all are good.
 
     All of them, the ``last`` N, or those whose number is a multiple of ``every``. Same as ``ckptool
     convert RUN DST --all-steps``.
@@ -239,7 +242,8 @@ def convert_run(
     from ckptool.commands.runs.convert import convert_run as _convert_run
 
     parsed = Keywords("convert_run", options, ConvertKeywords).options(ConvertOptions, to=to)
-    choice = StepChoice(last is None is every, last, every)
+    accepted = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    choice = StepChoice(last is None is every, last, every, allow_nonfinite, accepted)
     places = location(run), location(target)
     return _convert_run(*places, choice, parsed, started=started_progress(progress))
 

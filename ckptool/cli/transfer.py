@@ -12,12 +12,8 @@ import typer
 from ckptool.cli.parameters import AsJson, Debug, Quiet, SourcePath, parse_place
 from ckptool.commands.options.declaration import OptionGroup, changed
 from ckptool.commands.options.merge import MergeOptions
-from ckptool.commands.options.target import (
-    ConvertOptions,
-    ReshardOptions,
-    StepChoice,
-    TransferOptions,
-)
+from ckptool.commands.options.steps import StepChoice
+from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.errors import Several, Unsupported
 
 if TYPE_CHECKING:
@@ -81,7 +77,7 @@ def _convert_steps(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Convert steps of a run and show what became of each; exit 1 if one fails or none is good."""
+    """Convert steps of a run and show what became of each; exit 1 if one fails or is not good."""
     import os
 
     from ckptool.commands.runs.convert import convert_run
@@ -94,11 +90,9 @@ def _convert_steps(
         raise Unsupported(
             "under torchrun, the ranks share one checkpoint: convert steps in one process"
         )
-    notify = (lambda text: None) if quiet else show_step
+    notify, noted = (show_step, show_notes) if not quiet else (lambda text: None,) * 2
     with _noting_what_stands(), started_progress(quiet=quiet) as started:
-        report = convert_run(*places, steps, options, notify, started)
-    if not quiet:
-        show_notes(report.notes)
+        report = convert_run(*places, steps, options, notify, started, noted)
     if as_json:
         print_json(report.to_dict())
     elif not quiet or options.transfer.dry_run:

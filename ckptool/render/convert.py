@@ -67,6 +67,7 @@ _STATES: dict[State, str] = {
     "written": "green",
     "equal": "green",
     "planned": "",
+    "not good": "red",
     "left out": "yellow",
     "failed": "red",
 }

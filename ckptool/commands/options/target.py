@@ -13,12 +13,10 @@ from ckptool.commands.options.choices import (
     target_names,
 )
 from ckptool.commands.options.declaration import (
-    COUNT,
     FLAG,
     RARE,
     SIZE,
     OptionSet,
-    changed,
     group,
     option,
 )
@@ -137,40 +135,6 @@ class ConvertOptions(OptionSet):
         panel=RARE,
     )
     transfer: TransferOptions = group(TransferOptions, WRITING)
-
-
-class StepChoice(OptionSet):
-    """Which steps of a run to convert; without any of these, the source is one checkpoint."""
-
-    all_steps: bool = option(
-        "--all-steps",
-        FLAG,
-        help="Convert every good step of the run SRC, each under its own name in DST. What is there"
-        " and equal is skipped; --resume continues a step that was interrupted.",
-    )
-    last: int | None = option(
-        "--last", COUNT, minimum=1, help="Convert the newest N good steps of the run SRC."
-    )
-    every: int | None = option(
-        "--every",
-        COUNT,
-        minimum=1,
-        metavar="K",
-        help="Convert the good steps of the run SRC whose number is a multiple of K.",
-    )
-
-    def wants(self, number: int | None) -> bool:
-        """Return whether a step of this number is asked for, if it is good."""
-        return self.every is None or (number is not None and number % self.every == 0)
-
-    def require_one_way(self, transfer: TransferOptions) -> None:
-        """Raise UsageError for options that cannot be combined."""
-        flags = changed(self)
-        if len(flags) > 1:
-            raise UsageError(f"{' and '.join(flags)}: one at a time")
-        if transfer.part is not None or transfer.finish:
-            shared = "--finish" if transfer.finish else "--part"
-            raise UsageError(f"{shared} is for one checkpoint, not for several steps")
 
 
 _NOT_RESHARDED = (

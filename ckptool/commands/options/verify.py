@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptool.commands.options import PART, PLACE, SHARE
 from ckptool.commands.options.choices import code_names, format_names
@@ -23,6 +23,28 @@ from ckptool.commands.options.target import TransferOptions, overwrite_option
 if TYPE_CHECKING:
     from ckptool.engine.share import Share
     from ckptool.storage.url import Location
+
+
+def allow_nonfinite_option() -> Any:
+    """Declare whether a step is good whose model has values that are no numbers."""
+    return option(
+        "--allow-nonfinite",
+        FLAG,
+        help="For a run: also call steps good whose model has NaN or infinite values.",
+        panel=RARE,
+    )
+
+
+def ignore_option(panel: str | None = None) -> Any:
+    """Declare which findings do not count."""
+    return option(
+        "--ignore",
+        TEXTS,
+        metavar="CODE",
+        choices=code_names,
+        help="Ignore findings with this code (repeatable).",
+        panel=panel,
+    )
 
 
 class VerifyOptions(OptionSet):
@@ -52,20 +74,9 @@ class VerifyOptions(OptionSet):
         former="--finite",
         help="Report NaN and infinite values as errors.",
     )
-    allow_nonfinite: bool = option(
-        "--allow-nonfinite",
-        FLAG,
-        help="For a run: also call steps good whose model has NaN or infinite values.",
-        panel=RARE,
-    )
+    allow_nonfinite: bool = allow_nonfinite_option()
     strict: bool = option("--strict", FLAG, help="Fail on warnings too.")
-    ignore: tuple[str, ...] = option(
-        "--ignore",
-        TEXTS,
-        metavar="CODE",
-        choices=code_names,
-        help="Ignore findings with this code (repeatable).",
-    )
+    ignore: tuple[str, ...] = ignore_option()
     workers: int | None = workers_option()
 
     @property

@@ -267,9 +267,9 @@ class Assessor:
         for finding in report.findings:
             is_odd = finding.code == _NOT_FINITE and not self._options.allow_nonfinite
             if is_odd and _is_of_model(finding, catalog):
-                yield f"{_text_of(finding, report)} (--allow-nonfinite accepts it)"
+                yield f"{_text_of(finding, report)} (--allow-nonfinite counts it as good)"
             elif finding.code in _ANOTHER:
-                yield f"{_text_of(finding, report)} (--ignore {finding.code} accepts it)"
+                yield f"{_text_of(finding, report)} (--ignore {finding.code} counts it as good)"
 
     def _by_side_files(self, step: Step, surveys: Sequence[Survey]) -> Iterator[str]:
         """Yield why files that training needs, beside the checkpoints, are not whole."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Literal
@@ -11,13 +11,15 @@ from msgspec import Struct, field, structs
 
 from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.document import Report
-from ckptool.commands.options.target import ConvertOptions, StepChoice
+from ckptool.commands.options.steps import StepChoice
+from ckptool.commands.options.target import ConvertOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.runs.assessment import Assessor
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.transfer.transfer import Transfer
+from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.compare.against import against
 from ckptool.commands.verify.verify import Started
 from ckptool.core.text import list_some
@@ -27,14 +29,18 @@ from ckptool.storage.place import is_gone
 from ckptool.storage.url import Location, within
 
 Notify = Callable[[str], None]
-State = Literal["written", "equal", "planned", "left out", "failed"]
+Noted = Callable[[Sequence[str]], None]
+_JUDGED_QUICKLY = (
+    "a dry run judges steps by their metadata; before one is converted, its data is verified, too"
+)
+State = Literal["written", "equal", "planned", "not good", "left out", "failed"]
 
 
 class ConvertedStep(Struct, frozen=True):
     """What became of a step, or of one of its several checkpoints; ``nbytes`` of the target.
 
-    It is ``written``, or ``equal`` to what is at its target already; ``left out`` since it is not
-    good, or ``failed``, each with the ``reason``. A dry run has it ``planned``.
+    It is ``written``, or ``equal`` to what is at its target already; ``not good``, ``left out``
+    since it is no step, or ``failed``, each with the ``reason``. A dry run has it ``planned``.
     """
 
     path: Location
@@ -46,9 +52,10 @@ class ConvertedStep(Struct, frozen=True):
 
 
 class ConvertRunReport(Report, frozen=True):
-    """The steps of a run that were asked for, newest first; true if some are good and none failed.
+    """The steps of a run that were asked for, newest first; true if all of them are converted.
 
-    ``notes`` are those on each conversion, without repetitions.
+    One that is not good is none of them if it was ``passed_over`` on the way to the newest N good
+    ones. ``notes`` are those on each conversion, without repetitions.
     """
 
     computed: ClassVar = ("ok",)
@@ -58,12 +65,14 @@ class ConvertRunReport(Report, frozen=True):
     steps: tuple[ConvertedStep, ...]
     notes: tuple[str, ...] = ()
     total: int = field(default=0, name="totals.steps")
+    passed_over: bool = field(default=False, name="_passed_over")
 
     schema: ClassVar = "convert-run"
 
     @property
     def ok(self) -> bool:
-        return not self.of_state("failed") and len(self.of_state("left out")) < len(self.steps)
+        bad = self.of_state("failed") or (self.of_state("not good") and not self.passed_over)
+        return not bad and any(step.target is not None for step in self.steps)
 
     def of_state(self, state: State) -> list[ConvertedStep]:
         """Return the steps in this state."""
@@ -77,29 +86,38 @@ def convert_run(
     options: ConvertOptions,
     notify: Notify = lambda text: None,
     started: Started = lambda total: lambda nbytes: None,
+    noted: Noted = lambda notes: None,
 ) -> ConvertRunReport:
     """Convert the good steps of a run that are asked for into a folder, the newest first.
 
-    A step is good if it is whole by its metadata; its data is checked as it is read. What is at its
+    A step is good if ``verify`` calls it so; a dry run judges by metadata alone. What is at its
     target already is compared with it, and replaced only with ``overwrite``. With ``resume`` an
-    interrupted step is continued. Raises as ``convert`` does what concerns all steps alike.
+    interrupted step is continued. ``noted`` is called with the notes on a step that no earlier one
+    had, before it is written. Raises as ``convert`` does what concerns all steps alike.
     """
-    choice.require_one_way(options.transfer)
+    choice.require_one_way(options)
+    require_codes(choice.ignore)
     opened = as_one_step(open_run(run, options.read))
     _require_several(opened)
-    assessor = Assessor(opened, VerifyOptions(read=options.read, quick=True))
-    conversion = _Conversion(opened, target, options, notify, started)
+    conversion = _Conversion(opened, target, options, notify, started, noted)
+    verify = choice.judging(options)
+    assessor = Assessor(opened, verify)
+    if verify.quick:
+        conversion.note([_JUDGED_QUICKLY])
     made: list[ConvertedStep] = []
     good = 0
     for step in reversed(opened.steps):
         if good == choice.last:
             break
-        found = assessor.assess(step).report
         if not choice.wants(step.number) or is_gone(step.path):
             continue
+        if not verify.quick:
+            notify(f"verifying {step.path}")
+        found = assessor.assess(step).report
         if not found.goes_on:
+            state: State = "left out" if found.ok else "not good"
             why = "; ".join(found.reasons) or "an export beside the steps"
-            made.append(ConvertedStep(step.path, step.number, "left out", reason=why))
+            made.append(ConvertedStep(step.path, step.number, state, reason=why))
             continue
         parts = [*conversion.convert(step)]
         good += all(part.state != "failed" for part in parts)
@@ -108,7 +126,14 @@ def convert_run(
         numbers = [str(step.number) for step in opened.steps if step.number is not None]
         listed = list_some(numbers, 4) if numbers else "not numbered"
         raise UsageError(f"--every {choice.every}: no step of {run} is a multiple of it: {listed}")
-    return ConvertRunReport(run, target, tuple(made), conversion.notes, len(opened.steps))
+    return ConvertRunReport(
+        run,
+        target,
+        tuple(made),
+        conversion.notes,
+        len(opened.steps),
+        passed_over=good == choice.last,
+    )
 
 
 def _require_several(run: Run) -> None:
@@ -129,18 +154,26 @@ class _Conversion:
         options: ConvertOptions,
         notify: Notify,
         started: Started,
+        noted: Noted,
     ) -> None:
         self._run = run
         self._target = target
         self._options = options
         self._notify = notify
         self._started = started
+        self._noted = noted
         self._notes: dict[str, None] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Return the notes on all that was converted so far."""
         return tuple(self._notes)
+
+    def note(self, notes: Sequence[str]) -> None:
+        """Tell those of the notes that are new."""
+        new = [note for note in notes if note not in self._notes]
+        self._notes.update(dict.fromkeys(new))
+        self._noted(new)
 
     def convert(self, step: Step) -> Iterator[ConvertedStep]:
         """Convert each checkpoint of a step: most have one, which is called as the step."""
@@ -173,7 +206,7 @@ class _Conversion:
         how = self._options.transfer
         transfer = prepare(source, target, self._options)
         nbytes = transfer.report.write_bytes
-        self._notes.update(dict.fromkeys(transfer.report.notes))
+        self.note(transfer.report.notes)
         if how.dry_run:
             there = "there already: it would be compared" if target.exists() else ""
             return made("planned", nbytes=nbytes, reason=there)
@@ -200,7 +233,7 @@ class _Conversion:
                 if not resume:
                     raise
             else:
-                self._notes.update(dict.fromkeys(report.notes))
+                self.note(report.notes)
                 return
 
     def _difference(self, source: Location, target: Location) -> str | None:

@@ -32,8 +32,8 @@ def states(run: Path, *words: str, code: int = 0) -> dict[str, str]:
 def test_each_good_step_is_converted_under_its_own_name(tmp_path: Path) -> None:
     run = run_of(tmp_path, 100, 200, 300)
     (run / "step-200" / ".metadata").unlink()
-    done = convert(run, "--all-steps", "--to", "hf", "--model-only")
-    assert "OK: 2 written, 1 left out" in done.stdout
+    done = convert(run, "--all-steps", "--to", "hf", "--model-only", code=1)
+    assert "FAILED: 2 written, 1 not good" in done.stdout
     assert "there is no .metadata" in done.stdout
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["step-100", "step-300"]
     assert open_checkpoint(tmp_path / "out" / "step-300").format.name == "hf"
@@ -56,8 +56,8 @@ def test_what_is_there_and_equal_is_skipped(tmp_path: Path) -> None:
 def test_some_of_the_steps_are_converted(tmp_path: Path) -> None:
     run = run_of(tmp_path, 100, 200, 250, 300)
     DAMAGE["data_flipped"].apply(run / "step-300")
-    last = states(run, "--last", "1", code=1)
-    assert last == {"step-300": "failed", "step-250": "written"}
+    last = states(run, "--last", "1")
+    assert last == {"step-300": "not good", "step-250": "written"}
     assert states(run, "--every", "200") == {"step-200": "written"}
     planned = states(run, "--every", "100", "--dry-run")
     assert planned == {"step-300": "planned", "step-200": "planned", "step-100": "planned"}
@@ -65,6 +65,32 @@ def test_some_of_the_steps_are_converted(tmp_path: Path) -> None:
     said = convert(run, "--every", "7", code=2).stderr
     assert "no step of" in said
     assert "100, 200, 250, 300" in said
+
+
+def test_a_step_is_good_if_verify_calls_it_so(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for number, value in ((1, 1.0), (2, float("nan"))):
+        torch.save({"model": {"w": torch.tensor([value])}}, run / f"step-{number}.pt")
+    found = convert(run, "--all-steps", code=1)
+    assert "not-finite: model.w: 1 NaN" in found.stdout
+    assert not (tmp_path / "out" / "step-2.pt").exists()
+    accepted = states(run, "--all-steps", "--allow-nonfinite")
+    assert accepted == {"step-2.pt": "written", "step-1.pt": "equal"}
+    assert states(run, "--last", "1", "--ignore", "not-finite") == {"step-2.pt": "equal"}
+    planned = convert(run, "--all-steps", "--dry-run")
+    assert "a dry run judges steps by their metadata" in planned.stderr
+    assert "2 planned" in planned.stdout
+    assert "--all-steps, --last N or --every K" in convert(run, "--allow-nonfinite", code=2).stderr
+
+
+def test_notes_come_once_and_before_what_they_are_on(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 100, 200)
+    said = convert(run, "--all-steps", "--to", "hf").stderr.splitlines()
+    notes = [at for at, line in enumerate(said) if line.startswith("note: ")]
+    assert notes == [*range(1, 1 + len(notes))]
+    assert said[0].startswith("verifying")
+    assert said[1 + len(notes)].startswith("writing")
 
 
 def test_an_interrupted_step_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,7 @@ def test_a_model_with_values_that_are_none_is_not_good(value: float, tmp_path: P
     assert latest.latest_good is not None
     assert latest.latest_good.path.name == "step-2.pt"
     assert "not-finite" in latest.steps[0].reasons[0]
-    assert "--allow-nonfinite accepts it" in latest.steps[0].reasons[0]
+    assert "--allow-nonfinite counts it as good" in latest.steps[0].reasons[0]
     assert not ckptool.verify_run(tmp_path, every=True)
     allowed = ckptool.verify_run(tmp_path, allow_nonfinite=True)
     assert allowed.steps[0].ok
@@ -221,7 +221,7 @@ def test_a_step_whose_resume_is_another_model_is_not_good(tmp_path: Path) -> Non
     assert latest.latest_good.path.name == "step-2"
     (reason,) = latest.steps[0].reasons
     assert reason.startswith("weights-differ-from-masters: w: 12 of 12 values are not those of")
-    assert reason.endswith("(--ignore weights-differ-from-masters accepts it)")
+    assert reason.endswith("(--ignore weights-differ-from-masters counts it as good)")
     assert fates(pruned(tmp_path))["step-2"] == "keep"
     accepted = ckptool.verify_run(tmp_path, ignore=("weights-differ-from-masters",))
     assert accepted.steps[0].ok
