@@ -31,6 +31,8 @@ def show_prune(report: PruneReport) -> None:
             f"[yellow]left[/] {escaped(str(stuck.path))}: {reason}: {escaped(str(stuck.problem))}",
         )
     say(screen, f"\n{_summary(report)}")
+    if report.hint is not None:
+        say(screen, f"[cyan]hint:[/] {escaped(report.hint)}")
 
 
 def _row(step: StepFate, report: PruneReport) -> list[Cell]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from shlex import quote
 from typing import ClassVar
 
 from msgspec import Struct
@@ -74,6 +75,19 @@ class PruneReport(Report, frozen=True):
     def freed(self) -> int:
         """Bytes of the removed steps, and of the optimizer state removed from others."""
         return sum(step.freed for step in self.steps)
+
+    @property
+    def hint(self) -> str | None:
+        """What removes steps that are left since they are not good; None without a good step."""
+        bad = [step for step in self.of_fate("leave") if step.ok is False]
+        paths = [path for step in bad for path in (step.path, *step.beside)]
+        if not paths or not self.good:
+            return None
+        how = "remove it yourself"
+        if all(map(on_disk, paths)):
+            how = f"`rm -r {' '.join(quote(str(path)) for path in paths)}` does"
+        why = "prune removes no step that is not good while its save may be under way"
+        return f"{why}; if none is, {how}"
 
     def of_fate(self, fate: Fate) -> list[StepFate]:
         """Return the steps that have this fate."""

@@ -207,7 +207,8 @@ def test_a_model_with_values_that_are_none_is_not_good(value: float, tmp_path: P
     assert allowed.steps[0].ok
     assert fates(pruned(tmp_path))["step-2.pt"] == "keep"
     assert fates(pruned(tmp_path, allow_nonfinite=True))["step-2.pt"] == "remove"
-    pruned(tmp_path, yes=True)
+    told = CliRunner().invoke(app, ["prune", str(tmp_path), "--keep-last", "1", "--yes"])
+    assert f"`rm -r {tmp_path / 'step-3.pt'}`" in told.stdout.replace("\n", " ")
     assert names_in(tmp_path) == ["step-2.pt", "step-3.pt"]
 
 
