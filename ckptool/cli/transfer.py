@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -14,7 +15,7 @@ from ckptool.commands.options.declaration import OptionGroup, changed
 from ckptool.commands.options.merge import MergeOptions
 from ckptool.commands.options.steps import StepChoice
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
-from ckptool.errors import Several, Unsupported
+from ckptool.errors import NotFound, Several, Unsupported, UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.transfer.report import TransferReport
@@ -161,7 +162,12 @@ def merge(
 
     def plan(ranks: Ranks) -> Transfer[MergeReport]:
         places = [parse_place(text, "SRC") for text in sources or ()]
-        return prepare_merge(places, parse_place(target, "OUT"), options)
+        out = parse_place(target, "OUT")
+        try:
+            return prepare_merge(places, out, options)
+        except (NotFound, UsageError) as error:
+            hint = _target_first(out, places, options)
+            raise error if hint is None else type(error)(error.message, hint=hint) from None
 
     def show(report: MergeReport) -> None:
         from ckptool.render.convert import show_merge
@@ -169,6 +175,23 @@ def merge(
         show_merge(report)
 
     _run_transfer(plan, options.convert.transfer, show, as_json=as_json, quiet=quiet)
+
+
+def _target_first(
+    target: Location, sources: Sequence[Location], options: MergeOptions
+) -> str | None:
+    """Return how to say a merge whose target comes last, as that of ``cp``; None of others.
+
+    Its first word is there, and its last one is not.
+    """
+    ways = {*changed(options.expression)}
+    if not sources or not ways <= {"--average", "--ema"}:
+        return None
+    if not target.exists() or sources[-1].exists():
+        return None
+    way = "--average" if options.expression.ema is None else f"--ema {options.expression.ema}"
+    words = " ".join(quote(str(place)) for place in (target, *sources[:-1]))
+    return f"the target comes first: `ckptool merge {quote(str(sources[-1]))} {way} {words}`"
 
 
 def _run_transfer(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from operator import itemgetter
+from shlex import quote
 from typing import Any, NoReturn
 
 import typer
@@ -46,10 +47,19 @@ OTHERS_WORDS = {
     "--values": "--metadata --hyperparameters --config",
     "--sort size": "--top --largest --by-size",
     "--all": "--recursive --all-steps -r",
+    "--all-steps": "--recursive --all -r",
     "--quiet": "--silent -s",
     "--debug": "--verbose --traceback -v",
 }
 """What other tools call options, after what it is here, where a command has that."""
+_ROWS = "--rows --row --slice --slices --range --index --head -n"
+_SLICE = "a slice is part of the name: `ckptool extract CKPT 'NAME[0:3]'`"
+OTHERWISE = {
+    ("prune", "--dry-run --dryrun --plan-only --simulate -n"): "prune only shows what it would"
+    " remove, as long as --yes is left out",
+    **{(command, _ROWS): _SLICE for command in ("inspect", "extract")},
+}
+"""Options that a command has no use for, and what does what they ask."""
 _TARGETS = (
     "--output",
     "--output-dir",
@@ -160,11 +170,22 @@ def _hint(error: Any, wrong: str, ctx: Any) -> str:
         usage = f"{option.opts[0]}{takes}: {option.help}"
     example = min(EXAMPLES.get(ctx.info_name, ()), key=len, default="")
     lacks = type(error).__name__.startswith("Missing")
+    if second := _second_checkpoint(error, ctx):
+        return second
     if not (lacks and example):
         return usage
     # Help ends as a sentence, but what may be repeated ends in an ellipsis
     said = usage if usage.endswith("...") else usage.removesuffix(".")
     return f"{said}; such as `{example}`"
+
+
+def _second_checkpoint(error: Any, ctx: Any) -> str | None:
+    """Return how verify is asked to compare with a word too many; None of another command."""
+    words = re.search(r"unexpected words: (\S+)$", _reword(error.format_message()))
+    if words is None or ctx.info_name != "verify":
+        return None
+    one, two = quote(ctx.params["source"]), quote(words[1])
+    return f"`ckptool verify {one} --against {two}` compares both"
 
 
 def _option(flag: str | None, ctx: Any) -> Any:
@@ -174,13 +195,16 @@ def _option(flag: str | None, ctx: Any) -> Any:
 
 def _hint_for(wrong: str, called: str, usage: str, ctx: Any) -> str:
     """Return what a wrong flag stands for, or where it is one."""
+    for (command, theirs), instead in OTHERWISE.items():
+        if command == ctx.info_name and wrong in theirs.split():
+            return instead
     flags = [flag for each in ctx.command.params for flag in (*each.opts, *each.secondary_opts)]
     meant = [RENAMED.get(wrong, ""), *_called_by_others(wrong)]
     for word in meant:
         if word.partition(" ")[0] in flags:
             return f"did you mean {word}?"
     arguments = [each.metavar for each in ctx.command.params if not each.opts[0].startswith("-")]
-    if (wrong in _TARGETS and "DST" in arguments) or (wrong in _SOURCES and arguments):
+    if (wrong in _TARGETS and {"DST", "OUT"} & {*arguments}) or (wrong in _SOURCES and arguments):
         return f"it is a word of its own, without an option: {usage}"
     close = get_close_matches(wrong, flags, n=1, cutoff=0.75)
     for word in (wrong, *meant, *close):
