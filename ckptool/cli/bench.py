@@ -76,7 +76,7 @@ def _measure(
     prepared = prepare_bench(options)
     if baseline is not None:
         baseline.require_comparable(prepared.settings)
-    with bench_progress(len(prepared.names), options.repeat + 1, quiet=quiet) as on_event:
+    with bench_progress(prepared, quiet=quiet) as on_event:
         report = prepared.run(on_event)
     if report is None or baseline is None:
         return report, None

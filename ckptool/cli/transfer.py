@@ -252,11 +252,14 @@ def _run(
         stands.append(planned.standing)
         return report
     from ckptool.render.messages import show_notes, show_obstacle
-    from ckptool.render.progress import progress
+    from ckptool.render.progress import is_live, progress, show_estimate
 
     def begun() -> None:
-        if not quiet:
-            show_notes(planned.report.notes)
+        if quiet:
+            return
+        show_notes(planned.report.notes)
+        if ranks.size == 1 and (dry_run or is_live(quiet=quiet) is not None):
+            show_estimate(planned.estimate())
 
     if dry_run:
         begun()

@@ -46,6 +46,19 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600:,} h {whole % 3600 // 60} min".removesuffix(" 0 min")
 
 
+def duration_range(least: float, most: float) -> str:
+    """Return ``2 to 5 min``, ``40 s to 2 min`` or ``2 to 3 h``: both in seconds, rounded."""
+    (first, unit), (last, larger) = map(_rounded, (least, most))
+    return f"{first}{'' if unit == larger else f' {unit}'} to {last} {larger}"
+
+
+def _rounded(seconds: float) -> tuple[int, str]:
+    """Return a time in its unit: to 5 s, or whole."""
+    if seconds < 90:
+        return max(5, 5 * round(seconds / 5)), "s"
+    return (round(seconds / 60), "min") if seconds < 5400 else (round(seconds / 3600), "h")
+
+
 def ranges(numbers: Iterable[int], separator: str = ",") -> str:
     """Return ``0..3,7``: ascending numbers, runs of three or more as first and last."""
     runs: list[list[int]] = []

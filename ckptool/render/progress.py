@@ -8,11 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from ckptool.core.text import duration
+from ckptool.core.text import duration, duration_range
+from ckptool.render.messages import show_step
 from ckptool.render.text import console, say, size
+
+if TYPE_CHECKING:
+    from ckptool.commands.transfer.estimate import Estimate
 
 NO_PROGRESS = "CKPTOOL_NO_PROGRESS"
 """The environment variable that ``--no-progress`` sets."""
@@ -89,6 +94,14 @@ def _bar() -> Iterator[Callable[[int], Advance]]:
         yield start
     finally:
         bar.stop()
+
+
+def show_estimate(estimate: Estimate | None) -> None:
+    """Show how long a transfer will take, and why; nothing if that is not known."""
+    if estimate is not None and estimate.most >= INTERVAL:
+        took = duration_range(estimate.least, estimate.most)
+        rate = f"at {size(int(estimate.rate))}/s, as the source is read now"
+        show_step(f"about {took}: {size(estimate.moved)} to read and write, {rate}")
 
 
 class LogProgress:

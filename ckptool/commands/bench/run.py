@@ -34,6 +34,10 @@ _CPU_RANKS = 2
 _OLDEST_TORCH = (2, 9)
 """The first with ``torch.accelerator``'s memory and DCP's ``StagingOptions``."""
 
+_BESIDE = 4.0, 20.0
+"""Seconds of each strategy beside its saves, at least and at most: to start ranks, to train."""
+_SLOWER = 5.0
+"""How many times longer than a raw write a save, and the steps beside it, may well take."""
 _LIBRARIES = ("torch_checkpointing", "nvidia-resiliency-ext")
 
 
@@ -63,6 +67,19 @@ class PreparedBench(Struct, frozen=True):
         with scratch(self.out, leads=leads) as folders:
             launch(Task(self.settings, self.specs, self.names, folders), emit)
         return self._report(events) if leads else None
+
+    def estimate(self, limits: Mapping[str, Any]) -> tuple[float, float] | None:
+        """Return how many seconds all strategies take, at least and at most, by what was measured.
+
+        Each also saves once while parameters change.
+        """
+        rate = limits.get("write") or limits.get("upload")
+        if not rate:
+            return None
+        saving = (self.settings.repeat + 2) * self.settings.nbytes / rate
+        least, most = _BESIDE
+        count = len(self.names)
+        return count * (least + saving), count * (most + _SLOWER * saving)
 
     def _report(self, events: Sequence[Mapping[str, Any]]) -> BenchReport:
         def reasons(kind: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.target import TransferOptions
+from ckptool.commands.transfer.estimate import Estimate, estimate
 from ckptool.commands.transfer.overwrite import own_files, require_unmixed
 from ckptool.commands.transfer.plan_digest import plan_digest
 from ckptool.commands.transfer.report import Part, TransferReport, standing_note
@@ -132,6 +133,13 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         except Unsupported as error:
             return f"{error.message}; {error.hint}" if error.hint else error.message
         return None
+
+    def estimate(self) -> Estimate | None:
+        """Estimate how long ``run`` takes, by about a second of reading the source."""
+        if self.options.finish or not isinstance(self.report, TransferReport):
+            return None
+        files, workers = self.plan.catalog.files, self.options.run.workers
+        return estimate(self.report, self.opened.source, files, workers)
 
     def with_costs(self) -> AnyReport:
         """Return the report of the plan with what it is worth to compute for a dry run alone."""

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.text import Text
 
 from ckptool.commands.bench.baseline import Change
 from ckptool.commands.bench.cost import Cost
 from ckptool.commands.bench.report import BROKEN, BenchReport, Measured
 from ckptool.commands.bench.words import advice, seconds, share
-from ckptool.core.text import duration, plural
+from ckptool.core.text import duration, duration_range, plural
 from ckptool.render.bench.bars import draw_bars, rate
-from ckptool.render.messages import show_step
 from ckptool.render.progress import is_live
-from ckptool.render.text import columns, console, emit, size, visible
+from ckptool.render.text import columns, console, emit, escaped, say, size, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.launch import Emit
+    from ckptool.commands.bench.run import PreparedBench
 
 _DOING = {
     "limits": "what the hardware can do",
@@ -31,11 +33,14 @@ _DOING = {
 
 
 @contextmanager
-def bench_progress(names: int, saves: int, *, quiet: bool) -> Iterator[Emit]:
-    """Yield what shows the events of a run: a live bar on a terminal, else lines."""
+def bench_progress(prepared: PreparedBench, *, quiet: bool) -> Iterator[Emit]:
+    """Yield what shows the events of a run: a live bar on a terminal, else lines.
+
+    Once it is known how fast the disk is, both say how long all takes.
+    """
     live = is_live(quiet=quiet)
     if not live:
-        yield (lambda event: None) if live is None else _show_begin
+        yield (lambda event: None) if live is None else partial(_show_line, prepared)
         return
     from rich.progress import (
         BarColumn,
@@ -49,24 +54,32 @@ def bench_progress(names: int, saves: int, *, quiet: bool) -> Iterator[Emit]:
     bars = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(24), TimeElapsedColumn())
     words = TextColumn("{task.description}", markup=False)
     with Progress(*bars, words, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting the ranks", total=names)
+        task = bar.add_task("starting the ranks", total=len(prepared.names))
 
         def show(event: Mapping[str, Any]) -> None:
             kind = event["event"]
-            if kind in ("measured", "skipped", "failed"):
+            if kind == "limits":
+                _show_line(prepared, event, bar.console)
+            elif kind in ("measured", "skipped", "failed"):
                 bar.advance(task)
             elif kind in ("begin", "doing"):
                 what = _DOING.get(event.get("what", ""), "")
                 if event.get("what") == "save":
-                    what += f" {event['number'] + 1} of {saves}"
+                    what += f" {event['number'] + 1} of {prepared.settings.repeat + 1}"
                 bar.update(task, description=f"{event['name']}  {what}".rstrip())
 
         yield show
 
 
-def _show_begin(event: Mapping[str, Any]) -> None:
+def _show_line(
+    prepared: PreparedBench, event: Mapping[str, Any], screen: Console | None = None
+) -> None:
+    screen = screen or console(stderr=True)
     if event["event"] == "begin":
-        show_step(f"measuring {event['name']}")
+        say(screen, f"[dim]measuring {escaped(event['name'])}[/]")
+    elif event["event"] == "limits" and (took := prepared.estimate(event["limits"] or {})):
+        ways = f"{plural(len(prepared.names), 'way')} to save"
+        say(screen, f"[dim]about {duration_range(*took)}: {ways}, one after the other[/]")
 
 
 _LONGEST = 24
