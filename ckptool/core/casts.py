@@ -196,9 +196,10 @@ RangeCounts = Counter[tuple[str, str, str]]
 def widest_type(at: Computed) -> DType:
     """Return the type whose range computed numbers have before they are cast.
 
-    It is that of the widest of what they are computed of, and at least 32 bits.
+    It is that of the widest of what they are computed of, and at least 32 bits; that of doubles if
+    they may exceed these.
     """
-    is_wide = any(entry.source_dtype == BY_NAME["float64"] for entry in at.stored)
+    is_wide = at.exceeds or any(entry.source_dtype == BY_NAME["float64"] for entry in at.stored)
     return BY_NAME["float64" if is_wide else "float32"]
 
 
@@ -220,7 +221,7 @@ def beyond_notes(counts: RangeCounts) -> list[str]:
     for wanted, became in sorted({(wanted, became) for _, wanted, became in counts}):
         names = sorted(name for name, *made in counts if made == [wanted, became])
         total = sum(counts[name, wanted, became] for name in names)
-        was = "" if wanted == SATURATES else "finite as stored, "
+        was = "" if wanted == SATURATES else "finite before, "
         narrow = BY_NAME[wanted].largest < BY_NAME["bfloat16"].largest
         instead = "; --dtype bf16 keeps them finite" if narrow else ""
         notes.append(

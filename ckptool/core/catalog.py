@@ -123,6 +123,7 @@ class Computed(Struct, frozen=True):
     of. ``reads`` says which boxes of stored tensors that takes; by default all of each. Quantized
     numbers have one scale per ``block``, its elements in each dim. A thread that computes a box
     keeps ``kept`` bytes for the next: if there are any, one had better compute all, in order.
+    Sums of 64 bits may be beyond the range of what they are computed of: ``exceeds`` it.
     """
 
     stored: tuple[TensorEntry, ...]
@@ -131,6 +132,7 @@ class Computed(Struct, frozen=True):
     block: tuple[int, ...] = ()
     reads: Reads | None = None
     kept: int = 0
+    exceeds: bool = False
 
     @property
     def values(self) -> TensorEntry:

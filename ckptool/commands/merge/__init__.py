@@ -30,7 +30,7 @@ from ckptool.commands.transfer.rewritten import Matched, RewrittenReport, select
 from ckptool.commands.transfer.target import require_apart, resolve_target
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.catalog import Catalog
-from ckptool.engine.formulas.weighted import WeightedSum, same_box
+from ckptool.engine.formulas.weighted import WeightedSum
 from ckptool.errors import UsageError
 from ckptool.storage.url import Location
 
@@ -155,7 +155,7 @@ def compute(
     else:
         weights = tuple(term.weight for term in recipe.terms)
         text = recipe.text([operand.label for operand in terms])
-        computation = add(terms, WeightedSum(weights, recipe.divisor), text, same_box)
+        computation = add(terms, WeightedSum(weights, recipe.divisor), text)
     if recipe.takes:
         splice = Splice(computation, terms[0])
         for each in recipe.takes:

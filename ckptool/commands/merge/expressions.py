@@ -24,6 +24,7 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.core.quantization.names import quantized_names
 from ckptool.core.quantization.scale_names import Scales
 from ckptool.core.text import list_some, plural
+from ckptool.engine.formulas.weighted import WeightedSum, same_box
 from ckptool.errors import Unsupported
 
 _FEW = 3
@@ -48,7 +49,7 @@ class Computation(Struct, frozen=True):
     decided: object = None
 
 
-def add(operands: Sequence[Operand], compute: Compute, text: str, reads: Reads) -> Computation:
+def add(operands: Sequence[Operand], total: WeightedSum, text: str) -> Computation:
     """Compute each floating tensor of several checkpoints, which must have the same tensors.
 
     Integers, booleans, tensors without dims and values are those of the first; names of one tensor
@@ -70,7 +71,7 @@ def add(operands: Sequence[Operand], compute: Compute, text: str, reads: Reads) 
         if is_computed:
             parts = [entry, *(operand.catalog.tensors[name] for operand in others)]
             own = tensors.get(shared.get(name, ""))
-            made = computed(entry, parts, compute, reads)
+            made = computed(entry, parts, total, same_box, exceeds=total.exceeds)
             entry = made if own is None else replace(made, chunks=own.chunks)
         tensors[name] = entry
         said.append(Expression(name, text if is_computed else first.label))
@@ -89,15 +90,18 @@ def computed(
     compute: Compute,
     reads: Reads,
     kept: int = 0,
+    *,
+    exceeds: bool = False,
 ) -> TensorEntry:
     """Return a tensor of the shape and type of another that is computed of others.
 
-    Parts that are computed themselves, as of quantized tensors, are not rounded to their type.
+    It ``exceeds`` if its numbers may be beyond the range of these. Parts that are computed
+    themselves, as of quantized tensors, are not rounded to their type.
     """
     wide = BY_NAME["float32"]
     stored = tuple(replace(each, dtype=wide) if is_computed(each) else each for each in parts)
     part = StridedPart(like.shape, 0, row_major_strides(like.shape, 1))
-    at = Computed(stored, part, compute, reads=reads, kept=kept)
+    at = Computed(stored, part, compute, reads=reads, kept=kept, exceeds=exceeds)
     chunk = Chunk(Box.whole(like.shape), at)
     return replace(like, chunks=(chunk,), placements=None, mesh=None, stored=None)
 

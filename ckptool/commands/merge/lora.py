@@ -96,7 +96,7 @@ class _Folding:
             raise Unsupported(f"{bias.name}: {self._base.opened.path} has no {name} to add it to")
         own = self._tensors[name]
         _require_shape(bias, own, self._base)
-        entry = computed(own, [own, bias], WeightedSum((1.0, scale)), same_box)
+        entry = computed(own, [own, bias], WeightedSum((1.0, scale)), same_box, exceeds=True)
         text = f"{self._base.label} + {scale:g} * bias of {self._adapter.operand.label}"
         self.changes[name] = Change(entry, text)
 

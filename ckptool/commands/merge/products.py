@@ -52,7 +52,7 @@ def product_of(target: Target, weight: TensorEntry, settings: Settings) -> Produ
     factors = _factors(target, weight)
     parts = [factors.weight, factors.left, factors.right]
     if magnitudes is None:
-        entry = computed(factors.weight, parts, LowRank(scale), low_rank_reads)
+        entry = computed(factors.weight, parts, LowRank(scale), low_rank_reads, exceeds=True)
     else:
         flat = merge_dims(magnitudes, 0, len(magnitudes.shape))
         if len(factors.weight.shape) != 2 or flat.shape != factors.weight.shape[:1]:
@@ -61,7 +61,8 @@ def product_of(target: Target, weight: TensorEntry, settings: Settings) -> Produ
                 f" {list(weight.shape)}"
             )
         formula = Magnitudes(LowRank(scale))
-        entry = computed(factors.weight, [*parts, flat], formula, magnitude_reads)
+        parts.append(flat)
+        entry = computed(factors.weight, parts, formula, magnitude_reads, exceeds=True)
     return Product(factors.restore(entry), scale, magnitudes is not None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import fsum
 
 import numpy as np
 from msgspec import Struct
@@ -28,6 +29,11 @@ class WeightedSum(Struct, frozen=True):
 
     weights: tuple[float, ...]
     divisor: float = 1.0
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether a sum may be larger than the largest of its terms, as an average is not."""
+        return fsum(map(abs, self.weights)) > abs(self.divisor)
 
     def __call__(self, gather: Gather, at: Computed, box: Box, dtype: DType) -> Array:
         """Compute a box of the sum, as bits of a type, a part of it at a time."""

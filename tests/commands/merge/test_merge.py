@@ -251,12 +251,32 @@ def test_doubles_beyond_the_range_of_singles_are_noted(tmp_path: Path, *, verify
     words = ("--average", *places, "--dtype", "fp32", *([] if verify else ["--no-verify"]))
     code, said = run(str(tmp_path / "out.safetensors"), *words)
     assert code == 0
-    counted = "2 values of 1 tensor (w) became infinite in float32: finite as stored, beyond"
+    counted = "2 values of 1 tensor (w) became infinite in float32: finite before, beyond"
     uncounted = "--no-verify: values beyond the range of float32 become infinite uncounted"
     assert (counted if verify else uncounted) in said
     code, said = run(str(tmp_path / "same.safetensors"), "--average", *places)
     assert code == 0
     assert "infinite" not in said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_beyond_the_range_of_their_sources_are_noted(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    for name, size in (("a", 3e38), ("b", 1e38)):
+        numbers = torch.tensor([[1, size, -size], [torch.inf, torch.nan, 1]]).to(dtype)
+        save_file({"w": numbers}, tmp_path / f"{name}.safetensors")
+    a, b = (str(tmp_path / f"{name}.safetensors") for name in "ab")
+    said = str(dtype).removeprefix("torch.")
+    note = f"2 values of 1 tensor (w) became infinite in {said}: finite before, beyond its range"
+    uncounted = f"--no-verify: values beyond the range of {said} become infinite uncounted"
+    sums, average = ("--onto", a, "--add", b), ("--average", a, b, "--weights", "0.1,0.7")
+    for number, (words, wanted) in enumerate(
+        ((sums, note), ((*sums, "--no-verify"), uncounted), (average, None))
+    ):
+        code, said = run(str(tmp_path / f"{number}.safetensors"), *words)
+        assert code == 0, said
+        assert (wanted in said) if wanted else ("infinite" not in said)
 
 
 def test_parts_make_the_same_file_as_one_run(places: list[str], tmp_path: Path) -> None:

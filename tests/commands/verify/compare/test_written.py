@@ -328,7 +328,7 @@ def test_numbers_that_a_cast_makes_infinite_are_reported(to: str, out: Path) -> 
     casts = RewriteOptions(casts=parse_casts(["*=fp16"]))
     report = planned(out / "source.pt", to, rewrite=casts).run()
     assert [note for note in report.notes if "infinite" in note] == [
-        "5 values of 2 tensors (big, mask) became infinite in float16: finite as stored, beyond its"
+        "5 values of 2 tensors (big, mask) became infinite in float16: finite before, beyond its"
         " range; --dtype bf16 keeps them finite"
     ]
     (out / TARGETS[to]).rename(out / "first")
