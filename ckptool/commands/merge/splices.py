@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -12,6 +12,7 @@ from ckptool.commands.merge.operands import Operand
 from ckptool.commands.model.assets import quantization_config
 from ckptool.core.casts import scales_of_codes
 from ckptool.core.catalog import Catalog, TensorEntry, tied_names
+from ckptool.core.quantization.config import QuantizationConfig
 from ckptool.core.quantization.names import kinds, quantized_groups, quantized_names
 from ckptool.core.quantization.scale_names import Scales
 from ckptool.core.selection import meant_by, tensors_named
@@ -95,13 +96,26 @@ class Splice:
         if taken := sorted(names & theirs):
             self._require_same(operand, taken, assets)
             return
-        plain = sorted(_in_modules(names - theirs, _modules(ours) - _modules(theirs)))
-        if plain and quantization_config(self._base.opened, assets):
+        config = quantization_config(self._base.opened, assets) if ours else {}
+        plain = sorted(self._covered(names - theirs, _modules(ours), QuantizationConfig(config)))
+        if plain and config:
             raise Unsupported(
                 f"--take: {list_some(plain, _FEW)} of {operand.opened.path} is not quantized, and"
                 f" the config of {self._base.opened.path} says that it is",
-                hint=_DEQUANTIZE,
+                hint=f"{_DEQUANTIZE}; --hf-assets FOLDER takes a config.json that leaves it out, as"
+                " in modules_to_not_convert",
             )
+
+    def _covered(
+        self, names: Iterable[str], quantized: Collection[str], said: QuantizationConfig
+    ) -> Iterator[str]:
+        """Yield the matrices that are to be quantized: in the base, or like layers that are."""
+        layers = {_layer(module) for module in quantized}
+        for name in names:
+            module = name.rpartition(".")[0]
+            is_like = module in quantized or (said.is_of_all and _layer(module) in layers)
+            if is_like and len(self._tensors[name].shape) > 1 and not said.leaves_out(module):
+                yield name
 
     def _require_same(self, operand: Operand, taken: list[str], assets: Path | None) -> None:
         """Raise Unsupported if the base's config does not say how quantized tensors are stored."""
@@ -130,6 +144,6 @@ def _modules(names: Iterable[str]) -> set[str]:
     return {name.rpartition(".")[0] for name in names}
 
 
-def _in_modules(names: Iterable[str], modules: Container[str]) -> Iterator[str]:
-    """Yield the names of modules, without biases, which are never quantized."""
-    return (n for n in names if n.rpartition(".")[0] in modules and not n.endswith("bias"))
+def _layer(module: str) -> str:
+    """Return what a layer is called in its block, such as q_proj."""
+    return module.rpartition(".")[2]

@@ -21,6 +21,9 @@ _IGNORED = ("ignore", "modules_to_not_convert", "exclude_modules")
 
 By name, by ``re:`` and a pattern, or by a glob, as in ModelOpt (0.47).
 """
+_SKIPPED = (*_IGNORED, "llm_int8_skip_modules")
+_CHOOSING = ("dynamic", "modules_in_block_to_quantize", "quantized_layers")
+"""Keys that choose the modules with such weights: GPTQ's, and ModelOpt's for layers by name."""
 _GLOB = re.compile(r"[*?\[]")
 _LONGEST = 5.0
 """Seconds that all patterns may take for all modules: a hostile one never ends, many take long."""
@@ -98,7 +101,8 @@ NO_GROUP = Group()
 class QuantizationConfig:
     """The recorded quantization of a model: ``quantization_config`` of config.json.
 
-    ``fields`` are as transformers reads them; empty if there are none.
+    ``fields`` are as transformers reads them; empty if there are none. It ``is_of_all`` linear
+    layers but those that it leaves out, unless it chooses some by name.
     """
 
     def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
@@ -116,6 +120,7 @@ class QuantizationConfig:
         self._patterns = [(pattern, group) for pattern, group in targets if pattern is not None]
         self._of_class = next(iter(classes.values())) if len(classes) == 1 else rest
         self._found = dict.fromkeys(ignored, NO_GROUP)
+        self.is_of_all = all(map(_is_class, groups)) and not any(map(fields.get, _CHOOSING))
         self._seconds = _LONGEST
 
     def block_of(self, module: str) -> tuple[int, int] | None:
@@ -137,6 +142,18 @@ class QuantizationConfig:
             group = group or self._match(self._patterns, module)
             self._found[module] = group or self._of_class
         return self._found[module]
+
+    def leaves_out(self, module: str) -> bool:
+        """Return whether a module is said to have no such weight.
+
+        By a name that begins its own, or is a part of it between dots, as transformers (5.24) and
+        vLLM compare them.
+        """
+        lists = [self.fields[key] for key in _SKIPPED if isinstance(self.fields.get(key), list)]
+        names = [str(name) for each in lists for name in each]
+        if any(module.startswith(name) or f".{name}." in f".{module}." for name in names):
+            return True
+        return self.group_of(module) is NO_GROUP
 
     def _match(self, patterns: Iterable[tuple[Pattern[str], Group]], module: str) -> Group | None:
         """Return the group of the first pattern that a module's name begins as, None for none.

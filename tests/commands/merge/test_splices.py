@@ -67,6 +67,41 @@ def test_a_torn_or_undeclared_quantized_tensor_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("left_out", "is_refused"),
+    [
+        ({}, True),
+        ({"modules_to_not_convert": ["lm_head"]}, True),
+        ({"modules_to_not_convert": ["mtp"]}, False),
+        ({"modules_to_not_convert": ["model.mtp.0"]}, False),
+        ({"ignore": ["re:.*mtp.*"]}, False),
+        ({"llm_int8_skip_modules": ["mtp"]}, False),
+        ({"config_groups": {"g": {"targets": ["re:.*layers.*"], "weights": {}}}}, False),
+    ],
+)
+def test_plain_layers_are_left_out_by_the_config(
+    tmp_path: Path, left_out: dict[str, object], is_refused: bool
+) -> None:
+    tensors = {
+        "model.layers.0.q_proj.weight": torch.ones(128, 128).to(torch.float8_e4m3fn),
+        "model.layers.0.q_proj.weight_scale_inv": torch.ones(1, 1),
+    }
+    names = ("q_proj.weight", "norm.weight", "embed.weight")
+    more = {f"model.mtp.0.{name}": torch.ones(4, 4).bfloat16() for name in names}
+    for label, content in (("base", tensors), ("other", tensors | more)):
+        (tmp_path / label).mkdir()
+        save_file(content, tmp_path / label / "model.safetensors")
+    said = {"quantization_config": FP8["quantization_config"] | left_out}
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": "x", **said}))
+    words = (str(tmp_path / "base"), "--take", "mtp", "FROM", str(tmp_path / "other"))
+    code, answer = run(str(tmp_path / "out"), *words)
+    assert code == (4 if is_refused else 0), answer
+    refusal = "is not quantized, and the config of"
+    assert (refusal in answer) == is_refused
+    code, answer = run(str(tmp_path / "out2"), *words[:2], "norm", *words[3:])
+    assert code == 0, answer
+
+
 def test_all_parts_of_a_quantized_tensor_come_together(
     places: dict[str, str], tmp_path: Path
 ) -> None:
