@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.merge.expressions import Computation, Expression
 from ckptool.commands.merge.operands import Operand
+from ckptool.commands.merge.ties import notes_on_head
 from ckptool.commands.model.assets import quantization_config
 from ckptool.core.casts import scales_of_codes
 from ckptool.core.catalog import Catalog, TensorEntry, tied_names
@@ -56,7 +57,9 @@ class Splice:
         names = dict.fromkeys([*catalog.tensors, *self._tensors])
         tensors = {name: self._tensors[name] for name in names if name in self._tensors}
         said, made = tuple(self._said.values()), catalog.with_tensors(tensors)
-        notes = (*self._computation.notes, *self._untied(made))
+        taken = [name for name, origin in self._origins.items() if origin is not self._base]
+        on_head = notes_on_head(self._base, assets, taken)
+        notes = (*self._computation.notes, *self._untied(made), *on_head)
         return replace(self._computation, catalog=made, expressions=said, notes=notes)
 
     def _untied(self, made: Catalog) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -42,10 +42,7 @@ class Ties:
     def __init__(self, base: Operand, assets: Path | None) -> None:
         self._base = base
         self._groups = tied_names(base.catalog)
-        known = records(base.opened.source, base.opened.catalog, assets)
-        is_stored = any(name.endswith(_HEAD) for name in base.catalog.tensors)
-        said = next((record for record in known if record), {})
-        self._is_head_tied = not is_stored and _says_tied(said)
+        self._is_head_tied = _is_head_tied(base, assets)
         self.notes: list[str] = []
 
     def shared(self, changes: Mapping[str, Change], *, tied: bool) -> dict[str, Change]:
@@ -78,7 +75,7 @@ class Ties:
         for name, change in changes.items():
             if name.endswith(_HEAD):
                 raise self._untied(name)
-            if name.split(".")[-2:-1] and name.split(".")[-2] in _EMBEDDINGS:
+            if _is_embedding(name):
                 self._require_tied(name, change, tied=tied)
                 self._note(name, "the head")
 
@@ -98,6 +95,34 @@ class Ties:
         self.notes.append(
             f"{name} is tied to {others}: merged into both, as PEFT's merge_and_unload does"
         )
+
+
+def notes_on_head(base: Operand, assets: Path | None, taken: Collection[str]) -> Iterator[str]:
+    """Yield notes on tensors taken into a base whose config alone ties its head."""
+    embeddings = [name for name in taken if _is_embedding(name)]
+    heads = [name for name in taken if name.endswith(_HEAD)]
+    if not (embeddings or heads) or not _is_head_tied(base, assets):
+        return
+    tied = f"the config of {base.opened.path} ties the head to the embedding"
+    if heads:
+        yield (
+            f"{heads[0]}: {tied}, and a model that is loaded so does not use it: --hf-assets takes"
+            f" a config.json with {_TIED} false"
+        )
+    elif embeddings:
+        yield f"{embeddings[0]} is the head, too: {tied}"
+
+
+def _is_head_tied(base: Operand, assets: Path | None) -> bool:
+    """Return whether a base has no head of its own, and its config says that none is needed."""
+    if any(name.endswith(_HEAD) for name in base.catalog.tensors):
+        return False
+    known = records(base.opened.source, base.opened.catalog, assets)
+    return _says_tied(next((record for record in known if record), {}))
+
+
+def _is_embedding(name: str) -> bool:
+    return name.rpartition(".")[0].rpartition(".")[2] in _EMBEDDINGS
 
 
 def _says_tied(record: Record) -> bool:

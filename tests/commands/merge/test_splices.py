@@ -171,3 +171,28 @@ def test_a_tie_that_ends_is_noted(tmp_path: Path, average: bool) -> None:
     assert note not in said
     found = torch.load(tmp_path / "two.pt")
     assert found["embed"].data_ptr() == found["head"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("said", "name", "note"),
+    [
+        ({"tie_word_embeddings": True}, "lm_head", "a model that is loaded so does not use it"),
+        ({"architectures": ["XForCausalLM"]}, "embed_tokens", "is the head, too: the config of"),
+        ({"tie_word_embeddings": False}, "lm_head", None),
+        ({"tie_word_embeddings": True}, "model.norm", None),
+    ],
+)
+def test_a_head_that_the_config_ties_is_noted(
+    tmp_path: Path, said: dict[str, object], name: str, note: str | None
+) -> None:
+    names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    for label, count in (("base", 2), ("other", 3)):
+        (tmp_path / label).mkdir()
+        tensors = {each: torch.ones(3, 4) * count for each in names[:count]}
+        save_file(tensors, tmp_path / label / "model.safetensors")
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": "x", **said}))
+    words = ("--take", name, "FROM", str(tmp_path / "other"))
+    code, answer = run(str(tmp_path / "out"), str(tmp_path / "base"), *words)
+    assert code == 0, answer
+    assert note is None or note in answer
+    assert ("ties the head" in answer) == (note is not None)
