@@ -225,8 +225,8 @@ _CODES: dict[str, dict[str, Code]] = {
         ),
         "moments-zero": Code(
             _WARNING,
-            "an optimizer's moments are all zero after steps that leave others",
-            "the optimizer would begin again: its state may not have been written",
+            "an optimizer's moments are zero after steps that leave others",
+            "the optimizer would begin again: its state may not have been written, or was shifted",
         ),
         "moments-copied": Code(
             _WARNING,

@@ -189,6 +189,65 @@ def test_squares_too_small_for_their_type_are_none(tmp_path: Path) -> None:
     assert not found(saved(tmp_path / "c", state))
 
 
+def zero_tail(state: State, count: int, *kinds: str) -> State:
+    for kind in kinds or ("exp_avg", "exp_avg_sq"):
+        of_layer(state, 2)[kind].view(-1)[-count:] = 0
+    return state
+
+
+def test_a_slice_that_ends_with_zeros(tmp_path: Path) -> None:
+    (finding,) = found(saved(tmp_path / "c", zero_tail(trained(), 50)))
+    assert (finding.code, finding.severity.value) == ("moments-zero", "warning")
+    assert finding.message == (
+        "optimizer.state.layers.2.up.weight.exp_avg: 50 of 1,200 values are zero, from [38, 10] to"
+        " [39, 29], which end where the part of a rank does"
+    )
+
+
+def dead_columns(state: State) -> State:
+    """Units without gradients, of which the last columns are: those of all rows."""
+    for kind in ("exp_avg", "exp_avg_sq"):
+        of_layer(state, 2, "up")[kind][:, 10:] = 0
+        of_layer(state, 2, "up")[kind][39] = 0
+    return state
+
+
+def unseen(state: State) -> State:
+    """Rows of words that did not occur, and of units without gradients, scattered."""
+    for kind in ("exp_avg", "exp_avg_sq"):
+        of_layer(state, 1, "up")[kind][30:] = 0
+        of_layer(state, 2, "up")[kind][torch.arange(40) % 2 == 1, 10:] = 0
+        of_layer(state, 2, "up")[kind][39] = 0
+    return state
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        zero_tail(trained(), 60),  # whole rows
+        zero_tail(trained(), 31),  # few
+        zero_tail(trained(), 50, "exp_avg"),  # gradients that ended
+        dead_columns(trained()),
+        unseen(trained()),
+    ],
+)
+def test_zeros_with_other_borders_are_none(state: State, tmp_path: Path) -> None:
+    assert not found(saved(tmp_path / "c", state))
+
+
+def test_all_moments_of_one_rank(tmp_path: Path) -> None:
+    copy = shutil.copytree(FIXTURES / "megatron_torch" / "ckpt", tmp_path / "c")
+    (path,) = copy.rglob("mp_rank_01/*.pt")
+    state = torch.load(path, weights_only=False)
+    for own in state["optimizer"]["optimizer"]["state"].values():
+        own["exp_avg"].zero_()
+        own["exp_avg_sq"].zero_()
+    torch.save(state, path)
+    (finding,) = found(copy)
+    assert finding.code == "moments-zero"
+    assert "all moments of rank 1 are zero, of" in finding.message
+
+
 def copy_moments(state: State, *parts: str) -> State:
     for part in parts:
         for kind in ("exp_avg", "exp_avg_sq"):

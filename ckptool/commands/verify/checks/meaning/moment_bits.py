@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ckptool.commands.verify.checks.meaning.zero_runs import (
+    Range,
+    Window,
+    ZeroRange,
+    first_of,
+    zero_ranges,
+    zeros_at_ends,
+)
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, pair_jobs, same_bits
 from ckptool.engine.check.spans import Part
 from ckptool.engine.checksum import crc32
+from ckptool.engine.read.gather import Gatherer
 from ckptool.engine.read.numbers import decode
 from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import read_tiles
@@ -27,32 +38,43 @@ _HEAD = 1 << 10
 
 
 class Moment:
-    """Looks at one moment of one parameter: is any value not zero, and is any negative?
+    """Looks at one moment of one parameter: where are values zero, and is any negative?
 
     ``elements`` were seen, ``negative`` of them are below zero if it ``is_square``, the first in
     row-major order at ``first``. ``head`` is the checksum of the first elements, None if these are
-    stored in pieces.
+    stored in pieces. ``zeros`` counts those of tiles that are all zero, by the box that they are
+    of, and ``runs`` are the zeros at the ends of each tile.
     """
 
     def __init__(self, *, is_square: bool) -> None:
         self.elements = self.negative = 0
-        self.is_zero = True
         self.first: tuple[int, ...] | None = None
         self.head: int | None = None
         self.is_square = is_square
+        self.zeros: Counter[Box] = Counter()
+        self.runs: list[Range] = []
         self._lock = threading.Lock()
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether all that was seen is zero."""
+        return self.zeros.total() == self.elements
 
     def take(self, data: memoryview, part: Part, first: int) -> None:
         """Look at elements of a part, the first of which is its ``first``-th."""
         itemsize = part.dtype.itemsize
         codes = np.frombuffer(data, f"u{itemsize}")
-        is_zero = self.is_zero and not codes.any()
+        zeros = zeros_at_ends(codes)
+        start = first_of(part.shape, part.box) if zeros else None
         negative = self._negative_in(codes, part) if self.is_square else None
         head = min(_HEAD, part.box.volume)
         starts_all = not first and not any(part.box.lo) and codes.size >= head
         with self._lock:
             self.elements += codes.size
-            self.is_zero &= is_zero
+            if zeros == [(0, codes.size)]:
+                self.zeros[part.box] += codes.size
+            if start is not None:
+                self.runs += [(start + first + lo, start + first + hi) for lo, hi in zeros]
             if starts_all:
                 self.head = crc32(data[: head * itemsize])
             if negative is not None and negative.size:
@@ -113,3 +135,14 @@ def are_equal(one: TensorEntry, other: TensorEntry, source: Files) -> bool:
     jobs = pair_jobs([TensorPair(one, other)])
     read_tiles(PairSource(of_elements, of_elements), jobs, compare, source.policy.workers)
     return equal
+
+
+def cut_ranges(entry: TensorEntry, moment: Moment, source: Files) -> Iterator[ZeroRange]:
+    """Yield the zeros of a moment that end or begin at a rank's border, and nowhere else."""
+    found = list(zero_ranges(entry, moment.runs))
+    if not found:
+        return
+    with closing(Gatherer(source)) as gatherer:
+        window = Window(gatherer)
+        with suppress(CkptoolError):  # the reader of all data reports on it
+            yield from [each for each in found if window.is_cut(entry, each)]

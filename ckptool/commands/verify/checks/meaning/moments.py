@@ -17,6 +17,7 @@ from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.keymap.model import abstract
 from ckptool.core.state_category import state_category
+from ckptool.core.text import plural
 from ckptool.engine.check.spans import Probe
 from ckptool.errors import Problem
 
@@ -40,6 +41,9 @@ _MADE_UP = 0.25
 _STEPS = 2
 """Counted steps after which something has moments: one step without gradients may be that which
 makes the state (DeepSpeed, torch's ``get_optimizer_state_dict``)."""
+
+_SEVERAL = 3
+"""Kinds of layers that a rank has parts of which cannot all be unused."""
 
 
 class Moments:
@@ -75,6 +79,8 @@ class Moments:
             yield from self._all_zero(elements, len(seen))
         else:
             yield from self._squares_lost(seen, elements)
+            yield from self._cut(seen, elements)
+            yield from _lost_ranks(seen, elements.located)
             yield from _copied(seen, elements)
 
     def _all_zero(self, elements: Elements, count: int) -> Iterator[Problem]:
@@ -102,6 +108,50 @@ class Moments:
             if sizes.get(mean, 0.0) >= _VISIBLE:
                 message = f"{square}: all values are zero, but {mean} is up to {sizes[mean]:g}"
                 yield Problem(message, "moments-zero", tensor=square)
+
+    def _cut(self, seen: Mapping[str, Moment], elements: Elements) -> Iterator[Problem]:
+        """Yield ranges of zeros that end at the border of a rank's part, in all of a parameter's.
+
+        In one alone a mean may be zero, which forgets, or a square too small for its type.
+        """
+        for kinds in self._names.values():
+            if not all(name in seen and seen[name].runs for name in kinds.values()):
+                continue
+            from ckptool.commands.verify.checks.meaning.moment_bits import cut_ranges
+
+            found = [
+                {*cut_ranges(elements.located[name], seen[name], elements.source)}
+                for name in kinds.values()
+            ]
+            for each in sorted(set.intersection(*found)):
+                first = elements.located[next(iter(kinds.values()))]
+                yield Problem(each.describe(first), "moments-zero", tensor=first.name)
+
+
+def _lost_ranks(
+    seen: Mapping[str, Moment], located: Mapping[str, TensorEntry]
+) -> Iterator[Problem]:
+    """Yield the ranks of which all moments are zero, of several kinds of layers.
+
+    A rank may well have nothing but rows that were never seen, or experts that are never chosen.
+    """
+    zero: dict[int, list[str]] = defaultdict(list)
+    for name, moment in seen.items():
+        for chunk in located[name].chunks if moment.zeros else ():
+            if chunk.rank is not None and moment.zeros[chunk.box] == chunk.box.volume:
+                zero[chunk.rank].append(name)
+    for name, moment in seen.items() if zero else ():
+        for chunk in located[name].chunks:
+            if chunk.box.volume and moment.zeros[chunk.box] < chunk.box.volume:
+                zero.pop(chunk.rank or 0, None)
+        if not zero:
+            return
+    for rank, names in zero.items():
+        kinds = {abstract(_parameter_of(name))[0] for name in names if "expert" not in name}
+        if len(kinds) >= _SEVERAL:
+            message = f"{names[0]}: all moments of rank {rank} are zero, of"
+            message += f" {plural(len(names), 'tensor')}, those of other ranks are not"
+            yield Problem(message, "moments-zero", tensor=names[0])
 
 
 def parse_moment(name: str) -> tuple[str, str] | None:

@@ -1,0 +1,154 @@
+"""Zeros that begin or end where a rank's part of a tensor does, as slices leave that were moved.
+
+What a trainer leaves of zeros has other borders: rows that were never seen, columns of dead units,
+experts that are never chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import Struct
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import TensorEntry
+from ckptool.engine.read.gather import Gatherer
+from ckptool.engine.read.numbers import Array, decode
+
+_LEAST = 32
+"""Zeros of a range that may be none of chance, as underflow leaves them."""
+_SEEN = 64
+"""Elements beside a range that are looked at."""
+_MOST = 0.9
+"""The share of these that is not zero if something was moved."""
+
+Range = tuple[int, int]
+"""The first element and the one after the last, in row-major order of a tensor."""
+
+
+class ZeroRange(NamedTuple):
+    """Zeros of a tensor that ``start`` or end at a border of the parts that ranks hold of it."""
+
+    start: int
+    stop: int
+    begins_at_border: bool
+
+    def describe(self, entry: TensorEntry) -> str:
+        """Return what is wrong with a tensor, with the numbers and the places."""
+        ends = (np.unravel_index(at, entry.shape) for at in (self.start, self.stop - 1))
+        first, last = ([int(n) for n in index] for index in ends)
+        edge = "begin" if self.begins_at_border else "end"
+        count = f"{self.stop - self.start:,} of {entry.elements:,}"
+        message = f"{entry.name}: {count} values are zero, from {first} to {last}, which"
+        return f"{message} {edge} where the part of a rank does"
+
+
+def first_of(shape: Sequence[int], box: Box) -> int | None:
+    """Return the first element of a box in row-major order; None if the box is no one run."""
+    sizes = box.shape
+    outer = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
+    if any(sizes[dim] != shape[dim] for dim in range(outer + 1, len(sizes))):
+        return None
+    return int(np.ravel_multi_index(box.lo, shape)) if shape else 0
+
+
+def zeros_at_ends(codes: Array) -> list[Range]:
+    """Return the zeros that a run begins and ends with; one range if there is nothing else."""
+    if codes[0] and codes[-1]:
+        return []
+    other = np.flatnonzero(codes)
+    if not other.size:
+        return [(0, codes.size)]
+    ends = [(0, int(other[0])), (int(other[-1]) + 1, codes.size)]
+    return [(start, stop) for start, stop in ends if start < stop]
+
+
+def zero_ranges(entry: TensorEntry, runs: list[Range]) -> Iterator[ZeroRange]:
+    """Yield the ranges of zeros at borders of ranks' parts, which are not those of rows.
+
+    Of a vector only borders inside it count: it may be longer than what is used of it.
+    """
+    borders = _borders(entry)
+    if borders is None:
+        return
+    width, whole = _width(entry.shape), entry.elements
+    inside = borders if width == whole else borders | {0, whole}
+    for start, stop in _joined(runs):
+        if stop - start < _LEAST or (start, stop) == (0, whole):
+            continue
+        if stop in inside and start % width:
+            yield ZeroRange(start, stop, begins_at_border=False)
+        elif start in inside and stop % width:
+            yield ZeroRange(start, stop, begins_at_border=True)
+
+
+def _borders(entry: TensorEntry) -> set[int] | None:
+    """Return where the part of a rank ends and another's begins; None if parts are no runs."""
+    parts: list[tuple[int, int, int | None]] = []
+    for chunk in entry.chunks:
+        first = first_of(entry.shape, chunk.box)
+        if first is None:
+            return None
+        parts.append((first, first + chunk.box.volume, chunk.rank))
+    ordered = sorted(parts)
+    return {one[1] for one, other in pairwise(ordered) if one[2] != other[2] or one[2] is None}
+
+
+def _width(shape: Sequence[int]) -> int:
+    """Return the elements of a row: of the last dim of several indexes."""
+    return next((size for size in reversed(shape) if size > 1), 1)
+
+
+def _joined(runs: list[Range]) -> Iterator[Range]:
+    """Yield ranges, those joined that touch."""
+    begun: Range | None = None
+    for start, stop in sorted(runs):
+        if begun is not None and start <= begun[1]:
+            begun = begun[0], max(begun[1], stop)
+            continue
+        if begun is not None:
+            yield begun
+        begun = start, stop
+    if begun is not None:
+        yield begun
+
+
+class Window(Struct):
+    """Reads elements of tensors in row-major order, few at a time."""
+
+    gatherer: Gatherer
+
+    def read(self, entry: TensorEntry, start: int, stop: int) -> Array:
+        """Return elements as numbers, those of the row of the first."""
+        width = math.prod(entry.shape[-1:])
+        row, column = divmod(start, width)
+        index = tuple(int(n) for n in np.unravel_index(row, entry.shape[:-1]))
+        last = min(width, column + stop - start)
+        box = Box((*index, column), (*(n + 1 for n in index), last))
+        return decode(self.gatherer.gather(entry, box).reshape(-1), entry.source_dtype)
+
+    def is_cut(self, entry: TensorEntry, zeros: ZeroRange) -> bool:
+        """Return whether almost nothing else is zero around a range, in its row and the next one.
+
+        The columns of the range are looked at in a row that it does not reach: those of a dead unit
+        are zero in all.
+        """
+        width = _width(entry.shape)
+        at = zeros.stop if zeros.begins_at_border else zeros.start
+        row, column = at - at % width, at % width
+        if zeros.begins_at_border:
+            around = [(at, min(row + width, at + _SEEN))]
+            other = row + width + max(0, column - _SEEN), row + width + column
+        else:
+            around = [(max(row, at - _SEEN), at)]
+            other = at - width, min(row, at - width + _SEEN)
+        if width < entry.elements:
+            around.append(other)
+        if any(start < 0 or stop > entry.elements for start, stop in around):
+            return False
+        seen = np.concatenate([self.read(entry, *each) for each in around])
+        return bool(np.count_nonzero(seen) >= _MOST * seen.size)
