@@ -307,8 +307,19 @@ class Verification:
             self._problems += differing_step_values(self._catalog)
             with suppress(CkptoolError):  # the reader of all data reports on these
                 self._problems += copied_files(self._catalog, source)
-        self._problems += content.counters.problems()
+        self._problems += content.counters.problems(self._state_beside, source)
         return names
+
+    def _state_beside(self, counters: Sequence[str]) -> dict[str, list[TensorEntry]]:
+        """Return the other state of the parameters that step counters are of."""
+        counter_of = {name.rpartition(".")[0]: name for name in counters}
+        tensors = self._catalog.tensors if self._catalog else {}
+        names = [n for n in tensors if n.rpartition(".")[0] in counter_of]
+        found: dict[str, list[TensorEntry]] = {name: [] for name in counters}
+        for name, entry in self._locate(names).items():
+            if (counter := counter_of.get(name.rpartition(".")[0])) and name != counter:
+                found[counter].append(entry)
+        return found
 
     def join(self, ranks: Ranks) -> None:
         """Merge the findings of other ranks' shares."""

@@ -41,6 +41,13 @@ def test_step_counters_of_two_saves(tmp_path: Path) -> None:
     assert "3 for optimizer.state.c.step; 7 for optimizer.state.a.step and 1 more" in found.message
 
 
+def test_fewer_steps_of_what_had_no_gradient_are_nothing_to_report(tmp_path: Path) -> None:
+    state = optimizer({"a": 7, "b": 7, "c": 1, "layers.0.experts.3.w": 4})
+    for kind in ("exp_avg", "exp_avg_sq"):
+        state["optimizer"]["state"]["c"][kind].zero_()
+    assert not checked(saved(tmp_path / "c", state=state)).findings
+
+
 def test_step_counters_that_differ_between_ranks(tmp_path: Path) -> None:
     folder = saved(tmp_path / "c", model_rank0={"step": 7}, model_rank1={"step": 8})
     (found,) = checked(folder).findings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptool.core.catalog import Catalog, Container, RankStep, TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some
-from ckptool.engine.read.tensors import TensorSource, TensorTile, place_job
+from ckptool.engine.read.tensors import TensorSource, TensorTile, place_job, tensor_job
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import CkptoolError, Problem
 from ckptool.storage.files import Files
@@ -111,11 +111,15 @@ def differing_step_values(catalog: Catalog) -> Iterator[Problem]:
         yield Problem(f"{name}: {', '.join(counters[:_SHOWN])}", "steps-differ", tensor=name)
 
 
+Locate = Callable[[Sequence[str]], Mapping[str, Sequence[TensorEntry]]]
+"""Finds the other state of the parameters that counters are of, in whatever part it is."""
+
+
 class StepCounters:
     """The step counters of an optimizer's parameters: tensors of one element each."""
 
     def __init__(self) -> None:
-        self._values: dict[float, list[str]] = defaultdict(list)
+        self._values: dict[float, list[str]] = {}
 
     def read(self, located: Iterable[TensorEntry], source: Files, *, announced: bool) -> None:
         """Read the counters among some tensors; they may have been ``announced`` before."""
@@ -132,15 +136,28 @@ class StepCounters:
         with suppress(CkptoolError):
             for tile in tiles:
                 value = decode(tile.values.reshape(-1), entry.source_dtype)[0]
-                self._values[float(value)].append(entry.name)
+                self._values.setdefault(float(value), []).append(entry.name)
 
     @property
     def least(self) -> float | None:
         """The least of them; None if there are none."""
         return min(self._values, default=None)
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a problem if they differ."""
+    def problems(self, locate: Locate, source: Files) -> Iterator[Problem]:
+        """Yield a problem if they differ.
+
+        Experts may have been chosen less often, and unused parameters have a state of zeros from
+        when it was made (Adagrad, torch's ``get_optimizer_state_dict``).
+        """
+        if len(self._values) < 2:
+            return
+        most = max(self._values)
+        fewer = {value: names for value, names in self._values.items() if value < most}
+        odd = [name for names in fewer.values() for name in names if "expert" not in name]
+        unused = _without_state(locate(odd), source) if odd else set()
+        for value, names in fewer.items():
+            self._values[value] = [n for n in names if n in odd and n not in unused]
+        self._values = {value: names for value, names in self._values.items() if names}
         if len(self._values) < 2:
             return
         code = "steps-differ" if len(self._values) <= _FEW_VALUES else "steps-scattered"
@@ -149,6 +166,23 @@ class StepCounters:
         more = f" and {len(ordered) - len(parts)} more values" if len(ordered) > len(parts) else ""
         message = f"the optimizer's step counters are {'; '.join(parts)}{more}"
         yield Problem(message, code, tensor=ordered[0][1][0])
+
+
+def _without_state(states: Mapping[str, Sequence[TensorEntry]], source: Files) -> set[str]:
+    """Return the counters of parameters whose other state is all zero, or not there."""
+    counter_of = {id(entry): name for name, state in states.items() for entry in state}
+    used = set[str]()
+
+    def look(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
+        try:
+            if counter_of[id(entry)] not in used and any(tile.values.any() for tile in tiles):
+                used.add(counter_of[id(entry)])
+        except CkptoolError:  # the reader of all data reports on it
+            used.add(counter_of[id(entry)])
+
+    jobs = (tensor_job(entry, stored=True) for state in states.values() for entry in state)
+    read_tiles(TensorSource(source), jobs, look, source.policy.workers)
+    return states.keys() - used
 
 
 def _counter_jobs(
