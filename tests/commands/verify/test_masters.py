@@ -119,8 +119,8 @@ def masters(seed: int = 0) -> torch.Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) / 50
 
 
-def written(path: Path, weight: torch.Tensor, master: torch.Tensor) -> Path:
-    state = {
+def written(path: Path, weight: torch.Tensor, master: torch.Tensor, **more: torch.Tensor) -> Path:
+    state = more | {
         "decoder.w.weight": weight,
         "optimizer.state.fp32_param.decoder.w.weight": master,
         "decoder.frozen.weight": masters(9).bfloat16(),
@@ -236,6 +236,35 @@ def test_remainders_that_are_stored_as_floats_are_no_masters(tmp_path: Path) -> 
 @pytest.mark.parametrize("master", [torch.zeros(SHAPE), torch.ones(SHAPE)])
 def test_masters_that_are_small_integers_are_reported(master: torch.Tensor, tmp_path: Path) -> None:
     assert found(written(tmp_path / "c", masters().bfloat16(), master))
+
+
+def averaged(master: torch.Tensor) -> torch.Tensor:
+    return (master + 0.002 * masters(1).sign()).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "is_average"),
+    [
+        ("step_9-EMA", averaged(masters()), True),
+        ("schemas", averaged(masters()), False),
+        ("step_9-EMA", masters(1).bfloat16(), False),
+    ],
+)
+def test_averages_of_weights_are_named_as_such(
+    name: str, weight: torch.Tensor, is_average: bool, tmp_path: Path
+) -> None:
+    path = written(tmp_path / name, weight, masters())
+    assert bool(found(path)) != is_average
+    messages = [each.message for each in found(path, "weights-rounded-otherwise")]
+    said = "decoder.w.weight: averages, as step_9-EMA says, beside masters, as the values show"
+    assert messages == ([said] if is_average else [])
+
+
+def test_averages_beside_the_model_are_none(tmp_path: Path) -> None:
+    master = masters()
+    other = {"model.decoder.w.weight": averaged(master)}
+    assert not found(written(tmp_path / "c", master.bfloat16(), master, **other))
+    assert found(written(tmp_path / "d", averaged(master), master, **other))
 
 
 def test_a_master_that_is_damaged_is_one_finding(tmp_path: Path) -> None:

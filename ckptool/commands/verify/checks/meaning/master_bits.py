@@ -28,6 +28,8 @@ _SMALLEST = 2.0**-18
 _FINE = 1 / 100
 """A relative error that is less than that of e4m3 on average, and more than that of 16 bits."""
 
+_SIMILAR, _MOSTLY = 1 / 2, 0.8
+"""The largest relative error of what is an average of masters, and how many have it."""
 _SMALL, _LARGEST = 1 << 8, 1 << 15
 """Sizes of integers of 16 bits; of chance, one in 128 is small."""
 
@@ -41,7 +43,7 @@ class Counts(Struct):
     sums up how far the masters of the farther are from the middle of the two numbers, as a share of
     their distance, and ``error`` the relative errors. ``of_bf16`` and ``of_fp16`` are what the
     masters are as these types. The masters of ``whole`` are integers of 16 bits that are not small,
-    those of ``zero`` are zero.
+    those of ``zero`` are zero, and those of ``similar`` differ by less than half.
     """
 
     elements: int = 0
@@ -54,6 +56,7 @@ class Counts(Struct):
     of_fp16: int = 0
     whole: int = 0
     zero: int = 0
+    similar: int = 0
     off_middle: float = 0.0
     error: float = 0.0
 
@@ -147,6 +150,7 @@ def _count(
         is_whole = (size == np.floor(size)) & (size > _SMALL) & (size <= _LARGEST)
         counts.whole = int(np.count_nonzero(is_whole))
         counts.zero = int(np.count_nonzero(size == 0))
+        counts.similar = int(np.count_nonzero(error < _SIMILAR * size))
         between = (np.abs(near - master) / np.abs(far - near))[is_farther]
         counts.off_middle = float((0.5 - between).sum())
         counts.error = float((error / np.maximum(np.abs(master), most * _SMALLEST)).sum())
@@ -179,6 +183,11 @@ def other_way(found: Sequence[Difference]) -> tuple[str | None, list[Difference]
         if explained and is_likely(whole):
             return way, explained
     return None, []
+
+
+def similar(found: Sequence[Difference]) -> list[Difference]:
+    """Return the weights that are their masters but for a part, as averages of them are."""
+    return [each for each in found if each.counts.similar > _MOSTLY * each.counts.differing]
 
 
 def _between_neighbors(counts: Counts) -> bool:

@@ -6,8 +6,10 @@ an export the weights: where they differ, the two are different models.
 
 from __future__ import annotations
 
+import posixpath
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -23,9 +25,11 @@ from ckptool.engine.check.spans import Part, Probe
 from ckptool.errors import Problem
 
 if TYPE_CHECKING:
+    from ckptool.commands.verify.checks.meaning.master_bits import Difference
     from ckptool.engine.check.fingerprint import Printer
 
 _FEW = 2
+_AVERAGE = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])", re.IGNORECASE)
 
 
 class _Pair(Struct, frozen=True):
@@ -48,17 +52,21 @@ class _Pair(Struct, frozen=True):
         return cls(found.weight.name, found.master.name, found.at, printers)
 
     @property
+    def name(self) -> str:
+        """The name of the weight; one of a stack is named after its index."""
+        return f"{self.weight}{list(self.index)}" if self.index else self.weight
+
+    @property
     def is_equal(self) -> bool:
         one, other = self.printers
         return one.found == other.found
 
     def find(self, located: Mapping[str, TensorEntry]) -> tuple[TensorEntry, TensorEntry]:
-        """Return the weight, and its master; the one of a stack is named after its index."""
+        """Return the weight and its master."""
         weight, master = located[self.weight], located[self.master]
         for at in self.index:
             weight = unstack(weight)[at]
-        name = f"{self.weight}{list(self.index)}" if self.index else self.weight
-        return replace(weight, name=name), master
+        return replace(weight, name=self.name), master
 
 
 class Masters:
@@ -96,18 +104,37 @@ class Masters:
         ]
         if not odd:
             return
-        from ckptool.commands.verify.checks.meaning.master_bits import differences, other_way
+        from ckptool.commands.verify.checks.meaning.master_bits import (
+            differences,
+            other_way,
+            similar,
+        )
 
-        found = differences(odd, elements.source)
+        found = self._without_another(differences(odd, elements.source))
         way, explained = other_way(found)
+        if way is None and (file := _named_average(found, elements.source.root)):
+            way, explained = f"averages, as {file} says, beside", similar(found)
         for each in found:
             if each not in explained:
                 name = each.weight.name
                 yield Problem(each.message, "weights-differ-from-masters", tensor=name)
-        if way is not None:
+        if way is not None and explained:
             names = [each.weight.name for each in explained]
             message = f"{list_some(names, _FEW)}: {way} masters, as the values show"
             yield Problem(message, "weights-rounded-otherwise", tensor=names[0])
+
+    def _without_another(self, found: list[Difference]) -> list[Difference]:
+        """Leave out the weights whose master has another: they may be averages beside the model."""
+        differing = {each.weight.name for each in found}
+        settled = {pair.master for pair in self._pairs if pair.name not in differing}
+        return [each for each in found if each.master.name not in settled]
+
+
+def _named_average(found: Sequence[Difference], root: str) -> str | None:
+    """Return the name of a file or its folder that says that weights are averages (NeMo, EMA)."""
+    files = (chunk.at.file for each in found for chunk in each.weight.chunks)
+    names = {step for file in files for step in (posixpath.basename(root), *file.split("/"))}
+    return next((name for name in sorted(names) if _AVERAGE.search(name)), None)
 
 
 def _is_one(found: Mastered) -> bool:
