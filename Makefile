@@ -68,9 +68,10 @@ fuzz: $(READY) ## Fuzz each parser for a minute; what crashes one lies in tests/
 	@rmdir --ignore-fail-on-non-empty tests/fuzz/crashes
 
 mutations: $(READY) ## Damage checkpoints in 5,000 ways, outputs in 2,000, prune 2,000 runs; the tests do less.
-	@CKPTOOL_VERIFY_MUTATIONS=5000 CKPTOOL_PROOF_MUTATIONS=2000 CKPTOOL_MUTATIONS=500 CKPTOOL_PRUNE_CASES=2000 \
+	@CKPTOOL_VERIFY_MUTATIONS=5000 CKPTOOL_PROOF_MUTATIONS=2000 CKPTOOL_NOTE_MUTATIONS=2000 \
+		CKPTOOL_MUTATIONS=500 CKPTOOL_PRUNE_CASES=2000 \
 		$(BIN)/python -m pytest -n 2 -q -rP tests/attacks/test_verify_mutation.py tests/attacks/test_proof_mutation.py \
-		tests/attacks/test_mutation.py tests/commands/runs/test_enemy.py
+		tests/attacks/test_changed_notes.py tests/attacks/test_mutation.py tests/commands/runs/test_enemy.py
 
 $(AZURITE): | $(READY)
 	@$(PIP) install -e '.[azure]'

@@ -60,6 +60,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", f"ignore::{category}:recipes")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Threads of torch would spin while they wait for one another's few elements."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
 Bits = tuple[str, tuple[int, ...], bytes]
 """Element type, shape and bytes: equal for equal values, NaN or not."""
 

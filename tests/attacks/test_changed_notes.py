@@ -32,7 +32,7 @@ from ckptool.engine.write.journal import Journal
 from ckptool.errors import CkptoolError
 from ckptool.storage import disk
 
-CASES = 500
+CASES = int(os.environ.get("CKPTOOL_NOTE_MUTATIONS", "200"))
 MEMORY = "/dev/shm"
 """Where thousands of small files cost no time of a disk."""
 QUICK = RunOptions(workers=1, fsync=False)

@@ -94,7 +94,7 @@ CONVERTED = {
     "zip whole": (SOME, THREE[:1]),
     "legacy": (SOME, THREE[:1]),
     "dcp metadata": (SOME, THREE[:1]),
-    "dcp value": (EACH, THREE),
+    "dcp value": (EACH, THREE[::2]),
     "metadata.pkl": (SOME, THREE[:1]),
     "two ranks": (EACH, THREE[1:2]),
 }
@@ -156,7 +156,7 @@ def test_verify_reports(place: str, tmp_path: Path) -> None:
     names = list(ALL)
     if place == "dcp metadata":
         names = [name for name in ALL if name.startswith("hostile: ")]
-    elif place in ("legacy", "dcp value"):
+    elif place != "zip":
         names = SOME  # the machine that reads them is that of the first place
     sources = [PLACES[place](tmp_path / str(i) / "src", ALL[n]) for i, n in enumerate(names)]
     outcomes = attack_all(sources, to=(VERIFY,), seconds=6 * SECONDS)
