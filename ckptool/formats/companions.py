@@ -229,6 +229,21 @@ def describe_framework(objects: Mapping[str, ObjectEntry]) -> dict[str, str]:
     return {}
 
 
+_POSITION = re.compile(r"dataloader\.dp_rank_(\d{1,6})(?:\..+)?")
+_LOADERS = ("dataloader.world_size", "dataloader.dp_world_size")
+"""How many data-parallel ranks torchtitan's loader had (0.1 to 0.3; b5bcd76)."""
+
+
+def loader_ranks(objects: Mapping[str, ObjectEntry]) -> tuple[set[int], int]:
+    """Return the ranks of which torchtitan saved positions in the data, and how many there were.
+
+    It resumes from them with as many data-parallel ranks alone.
+    """
+    ranks = {int(match[1]) for match in map(_POSITION.fullmatch, objects) if match}
+    said = (objects[name].value for name in _LOADERS if name in objects)
+    return ranks, next((n for n in said if type(n) is int), max(ranks, default=-1) + 1)
+
+
 def add_tensor_parallelism(catalog: Catalog) -> Catalog:
     """Add the degree of tensor parallelism to torchtitan's catalog, if its chunks show it.
 

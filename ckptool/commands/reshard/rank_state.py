@@ -9,10 +9,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry, Path, RankStep, TensorEntry
+from ckptool.core.mesh import Mesh
 from ckptool.core.selection import AnyEntry, drop_names, with_entries, without_rank
 from ckptool.core.state_category import state_category_of_name
-from ckptool.core.text import list_some, plural
+from ckptool.core.text import list_some, plural, ranges
 from ckptool.errors import Unsupported, UsageError
+from ckptool.formats.companions import loader_ranks
 
 WORDS = ("drop-rng", "stop", "keep", "drop")
 _OWN_NAME = re.compile(r"(?P<name>.*)@rank(?P<rank>\d+)")
@@ -80,15 +82,27 @@ def resolve_rank_state(
     return drop_names(rest, agreed), tuple(dropped)
 
 
-def dropped_notes(dropped: Iterable[DroppedState]) -> list[str]:
-    """Return a note for each kind of dropped state: how many, and their names."""
-    kinds: dict[str, list[str]] = {}
+def rank_state_notes(
+    dropped: Iterable[DroppedState], kept: Catalog, mesh: Mesh, source: Catalog
+) -> list[str]:
+    """Return a note for each kind of dropped state: how many, of which ranks, and their names.
+
+    And one of kept positions in the data, from which no other number of ranks goes on.
+    """
+    kinds: dict[str, list[DroppedState]] = {}
     for state in dropped:
-        kinds.setdefault(state.kind, []).append(state.name)
-    return [
-        f"dropped {plural(len(names), kind)} of the source's ranks: {list_some(names)}"
-        for kind, names in kinds.items()
-    ]
+        kinds.setdefault(state.kind, []).append(state)
+    notes = []
+    for kind, states in kinds.items():
+        of = ranges(sorted({rank for state in states for rank in state.ranks}), ", ")
+        names = list_some([state.name for state in states])
+        notes.append(f"dropped {plural(len(states), kind)} of the source's ranks {of}: {names}")
+    positions, degree = loader_ranks(kept.objects)
+    if positions and mesh.shape != (source.mesh.shape if source.mesh else (source.world_size,)):
+        note = f"dataloader: positions of {plural(degree, 'data-parallel rank')}: with more or"
+        note += " fewer, torchtitan resumes only without them (exclude_from_loading)"
+        notes.append(note)
+    return notes
 
 
 def _list_states(catalog: Catalog) -> _States:

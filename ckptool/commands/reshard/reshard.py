@@ -24,7 +24,7 @@ from ckptool.commands.reshard.holdings import hold, own_writer
 from ckptool.commands.reshard.plan_file import read_plan, read_tp_plan
 from ckptool.commands.reshard.rank_state import (
     DroppedState,
-    dropped_notes,
+    rank_state_notes,
     require_rank_state,
     resolve_rank_state,
 )
@@ -194,6 +194,7 @@ def plan_reshard(
     same_ranks = writer.loading.has_rank_state and opened.catalog.world_size == placer.mesh.size
     selected = select_entries(opened.catalog, options.rewrite.selection)
     kept, dropped = resolve_rank_state(selected, options.rank_state, same_ranks=same_ranks)
+    of_ranks = rank_state_notes(dropped, kept, placer.mesh, opened.catalog)
     rewritten = _rewrite(opened, kept, target, options, ranks)
     assets = options.rewrite.map.assets
     catalog = in_families(rewritten.catalog, writer.writing.families)
@@ -224,7 +225,7 @@ def plan_reshard(
         budget=options.transfer.run.budget,
         **rewriting(rewritten, selected, options.rewrite),
         dropped=dropped,
-        notes=(*catalog.notes, *dropped_notes(dropped), *layout.notes),
+        notes=(*catalog.notes, *of_ranks, *layout.notes),
     )
     decided = (writer.name, held.placed, rewritten.map and rewritten.map.decided)
     transfer = options.transfer

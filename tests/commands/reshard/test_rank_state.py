@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import bits, case, read_back
 from typer.testing import CliRunner
 
@@ -130,8 +131,20 @@ def test_states_that_all_ranks_share_are_kept(tmp_path: Path) -> None:
 def test_it_is_reported_on_the_screen_and_in_the_json(tmp_path: Path) -> None:
     words = ["reshard", str(case("rank_verl").path), str(tmp_path / "out"), "--mesh", "3"]
     done = CliRunner().invoke(app, [*words, "--dry-run"])
-    note = "note: dropped 1 random number state of the source's ranks: extra_state.rng.cpu"
+    note = "note: dropped 1 random number state of the source's ranks 0, 1: extra_state.rng.cpu"
     assert note in done.stderr.splitlines()
     report = json.loads(CliRunner().invoke(app, [*words, "--json", "-q"]).stdout)
     name = "extra_state.rng.cpu"
     assert report["dropped"] == [{"name": name, "kind": RANDOM, "ranks": [0, 1]}]
+
+
+@pytest.mark.parametrize(("mesh", "is_said"), [("1", False), ("2", True)])
+def test_positions_that_another_mesh_cannot_use_are_named(
+    mesh: str, is_said: bool, tmp_path: Path
+) -> None:
+    state: dict[str, Any] = {"model": {"w": torch.ones(4)}, "train_state": {"step": 7}}
+    state["dataloader"] = {"dp_rank_0": b"", "world_size": 1}
+    dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
+    report = ckptool.reshard(tmp_path / "in", tmp_path / "out", mesh=mesh, dry_run=True)
+    note = "dataloader: positions of 1 data-parallel rank: with more or fewer, torchtitan resumes"
+    assert [str(each).startswith(note) for each in report.notes] == [True] * is_said

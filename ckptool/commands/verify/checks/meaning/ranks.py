@@ -9,12 +9,9 @@ from ckptool.commands.open import Survey
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Problem
-from ckptool.formats.companions import TRAINER_STATE
+from ckptool.formats.companions import TRAINER_STATE, loader_ranks
 from ckptool.serialization.source import find_missing_ranks
 
-_LOADER = re.compile(r"(dataloader\.dp_rank_)(\d{1,6})(?:\..+)?")
-_DEGREES = ("dataloader.world_size", "dataloader.dp_world_size")
-"""How many data-parallel ranks torchtitan's loader had (0.1 to 0.2; b5bcd76)."""
 _RANDOM = re.compile(r"rng_state_(\d{1,6})\.pth")
 """The name of a rank's random states (transformers 4.20 to 5.24); of one process, no number."""
 _FEW = 4
@@ -26,9 +23,7 @@ def rank_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     Nodes of a cluster may each have the random states of their own ranks, one after another, and
     replicas of torchft the positions of theirs, without a model.
     """
-    loaders = {int(m[2]) for m in map(_LOADER.fullmatch, catalog.objects) if m}
-    degrees = (catalog.objects[name].value for name in _DEGREES if name in catalog.objects)
-    degree = next((value for value in degrees if type(value) is int), max(loaders, default=-1) + 1)
+    loaders, degree = loader_ranks(catalog.objects)
     if loaders and catalog.tensors and (missing := find_missing_ranks(loaders, degree)):
         names = [f"dataloader.dp_rank_{rank}" for rank in missing]
         message = f"{list_some(names, _FEW)}: missing, of {plural(degree, 'data-parallel rank')}"
