@@ -178,14 +178,18 @@ def _is_prefix(step: str) -> bool:
 def optimizer_names(catalog: Catalog) -> set[str]:
     """Return the names of an optimizer's state, read or not.
 
-    A value is some if there are tensors beside it: alone it is a setting.
+    A value is some if its name cannot be anything else's, or if tensors are beside it: alone it is
+    a setting. Tensors by kind (``exp_avg.NAME``, as of DeepSpeed and Megatron) were taken out of
+    the state dict that holds the values.
     """
     tensors = {n for n, e in catalog.tensors.items() if state_category(e) == "optimizer"}
-    heads = {name.partition(".")[0] for name in tensors}
+    heads = {_head(name) for name in tensors}
+    by_kind = any(map(_KINDS.fullmatch, heads))
     values = {
         name
         for name, entry in catalog.objects.items()
-        if state_category(entry) == "optimizer" and name.partition(".")[0] in heads
+        if state_category(entry) == "optimizer"
+        and (_head(name) in heads or is_state_of_optimizer(name) or (by_kind and "." in name))
     }
     parts = {
         name: (why.part if isinstance(why, Refusal) else None) or state_category_of_name(name, ())

@@ -10,6 +10,7 @@ from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.state_category import (
     model_prefixes,
+    optimizer_names,
     state_category,
     weights,
     with_every_part,
@@ -95,3 +96,18 @@ def test_a_master_is_a_weight_where_it_is_the_only_one_of_its_parameter() -> Non
     """ZeRO 3 with a parameter that is not partitioned: the module has that one alone."""
     whole = catalog(["module.a.w", "fp32.a.w", "fp32.b.w", "exp_avg.b.w"])
     assert weights(whole) == ["module.a.w", "fp32.b.w"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "state", "settings"),
+    [
+        (["optim.state.w.exp_avg"], ["optim.param_groups.0.lr"], ["optimizer", "optimizer.name"]),
+        (["exp_avg.w"], ["optimizer.loss_scaler.cur_scale", "chained_0.optimizer"], ["optimizer"]),
+        ([], ["optimizer.param_groups.0.lr"], ["optimizer.lr"]),
+    ],
+)
+def test_an_optimizers_values_go_with_its_tensors(
+    tensors: list[str], state: list[str], settings: list[str]
+) -> None:
+    values = dict.fromkeys([*state, *settings, "step"], 1)
+    assert optimizer_names(catalog(["model.w", *tensors], values)) == {*tensors, *state}
