@@ -65,7 +65,8 @@ class RewriteResult(Struct, frozen=True):
 
     ``whole`` is everything that could be selected, ``kept`` the selection, ``catalog`` the result.
     ``cast`` counts the tensors cast from each type, ``dequantized`` those of each kind of
-    quantization, ``renamed`` what ``--strip-prefix`` and ``--rename`` changed.
+    quantization, ``renamed`` what ``--strip-prefix`` and ``--rename`` changed. ``unwrapped`` are
+    the prefixes that ``--model-only`` removed from the names.
     """
 
     whole: Catalog
@@ -75,6 +76,7 @@ class RewriteResult(Struct, frozen=True):
     cast: dict[str, int]
     dequantized: dict[str, int]
     renamed: RenamedCounts
+    unwrapped: tuple[str, ...]
 
 
 def rewrite(
@@ -101,6 +103,7 @@ def rewrite(
         source = _dequantize(opened, None if casts is None else casts.model, options.map.assets)
     if kept is None:
         kept = select_entries(source.catalog, selection)
+    unwrapped = _removed_prefixes(source.catalog, selection)
     renamed = RenamedCounts()
     if selection.rename or selection.strip_prefix is not None:
         kept, renamed = _rename(kept, selection)
@@ -124,7 +127,9 @@ def rewrite(
             dropped=options.drop_metadata,
             given=options.metadata,
         )
-    return RewriteResult(source.catalog, kept, catalog, report, cast_counts, counts, renamed)
+    return RewriteResult(
+        source.catalog, kept, catalog, report, cast_counts, counts, renamed, unwrapped
+    )
 
 
 def _dequantize(
@@ -179,6 +184,16 @@ def select_entries(catalog: Catalog, selection: Selection) -> Catalog:
 
     Every entry keeps the ``part`` that it had under its former name.
     """
+    catalog = _select(catalog, selection)
+    if selection.model_only or selection.peft_adapter:
+        catalog = only_model(catalog)
+    if selection.peft_adapter:
+        catalog = adapter_of(catalog)
+    return catalog
+
+
+def _select(catalog: Catalog, selection: Selection) -> Catalog:
+    """Return the selection from a catalog, before it is reduced to a model."""
     catalog = with_every_part(catalog)
     names = names_of(catalog) if selection.select or selection.drop else ()
     optimizer = optimizer_names(catalog) if selection.no_optimizer else ()
@@ -188,11 +203,13 @@ def select_entries(catalog: Catalog, selection: Selection) -> Catalog:
         catalog = drop(catalog, selection.drop, names)
     if selection.no_optimizer:
         catalog = drop_names(catalog, optimizer)
-    if selection.model_only or selection.peft_adapter:
-        catalog = only_model(catalog)
-    if selection.peft_adapter:
-        catalog = adapter_of(catalog)
     return catalog
+
+
+def _removed_prefixes(catalog: Catalog, selection: Selection) -> tuple[str, ...]:
+    """Return the prefixes that a selection removes from the names of a model."""
+    is_model = selection.model_only or selection.peft_adapter
+    return model_prefixes(_select(catalog, selection)) if is_model else ()
 
 
 def _rename(catalog: Catalog, selection: Selection) -> tuple[Catalog, RenamedCounts]:

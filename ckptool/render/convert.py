@@ -122,6 +122,9 @@ def rewriting_lines(report: RewrittenReport) -> Iterator[str]:
         )
     if renamed := _counted(report.renamed.tensors, report.renamed.values):
         yield f"  renamed: {renamed}"
+    if report.unwrapped:
+        prefixes = ", ".join(f"`{visible(prefix)}.`" for prefix in report.unwrapped)
+        yield f"  names: {prefixes} removed"
     yield from (f"  excluded: {line}" for line in report.excluded)
 
 

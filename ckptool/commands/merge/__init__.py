@@ -26,7 +26,13 @@ from ckptool.commands.options.rewrite import MapOptions, RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
 from ckptool.commands.reshard.reshard import plan_reshard
 from ckptool.commands.rewrite import RewriteResult, cast_catalog
-from ckptool.commands.transfer.rewritten import Matched, RewrittenReport, selected
+from ckptool.commands.transfer.rewritten import (
+    Matched,
+    RewrittenReport,
+    excluding,
+    exclusions,
+    selected,
+)
 from ckptool.commands.transfer.target import require_apart, resolve_target
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.catalog import Catalog
@@ -60,7 +66,8 @@ class Merged(Struct, frozen=True):
     """The checkpoints of a recipe as one, which has the computed tensors: nothing is written yet.
 
     ``rewritten`` is the same after the casts that were asked for; ``matched`` is what patterns mean
-    in all sources, ``decided`` what the adapter's config decides.
+    in all sources, ``excluded`` what the first one has besides, ``decided`` what the adapter's
+    config decides.
     """
 
     opened: OpenedCheckpoint
@@ -68,6 +75,7 @@ class Merged(Struct, frozen=True):
     sources: dict[str, Location]
     expressions: tuple[Expression, ...]
     matched: Sequence[Matched] = ()
+    excluded: tuple[str, ...] = ()
     decided: object = None
 
 
@@ -88,7 +96,7 @@ def prepare_merge(
         planned = _plan_for_mesh(merged, target, options)
     common = {name: getattr(planned.report, name) for name in RewrittenReport.__struct_fields__}
     casts = [each for each in common["matched"] if each.option == "--dtype"]
-    common["matched"] = (*merged.matched, *casts)
+    common |= {"matched": (*merged.matched, *casts), "excluded": merged.excluded}
     report = MergeReport(
         **common,
         sources=merged.sources,
@@ -124,7 +132,11 @@ def open_merged(
     Each is rewritten by itself, and the result is cast. Raises UsageError if the target is in one
     of them, Unsupported if they do not fit, and the errors of opening.
     """
-    rewriting = rewriting if recipe.with_optimizer else model_only(rewriting)
+    because = excluding(rewriting.selection)
+    if not (recipe.with_optimizer or rewriting.selection.model_only):
+        kept = "all else" if because else "all"
+        because += f"{'; ' if because else ''}--with-optimizer keeps {kept}"
+        rewriting = model_only(rewriting)
     if recipe.deltas:
         require_as_stored(rewriting)
     operands = open_operands(recipe, read, rewriting)
@@ -138,7 +150,9 @@ def open_merged(
     weights += [operands[each.place] for each in recipe.takes]
     matched = selected(_names_in(weights), rewriting.selection)
     said, decided = computation.expressions, computation.decided
-    return Merged(opened, rewritten, sources, said, matched, decided)
+    first = next(iter(operands.values())).rewritten
+    excluded = exclusions(first.whole, first.kept, because)
+    return Merged(opened, rewritten, sources, said, matched, excluded, decided)
 
 
 def compute(

@@ -30,7 +30,7 @@ class RewrittenReport(TransferReport, frozen=True, kw_only=True):
     """A transfer of what was selected, renamed and cast.
 
     ``cast`` and ``dequantized`` count tensors by stored type, ``renamed`` those of the selection
-    that have another name than before.
+    that have another name than before; ``unwrapped`` are the prefixes that a model's names lost.
     """
 
     matched: tuple[Matched, ...] = ()
@@ -38,6 +38,7 @@ class RewrittenReport(TransferReport, frozen=True, kw_only=True):
     cast: dict[str, int] = field(default_factory=dict)
     dequantized: dict[str, int] = field(default_factory=dict)
     renamed: RenamedCounts = RenamedCounts()
+    unwrapped: tuple[str, ...] = ()
 
 
 def rewriting(made: RewriteResult, kept: Catalog, options: RewriteOptions) -> dict[str, Any]:
@@ -45,10 +46,11 @@ def rewriting(made: RewriteResult, kept: Catalog, options: RewriteOptions) -> di
     return {
         "map": made.map,
         "matched": (*selected(made.whole, options.selection), *_cast(made.catalog, options)),
-        "excluded": _exclusions(made.whole, kept, options.selection),
+        "excluded": exclusions(made.whole, kept, excluding(options.selection)),
         "cast": made.cast,
         "dequantized": made.dequantized,
         "renamed": made.renamed,
+        "unwrapped": made.unwrapped,
     }
 
 
@@ -72,8 +74,8 @@ def _matched(option: str, pattern: str, catalog: Catalog, names: Any) -> Matched
     return Matched(option, pattern, len(found) - values, values, tuple(found[:_FEW]))
 
 
-def _exclusions(before: Catalog, after: Catalog, selection: Selection) -> tuple[str, ...]:
-    """Return what the selection excludes, one line for tensors and one for values."""
+def excluding(selection: Selection) -> str:
+    """Return the options with which a selection excludes something."""
     given = {
         "--select": selection.select,
         "--drop": selection.drop,
@@ -81,11 +83,15 @@ def _exclusions(before: Catalog, after: Catalog, selection: Selection) -> tuple[
         "--no-optimizer": selection.no_optimizer,
         "--peft-adapter": selection.peft_adapter,
     }
-    options = ", ".join(option for option, value in given.items() if value)
+    return ", ".join(option for option, value in given.items() if value)
+
+
+def exclusions(before: Catalog, after: Catalog, because: str) -> tuple[str, ...]:
+    """Return what a selection excludes, one line for tensors and one for values."""
     tensors = len(before.tensors) - len(after.tensors)
     values = len(before.objects) - len(after.objects)
     return tuple(
-        f"{plural(count, what)} ({options})"
+        f"{plural(count, what)} ({because})"
         for count, what in ((tensors, "tensor"), (values, "non-tensor value"))
-        if options and count
+        if because and count
     )

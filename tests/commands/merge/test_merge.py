@@ -320,9 +320,14 @@ def test_an_interrupted_merge_ends_byte_equal(
 def test_the_optimizer_is_merged_on_demand(tmp_path: Path) -> None:
     source = str(case("dcp_fsdp2").path)
     alone, whole = tmp_path / "alone", tmp_path / "whole"
-    assert run(str(alone), "--average", source, source, "--to", "dcp")[0] == 0
+    code, said = run(str(alone), "--average", source, source, "--to", "dcp")
+    assert code == 0
+    assert "names: `model.` removed" in said
+    assert "excluded: 1 non-tensor value (--with-optimizer keeps all)" in said
     words = ("--average", source, source, "--to", "dcp", "--with-optimizer")
-    assert run(str(whole), *words)[0] == 0
+    code, said = run(str(whole), *words)
+    assert code == 0
+    assert "excluded" not in said
     with ckptool.open(source) as before, ckptool.open(whole) as after, ckptool.open(alone) as model:
         assert after.keys() == before.keys()
         assert len(model) < len(before)
