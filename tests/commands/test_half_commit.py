@@ -192,8 +192,8 @@ def test_what_is_put_among_the_staged_files_survives(
         if (place / ".run.partial").is_dir():
             (place / ".run.partial" / name).parent.mkdir(exist_ok=True)
             (place / ".run.partial" / name).write_text("mine as well")
-            for resume in (True, False):
-                error = said(partial(write, place, overwrite=True, resume=resume))
+            for more in ({"resume": True}, {"overwrite": True}):
+                error = said(partial(write, place, **more))
                 assert not error or name.partition("/")[0] in error or "resume" in error
                 assert mine(place) == SCRIPTS | {Path(name).name: "mine as well"}, number
         shutil.rmtree(place)

@@ -158,7 +158,7 @@ def test_an_error_after_the_commit_says_that_the_new_one_stands(
             ready(*words, overwrite=True).run()
     assert caught.value.exit_code == 5
     assert read_back("dcp", target) == case("dcp_base").truth
-    ready(*words, overwrite=True, resume=True).run()
+    ready(*words, resume=True).run()
     assert foreign_of(target) == FOREIGN
     assert hidden(out) == []
 
@@ -176,14 +176,13 @@ def test_an_error_while_a_killed_commit_is_rolled_back_names_no_new_one(
         )  # as a kill leaves it
         with pytest.raises(TransferError):
             ready(case("dcp_base").path, target, "torch-save", overwrite=True).run()
-    again = {"overwrite": True, "resume": True}
     with monkeypatch.context() as context:
         context.setattr(NoteFile, "remove", failed)
         with pytest.raises(TransferError, match="could not be rolled back") as caught:
-            ready(case("dcp_base").path, target, "torch-save", **again).run()
+            ready(case("dcp_base").path, target, "torch-save", resume=True).run()
     assert not isinstance(caught.value, Committed)
     assert target.read_bytes() == old
-    ready(case("dcp_base").path, target, "torch-save", **again).run()
+    ready(case("dcp_base").path, target, "torch-save", resume=True).run()
     assert read_back("torch-save", target) == case("dcp_base").truth
     assert hidden(out) == []
 

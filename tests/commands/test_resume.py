@@ -23,7 +23,7 @@ from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.run_options import StageOptions
 from ckptool.engine.write.disk_target import DiskTarget
 from ckptool.engine.write.stage import Stage
-from ckptool.errors import CkptoolError, Unsupported
+from ckptool.errors import CkptoolError, Unsupported, UsageError
 
 
 @pytest.fixture
@@ -78,6 +78,37 @@ def test_finished_files_are_not_written_again(source: Path, out: Path, stopped: 
     assert {name: (out / "r" / name).stat().st_mtime_ns for name in done} == before
     assert read_back("dcp", out / "r") == read_back("dcp", source)
     assert os.listdir(out) == ["r"]
+
+
+def test_a_run_that_was_to_overwrite_is_continued_without_saying_so_again(
+    source: Path, out: Path
+) -> None:
+    ready(source, out / "r", mesh="2").run()
+    old = read_back("dcp", out / "r")
+    files = sorted(os.listdir(out / "r"))
+    one = ready(source, out / "r", overwrite=True)
+    with pytest.raises(Stop):
+        one.run(stop_after(one.plan.layout.nbytes // 2))
+    assert sorted(os.listdir(out / "r")) == files
+    assert ready(source, out / "r", resume=True).obstacle() is None
+    ready(source, out / "r", resume=True).run()
+    assert read_back("dcp", out / "r") == old
+    assert len(os.listdir(out / "r")) > len(files)
+    assert os.listdir(out) == ["r"]
+
+
+def test_what_came_to_the_target_of_another_run_meanwhile_stays(
+    source: Path, out: Path, stopped: Path
+) -> None:
+    ready(source, out / "s").run()
+    (out / "s").rename(out / "r")
+    with pytest.raises(Unsupported, match="r already exists"):
+        ready(source, out / "r", resume=True).run()
+
+
+def test_overwriting_and_resuming_are_one_at_a_time(source: Path, out: Path) -> None:
+    with pytest.raises(UsageError, match="--overwrite and --resume: one at a time"):
+        ready(source, out / "r", overwrite=True, resume=True).run()
 
 
 @pytest.mark.parametrize("change", ["cut", "flipped"])

@@ -75,6 +75,12 @@ class TransferOptions(OptionSet):
 
     def require_one_way(self) -> None:
         """Raise UsageError for options that cannot be combined."""
+        if self.overwrite and self.resume:
+            raise UsageError(
+                "--overwrite and --resume: one at a time",
+                hint="--resume continues an interrupted run, also one that was to overwrite;"
+                " --overwrite starts over",
+            )
         if self.part is not None and self.finish:
             raise UsageError(
                 "--part and --finish: one at a time",

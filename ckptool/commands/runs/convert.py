@@ -220,13 +220,14 @@ class _Conversion:
         return made("written", nbytes=nbytes)
 
     def _write(self, transfer: Transfer[ConvertReport], differs: str) -> None:
-        """Write a target, with ``resume`` from where an interrupted run ended, if one did."""
+        """Write a target, with ``resume`` or ``overwrite`` from where a run ended, if one did."""
         how, target = transfer.options, transfer.target
         self._notify(f"writing {target}")
-        for resume in (True, False) if how.resume else (False,):
+        for resume in (True, False) if how.resume or how.overwrite else (False,):
             if differs and not (resume or how.overwrite):
                 raise Unsupported(f"{target}: there already, and {differs}", hint="--overwrite")
-            this = structs.replace(transfer, options=replace(how, resume=resume))
+            this_way = replace(how, resume=resume, overwrite=how.overwrite and not resume)
+            this = structs.replace(transfer, options=this_way)
             try:
                 report = this.run(self._started(this.nbytes))
             except Unsupported:

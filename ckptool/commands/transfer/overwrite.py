@@ -97,7 +97,7 @@ def require_unmixed(target: Path, staged: Path, own: Iterable[str]) -> None:
         raise TransferError(
             f"{target}: {list_some(read)}: not part of the old checkpoint, but would be read as"
             " part of the new one",
-            hint="move it away, then run the same command with --resume",
+            hint="move it away, then run the same command with --resume in place of --overwrite",
         )
 
 

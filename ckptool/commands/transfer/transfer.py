@@ -25,7 +25,7 @@ from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import ALL, Share
-from ckptool.engine.write.disk_target import DiskTarget
+from ckptool.engine.write.disk_target import DiskTarget, was_to_replace
 from ckptool.engine.write.run import fetched_ahead, workers_within_budget
 from ckptool.engine.write.stage import FINISH, WHOLE, Stage, part_role
 from ckptool.engine.write.work import Work
@@ -127,9 +127,9 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         """
         if on_disk(self.target) is None:
             return None
-        stage = stage_at(self.target, self.plan.layout, self._stage_options(), self.options)
         try:
-            stage.require_possible()
+            options = self._stage_options()
+            stage_at(self.target, self.plan.layout, options, self.options).require_possible()
         except Unsupported as error:
             return f"{error.message}; {error.hint}" if error.hint else error.message
         return None
@@ -340,20 +340,21 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
 
     def _stage_options(self) -> StageOptions:
         self.options.require_one_way()
-        source, catalog = self.opened.source, self.plan.catalog
+        source, catalog, path = self.opened.source, self.plan.catalog, on_disk(self.target)
         read = [*catalog.files, *catalog.companions]
+        overwrite = self.options.overwrite
+        if self.options.resume and path is not None:
+            overwrite = was_to_replace(path)
         return StageOptions(
             partial(plan_digest, self.plan, self.opened.source, self.decided),
             source.fingerprint(read),
             source.fingerprint(read, exact=True),
-            self.options.overwrite,
+            overwrite,
             self.options.resume or self.options.finish or self.options.part is not None,
             self.options.run.fsync,
             self.options.verify,
             lambda: (
-                own_files(self.target, self.plan.layout, self.opened.source)
-                if self.options.overwrite
-                else None
+                own_files(self.target, self.plan.layout, self.opened.source) if overwrite else None
             ),
         )
 

@@ -50,6 +50,12 @@ from ckptool.storage.local import LocalSource
 from ckptool.storage.note import require_own_folder
 
 
+def was_to_replace(path: Path) -> bool:
+    """Return whether an interrupted run was asked to replace what is at its target."""
+    head = Journals(staging_folder(path)).heads().get(0)
+    return head is not None and head.overwrite
+
+
 class DiskTarget(Target):
     """A hidden folder beside the target, and journals of what is finished in it.
 
@@ -199,7 +205,8 @@ class DiskTarget(Target):
 
     def _head(self, **more: Any) -> JournalHead:
         """Return the first line of a journal of this run."""
-        return JournalHead(self._options.plan, self._options.source, **more)
+        options = self._options
+        return JournalHead(options.plan, options.source, overwrite=options.overwrite, **more)
 
     def _require_no_link(self) -> None:
         """Make the folder; raise Unsupported if a link in it would be written through."""

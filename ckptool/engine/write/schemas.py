@@ -62,7 +62,8 @@ class JournalHead(_Note, frozen=True, tag_field="schema", tag=SCHEMA):
     """The first line of a journal: digests of the plan and of the source's files.
 
     The first process's journal has the files to be written, with their sizes in bytes, and the
-    state of the source; those of parts, into how many the run is shared.
+    state of the source; those of parts, into how many the run is shared. ``overwrite`` says that
+    the run was asked to replace what is at the target.
     """
 
     plan: Text
@@ -70,6 +71,7 @@ class JournalHead(_Note, frozen=True, tag_field="schema", tag=SCHEMA):
     parts: PartCount | None = None
     files: dict[str, Size] | None = None
     state: Text | None = None
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
         require_plain(self.files or ())

@@ -28,6 +28,7 @@ from ckptool.storage.files import Files
 from ckptool.storage.url import Location
 
 RESUME_HINT = "the finished files are kept; the same command with --resume continues"
+RESUME_OVERWRITE = RESUME_HINT.replace("--resume", "--resume in place of --overwrite")
 
 
 class Role(Struct, frozen=True):
@@ -220,7 +221,10 @@ class Stage:
 
     def next_step(self) -> str | None:
         """Return how to continue a run that ended midway; None if there is nothing to continue."""
-        return self._role.next_step if self.target.is_partial() else None
+        if not self.target.is_partial():
+            return None
+        is_whole = self._role == WHOLE and self.options.overwrite
+        return RESUME_OVERWRITE if is_whole else self._role.next_step
 
     def discard(self, *, resumed: bool = False) -> None:
         """Remove what this process wrote; what was resumed only if requested.

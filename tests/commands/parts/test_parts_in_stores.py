@@ -91,9 +91,10 @@ def test_in_a_store_nothing_is_begun_afresh_while_a_part_is_written(
     real, mine = type(part)._move, os.getpid()
 
     def meanwhile(self: Any, *words: Any) -> None:
-        for resume in (False, True):
+        for overwrite in (True, False):
             monkeypatch.setattr(os, "getpid", lambda: 1)
-            other = planned(source, location(place.url), asked(overwrite=True, resume=resume))
+            how = asked(overwrite=overwrite, resume=not overwrite)
+            other = planned(source, location(place.url), how)
             refused(other.run, "another ckptool is writing a part of it")
             monkeypatch.setattr(os, "getpid", lambda: mine)
         real(self, *words)

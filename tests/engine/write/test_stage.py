@@ -235,7 +235,7 @@ class Trial:
     ) -> None:
         self.world, self.old, self.works, self.again = world, old, works, again
         self.start()
-        assert world.run(works), "without a fault"
+        assert world.run(works), f"without a fault: {world.ended}"
         self.calls = world.faults.calls
         self.new = world.content()
         assert not world.notes()
@@ -285,7 +285,7 @@ def afresh(world: World) -> Trial:
 def over_an_old_one(world: World) -> Trial:
     old = [world.reshard(OLD)]
     works = [world.reshard(NEW, overwrite=True)]
-    return Trial(world, old, works, [world.reshard(NEW, overwrite=True, resume=True)])
+    return Trial(world, old, works, [world.reshard(NEW, resume=True)])
 
 
 def in_parts(world: World) -> Trial:

@@ -21,7 +21,7 @@ from ckptool.commands.verify.salvage.intact import find_intact
 from ckptool.commands.verify.salvage.repair import rebuild
 from ckptool.core.planning.plan import Plan
 from ckptool.engine.ranks import Ranks
-from ckptool.engine.write.stage import RESUME_HINT
+from ckptool.engine.write.stage import RESUME_HINT, RESUME_OVERWRITE
 from ckptool.errors import Committed, NotFound, TransferError, Unsupported
 from ckptool.formats import FORMATS, single_file_suffixes
 from ckptool.formats.base import Request
@@ -92,7 +92,7 @@ class Salvage(Transfer[SalvageReport], frozen=True, kw_only=True):
             late = error
         except TransferError as error:
             message = f"{error.message}{self.listing.put_back()}"
-            hint = _AFRESH if error.hint == RESUME_HINT else error.hint
+            hint = _AFRESH if error.hint in (RESUME_HINT, RESUME_OVERWRITE) else error.hint
             raise type(error)(message, hint=hint) from error
         except BaseException:
             self.listing.put_back()
