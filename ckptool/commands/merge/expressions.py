@@ -50,7 +50,7 @@ class Computation(Struct, frozen=True):
 
 
 def add(operands: Sequence[Operand], total: WeightedSum, text: str) -> Computation:
-    """Compute each floating tensor of several checkpoints, which must have the same tensors.
+    """Add up each tensor of real or complex numbers of checkpoints, which must have the same.
 
     Integers, booleans, tensors without dims and values are those of the first; names of one tensor
     stay that. Raises Unsupported for other names, shapes or ties, and for tensors that are
@@ -59,7 +59,6 @@ def add(operands: Sequence[Operand], total: WeightedSum, text: str) -> Computati
     first, *others = operands
     for operand in operands:
         require_numbers(operand)
-        _require_real(operand)
     ties = tied_names(first.catalog)
     for operand in others:
         _require_alike(first, operand)
@@ -67,14 +66,14 @@ def add(operands: Sequence[Operand], total: WeightedSum, text: str) -> Computati
     shared = {name: names[0] for names in ties for name in names[1:]}
     tensors, said = dict[str, TensorEntry](), list[Expression]()
     for name, entry in first.catalog.tensors.items():
-        is_computed = can_cast(entry)
-        if is_computed:
+        is_summed = _is_summed(entry)
+        if is_summed:
             parts = [entry, *(operand.catalog.tensors[name] for operand in others)]
             own = tensors.get(shared.get(name, ""))
             made = computed(entry, parts, total, same_box, exceeds=total.exceeds)
             entry = made if own is None else replace(made, chunks=own.chunks)
         tensors[name] = entry
-        said.append(Expression(name, text if is_computed else first.label))
+        said.append(Expression(name, text if is_summed else first.label))
     return Computation(first.catalog.with_tensors(tensors), tuple(said))
 
 
@@ -129,15 +128,9 @@ def require_numbers(operand: Operand, names: Iterable[str] | None = None) -> Non
             )
 
 
-def _require_real(operand: Operand) -> None:
-    """Raise Unsupported for complex tensors, whose sums 64 bits do not hold."""
-    for name, entry in operand.catalog.tensors.items():
-        if entry.shape and entry.dtype.kind == "complex":
-            raise Unsupported(
-                f"{operand.opened.path}: {name} is {entry.dtype}: complex numbers are not summed",
-                hint=f"--drop '{name}' leaves it out; `ckptool merge OUT2 OUT --take '{name}' FROM"
-                " SRC` then puts that of one SRC back",
-            )
+def _is_summed(entry: TensorEntry) -> bool:
+    """Return whether a tensor has dims, and real or complex numbers."""
+    return can_cast(entry) or (entry.dtype.kind == "complex" and bool(entry.shape))
 
 
 def _require_alike(first: Operand, other: Operand) -> None:
@@ -160,7 +153,7 @@ def _require_alike(first: Operand, other: Operand) -> None:
                 f" {list(twin.shape)} in {other.opened.path}",
                 hint=f"--drop '{name}' leaves it out",
             )
-        if can_cast(twin) != can_cast(entry):
+        if _is_summed(entry) and twin.dtype.kind != entry.dtype.kind:
             raise Unsupported(
                 f"{name}: {entry.dtype} in {first.opened.path}, {twin.dtype} in"
                 f" {other.opened.path}",

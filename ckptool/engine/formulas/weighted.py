@@ -13,6 +13,7 @@ from ckptool.core.catalog import Computed, Gather, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
 from ckptool.engine.formulas.doubles import as_doubles, from_doubles, pieces
+from ckptool.engine.read.gather import unit
 from ckptool.engine.read.numbers import Array
 
 _DOUBLE = 8
@@ -24,7 +25,7 @@ class WeightedSum(Struct, frozen=True):
     """The sum of tensors of one shape, each times its weight, over a ``divisor``.
 
     Each number is computed in 64 bits, in the order of the tensors, and then cast once, as torch
-    casts. So it is the same whichever tiles it is computed in.
+    casts. So it is the same whichever tiles it is computed in. Complex numbers are two.
     """
 
     weights: tuple[float, ...]
@@ -37,21 +38,24 @@ class WeightedSum(Struct, frozen=True):
 
     def __call__(self, gather: Gather, at: Computed, box: Box, dtype: DType) -> Array:
         """Compute a box of the sum, as bits of a type, a part of it at a time."""
-        result: Array = np.empty(box.volume, f"u{dtype.itemsize}")
-        done = 0
-        for part in tiles(box, _DOUBLE, _MOST):
-            result[done : done + part.volume] = from_doubles(self._sum(gather, at, part), dtype)
-            done += part.volume
+        result: Array = np.empty(box.volume, unit(dtype.itemsize))
+        done, numbers = 0, result.view(f"u{dtype.part.itemsize}")
+        for part in tiles(box, _DOUBLE * dtype.itemsize // dtype.part.itemsize, _MOST):
+            made = from_doubles(self._sum(gather, at, part), dtype.part)
+            numbers[done : done + made.size] = made
+            done += made.size
         return result
 
     def _sum(self, gather: Gather, at: Computed, box: Box) -> Array:
         """Return a box of the sum as doubles, to which one tensor after the other is added."""
-        total: Array = np.empty(box.volume, "f8")
+        total: Array = np.empty(0)
         with np.errstate(all="ignore"):  # what is not finite stays so
             for number, (entry, weight) in enumerate(zip(at.stored, self.weights, strict=True)):
-                bits = gather(entry, box).reshape(-1)
+                stored = entry.source_dtype.part
+                bits = gather(entry, box).reshape(-1).view(f"u{stored.itemsize}")
+                total = total if number else np.empty(bits.size)
                 for piece in pieces(total.size):
-                    term = as_doubles(bits[piece], entry.source_dtype)
+                    term = as_doubles(bits[piece], stored)
                     term = term if weight == 1 else term * weight
                     # the first is not added to zeros: its own keep their sign
                     total[piece] = total[piece] + term if number else term

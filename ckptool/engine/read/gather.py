@@ -216,9 +216,9 @@ class Gatherer:
     def _count_computed(
         self, beyond: RangeCheck, entry: TensorEntry, at: Computed, made: tuple[Array, Box]
     ) -> None:
-        """Count the computed numbers that exceed the range of their type."""
+        """Count the computed numbers that exceed the range of their type; not complex ones."""
         values, local = made
-        if not may_have_lost(values, entry.source_dtype):
+        if entry.source_dtype.kind != "float" or not may_have_lost(values, entry.source_dtype):
             return
         wide = widest_type(at)
         numbers: Array = np.empty(values.shape, unit(wide.itemsize))

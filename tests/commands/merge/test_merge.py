@@ -507,20 +507,23 @@ def test_a_pattern_that_means_nothing_anywhere_is_refused(
     assert f"{option} '{asked}' matches none of" in said
 
 
-def test_complex_tensors_are_refused_and_put_back(tmp_path: Path) -> None:
-    for at, label in enumerate(LABELS[:2], 1):
-        tensors = {"w": torch.ones(3) * at, "freqs": torch.full((2,), at * 1j)}
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_numbers_are_summed_in_their_parts(tmp_path: Path, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(1)
+    terms = [torch.randn(301, 7, 2, generator=random).double() for _ in "ab"]
+    part = dtype.to_real()
+    for label, term in zip("ab", terms, strict=True):
+        tensors = {"freqs": torch.view_as_complex(term.to(part)), "n": torch.ones((), dtype=dtype)}
         torch.save(tensors, tmp_path / f"{label}.pt")
-    a, b = (str(tmp_path / f"{label}.pt") for label in LABELS[:2])
-    one, two = str(tmp_path / "one.pt"), str(tmp_path / "two.pt")
-    code, said = run(one, "--average", a, b)
+    torch.save({"freqs": terms[0][..., 0], "n": torch.ones(())}, tmp_path / "real.pt")
+    a, b, real = (str(tmp_path / f"{label}.pt") for label in ("a", "b", "real"))
+    assert run(str(tmp_path / "out.pt"), "--average", a, b, "--weights", "1,2")[0] == 0
+    found = torch.load(tmp_path / "out.pt")
+    first, second = (term.to(part).double() for term in terms)
+    assert bits(torch.view_as_real(found["freqs"])) == bits(((first + second * 2) / 3).to(part))
+    code, said = run(str(tmp_path / "no.pt"), "--average", a, real)
     assert code == 4
-    assert "freqs is complex64: complex numbers are not summed" in said
-    assert run(one, "--average", a, b, "--drop", "freqs")[0] == 0
-    assert run(two, one, "--take", "freqs", "FROM", b)[0] == 0
-    found = torch.load(two)
-    assert found["freqs"].tolist() == [2j, 2j]
-    assert found["w"].tolist() == [1.5] * 3
+    assert f"freqs: {str(dtype)[6:]} in {a}, float64 in {real}" in said
 
 
 def test_dry_run_folds_only_names_that_there_are(tmp_path: Path) -> None:
