@@ -218,6 +218,9 @@ _CODES: dict[str, dict[str, Code]] = {
         "weights-rounded-otherwise": Code(
             _INFO, "weights were rounded from their masters, but not to the nearest number"
         ),
+        "parts-not-judged": Code(
+            _INFO, "weights, masters and moments that several parts share were not compared"
+        ),
         "moments-negative": Code(
             _WARNING,
             "an optimizer's means of squares are negative",

@@ -178,7 +178,7 @@ class Verification:
         catalog, source, row = self._catalog, self.surveyed.source, self.surveyed.format
         if self._sample.checks_whole:
             self._problems += integrity_problems(source)
-        senses = senses_of(catalog) if self._sample.is_all else []
+        senses = senses_of(catalog) if self._sample.leaves_none else []
         content, hashed = Content(senses), dict[str, int]()
         if catalog is None:
             self._files.find_items()
@@ -273,9 +273,10 @@ class Verification:
             from ckptool.commands.verify.checks.nonfinite import not_finite_problems
 
             self._problems += not_finite_problems(found, names, source)
-        if self._sample.is_all:
+        if self._sample.leaves_none:
             files = {p.file for p in self._problems if p.file and p.code in DAMAGE}
-            self._problems += meaning_problems(Elements(content, source, files))
+            elements = Elements(content, source, files, self._sample.is_all)
+            self._problems += meaning_problems(elements)
         unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
         self._unchecked = unchecked - (self._kept.keys() if self._sample.leaves_none else set())
 

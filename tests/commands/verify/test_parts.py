@@ -40,8 +40,9 @@ def in_parts(path: Path) -> list[VerifyReport]:
 
 
 def seen(*reports: VerifyReport) -> set[tuple[str, str]]:
-    """What was found in data; what metadata shows, each part says."""
-    found = (f for report in reports for f in report.findings if f.code != "no-checksum")
+    """What was found in data; what metadata shows, and what it cannot judge, each part says."""
+    said = ("no-checksum", "parts-not-judged")
+    found = (f for report in reports for f in report.findings if f.code not in said)
     return {(f.code, each.message) for f in found for each in f.affected or [f]}
 
 
@@ -155,6 +156,18 @@ def test_ranks_report_as_one_process(folder: Path) -> None:
     assert first.nbytes < both.nbytes == alone.nbytes
     assert seen(both) == seen(alone)
     assert (both.summary, both.depth, both.ok) == (alone.summary, "full", False)
+
+
+def test_parts_judge_what_is_theirs_and_say_that_other_parts_share_some(tmp_path: Path) -> None:
+    master = torch.randn(40, 30, generator=torch.Generator().manual_seed(3))
+    state = {"fp32_param": master, "exp_avg": master, "exp_avg_sq": master.square()}
+    state["exp_avg_sq"][3, 4] = -1
+    named = {f"optimizer.state.{kind}.w": each for kind, each in state.items()}
+    dcp.save({"w": master.bfloat16()} | named, checkpoint_id=tmp_path / "c", no_dist=True)
+    codes = [[finding.code for finding in report.findings] for report in in_parts(tmp_path / "c")]
+    assert all("parts-not-judged" in found for found in codes)
+    assert sum("moments-negative" in found for found in codes) == 1
+    assert not any("weights-differ-from-masters" in found for found in codes)
 
 
 def test_a_rank_opens_its_share_alone_and_what_is_alike_together(

@@ -54,11 +54,15 @@ class Content(Struct):
 
 
 class Elements(NamedTuple):
-    """All content once it has been read, where it is, and the damaged files."""
+    """All content once it has been read, where it is, and the damaged files.
+
+    If it is one part's share and not ``all`` of it, tensors have the chunks of that part alone.
+    """
 
     content: Content
     source: Files
     damaged: Collection[str]
+    is_all: bool = True
 
     @property
     def located(self) -> Mapping[str, TensorEntry]:
@@ -66,11 +70,16 @@ class Elements(NamedTuple):
         return self.content.trimmed
 
     def are_sound(self, *names: str) -> bool:
-        """Return whether tensors are there, and in no damaged file."""
+        """Return whether tensors are there, in no damaged file, and whole in this part."""
         located = self.located
-        return all(name in located for name in names) and not any(
+        if not all(name in located and self._is_whole(located[name]) for name in names):
+            return False
+        return not any(
             chunk.at.file in self.damaged for name in names for chunk in located[name].chunks
         )
+
+    def _is_whole(self, entry: TensorEntry) -> bool:
+        return self.is_all or sum(c.box.volume for c in entry.chunks) == entry.elements
 
 
 class Sense(Protocol):

@@ -76,12 +76,12 @@ class Moments:
         }
         yield from _negative(seen, located)
         if seen and all(moment.is_zero for moment in seen.values()):
-            yield from self._all_zero(elements, len(seen))
-        else:
-            yield from self._squares_lost(seen, elements)
-            yield from self._cut(seen, elements)
-            yield from _lost_ranks(seen, elements.located)
-            yield from _copied(seen, elements)
+            yield from self._all_zero(elements, len(seen)) if elements.is_all else ()
+            return
+        yield from self._squares_lost(seen, elements)
+        yield from self._cut(seen, elements)
+        yield from _lost_ranks(seen, located) if elements.is_all else ()
+        yield from _copied(seen, elements)
 
     def _all_zero(self, elements: Elements, count: int) -> Iterator[Problem]:
         steps = elements.content.counters.least

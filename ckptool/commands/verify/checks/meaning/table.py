@@ -1,5 +1,4 @@
-"""The checks of what sound bytes mean: those of metadata, and those of all data, if one process
-reads it."""
+"""The checks of what sound bytes mean: those of metadata, and those of all data."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class _Zeros:
     def problems(self, elements: Elements) -> Iterator[Problem]:
         """Yield the weights that are zero while others are not."""
         content = elements.content
-        if content.read.zeros:
+        if content.read.zeros and elements.is_all:
             yield from zero_weights(content.tensors, content.read.zeros, content.spans)
 
 
@@ -50,11 +49,16 @@ def metadata_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
 
 
 def senses_of(catalog: Catalog | None) -> list[Sense]:
-    """Return the checks of a catalog, of which all data is about to be read."""
+    """Return the checks of a catalog, of which all data, or a part's share, is about to be read."""
     return [sense(catalog) for sense in _SENSES] if catalog is not None else []
 
 
 def meaning_problems(elements: Elements) -> Iterator[Problem]:
-    """Yield what the checks say once all data has been read."""
-    for sense in elements.content.senses:
+    """Yield what the checks say once all data has been read, and if they cannot say all."""
+    senses = elements.content.senses
+    for sense in senses:
         yield from sense.problems(elements)
+    names = {name for sense in senses for name in sense.probes}
+    if not elements.is_all and not all(elements.are_sound(name) for name in names):
+        message = "weights, masters and moments of which several parts have a share: not judged,"
+        yield Problem(f"{message} as only verify in one process can", "parts-not-judged")
