@@ -88,6 +88,7 @@ def of_layer(state: State, layer: int, part: str = "up") -> dict[str, torch.Tens
     return found
 
 
+KINDS_OF = ("exp_avg", "exp_avg_sq")
 KINDS = [
     torch.optim.AdamW,
     torch.optim.SGD,
@@ -157,6 +158,16 @@ def test_all_moments_that_are_zero_after_steps(tmp_path: Path) -> None:
     (finding,) = found(saved(tmp_path / "c", state))
     assert finding.code == "moments-zero"
     assert "all moments of all parameters are zero, but 3 steps are counted" in finding.message
+
+
+@pytest.mark.parametrize(("skipped", "count"), [(0, 1), (6, 0)])
+def test_all_moments_that_are_zero_after_steps_of_deepspeed(
+    skipped: int, count: int, tmp_path: Path
+) -> None:
+    moments = {f"{kind}.{name}": torch.zeros(3) for kind in KINDS_OF for name in ("a", "b")}
+    state = moments | {"module": {"a": torch.ones(3), "b": torch.ones(3)}}
+    torch.save(state | {"global_steps": 7, "skipped_steps": skipped}, tmp_path / "c.pt")
+    assert len(found(tmp_path / "c.pt")) == count
 
 
 @pytest.mark.parametrize(

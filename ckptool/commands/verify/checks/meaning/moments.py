@@ -52,6 +52,7 @@ class Moments:
     def __init__(self, catalog: Catalog) -> None:
         self._names: dict[str, dict[str, str]] = defaultdict(dict)
         self._found: dict[str, Moment] = {}
+        self._steps = _steps_taken(catalog)
         for name, entry in catalog.tensors.items():
             kind, parameter = parse_moment(name) or ("", "")
             is_moment = kind and entry.source_dtype.name in _TYPES and entry.elements
@@ -84,7 +85,8 @@ class Moments:
         yield from _copied(seen, elements)
 
     def _all_zero(self, elements: Elements, count: int) -> Iterator[Problem]:
-        steps = elements.content.counters.least
+        least = elements.content.counters.least
+        steps = self._steps if least is None else least
         if count > 1 and steps is not None and steps >= _STEPS:
             first = next(iter(self._found))
             message = f"{first}: all moments of all parameters are zero, but {steps:g} steps are"
@@ -152,6 +154,13 @@ def _lost_ranks(
             message = f"{names[0]}: all moments of rank {rank} are zero, of"
             message += f" {plural(len(names), 'tensor')}, those of other ranks are not"
             yield Problem(message, "moments-zero", tensor=names[0])
+
+
+def _steps_taken(catalog: Catalog) -> int | None:
+    """Return the steps that DeepSpeed counts, without those that its loss scale skips."""
+    entries = (catalog.objects.get(name) for name in ("global_steps", "skipped_steps"))
+    taken, skipped = (entry.value if entry else None for entry in entries)
+    return taken - skipped if isinstance(taken, int) and isinstance(skipped, int) else None
 
 
 def parse_moment(name: str) -> tuple[str, str] | None:
