@@ -22,11 +22,10 @@ gives its ``data_offsets`` B and E behind N + 8 bytes, by
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 
 from ckptool.commands.verify.compare.values import canonical_text, text_digest
 from ckptool.core.dtype import BY_NAME
@@ -39,29 +38,38 @@ SCHEMA = "ckptool.manifest/1"
 MARK = b'{\n"schema": "ckptool.manifest/'
 """The beginning of every manifest."""
 _LARGEST = 1 << 30
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+Natural = Annotated[int, Meta(ge=0)]
 
 
 class TensorProof(Struct, frozen=True):
     """A tensor's element type, global shape and SHA-256 of its row-major bytes."""
 
     dtype: str
-    shape: tuple[int, ...]
-    sha256: str
+    shape: tuple[Natural, ...]
+    sha256: Digest
+
+    def __post_init__(self) -> None:
+        if self.dtype not in BY_NAME:
+            raise ValueError(f"{self.dtype[:80]!r} is not an element type")
 
 
 class ValueProof(Struct, frozen=True):
     """The SHA-256 of a value's canonical JSON, and that JSON where it is short."""
 
-    sha256: str
-    json: str | None = None
+    sha256: Digest
+    json: str | None
+
+    def __post_init__(self) -> None:
+        if self.json is not None and text_digest(self.json) != self.sha256:
+            raise ValueError("a value does not match its SHA-256")
 
 
 class FileProof(Struct, frozen=True):
     """A file's size in bytes and SHA-256."""
 
-    nbytes: int
-    sha256: str
+    nbytes: Natural
+    sha256: Digest
 
 
 class CheckpointManifest(Struct, frozen=True):
@@ -157,53 +165,6 @@ def _parsed(content: Any, path: Location) -> CheckpointManifest:
             hint="use an unchanged copy of the manifest",
         )
     try:
-        return CheckpointManifest(
-            _text(content["format"]),
-            {_text(name): _tensor(proof) for name, proof in _items(content["tensors"])},
-            {_text(name): _value(proof) for name, proof in _items(content["values"])},
-            {_text(name): _text(why) for name, why in _items(content["unproved"])},
-            {
-                _text(name): FileProof(_natural(proof["nbytes"]), _digest(proof))
-                for name, proof in _items(content["files"])
-            },
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        return convert(content, CheckpointManifest)
+    except ValidationError as error:
         raise Damaged(f"{path}: incomplete manifest: {error}") from None
-
-
-def _items(value: Any) -> Any:
-    if not isinstance(value, dict):
-        raise TypeError("not an object")
-    return value.items()
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{str(value)[:80]!r} is not text")
-    return value
-
-
-def _digest(proof: Mapping[str, Any]) -> str:
-    if not _DIGEST.fullmatch(_text(proof["sha256"])):
-        raise ValueError(f"{proof['sha256'][:80]!r} is not a SHA-256")
-    return str(proof["sha256"])
-
-
-def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{str(value)[:80]!r} is not a size")
-    return value
-
-
-def _tensor(proof: Any) -> TensorProof:
-    dtype = _text(proof["dtype"])
-    if dtype not in BY_NAME:
-        raise ValueError(f"{dtype[:80]!r} is not an element type")
-    return TensorProof(dtype, tuple(map(_natural, proof["shape"])), _digest(proof))
-
-
-def _value(proof: Any) -> ValueProof:
-    text = proof["json"]
-    if text is not None and text_digest(_text(text)) != proof["sha256"]:
-        raise ValueError("a value does not match its SHA-256")
-    return ValueProof(_digest(proof), text)

@@ -285,6 +285,18 @@ EDITS: dict[str, Callable[[str], str]] = {
     "no file": lambda text: signed(text, "files", None),
     "no tensors": lambda text: signed(text, "tensors", []),
     "a tensor without digest": lambda text: signed(text, "tensors", {"w": {"dtype": "float32"}}),
+    "a digest with a line end": lambda text: signed(
+        text, "tensors", {"w": {"dtype": "float32", "shape": [], "sha256": "0" * 64 + "\n"}}
+    ),
+    "an unknown element type": lambda text: signed(
+        text, "tensors", {"w": {"dtype": "float33", "shape": [], "sha256": "0" * 64}}
+    ),
+    "a negative shape": lambda text: signed(
+        text, "tensors", {"w": {"dtype": "float32", "shape": [-1], "sha256": "0" * 64}}
+    ),
+    "a value of another digest": lambda text: signed(
+        text, "values", {"v": {"json": "1", "sha256": "0" * 64}}
+    ),
     "NaN": lambda text: text.replace('"format"', '"x": NaN, "format"'),
 }
 
