@@ -59,7 +59,7 @@ def _rounded(seconds: float) -> tuple[int, str]:
     return (round(seconds / 60), "min") if seconds < 5400 else (round(seconds / 3600), "h")
 
 
-def ranges(numbers: Iterable[int], separator: str = ",") -> str:
+def ranges(numbers: Iterable[int]) -> str:
     """Return ``0..3,7``: ascending numbers, runs of three or more as first and last."""
     runs: list[list[int]] = []
     for number in numbers:
@@ -67,6 +67,6 @@ def ranges(numbers: Iterable[int], separator: str = ",") -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return separator.join(
-        f"{run[0]}..{run[-1]}" if len(run) > 2 else separator.join(map(str, run)) for run in runs
+    return ",".join(
+        f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs
     )

@@ -42,8 +42,8 @@ class SafetensorsFile(Struct, frozen=True):
     metadata: dict[str, str]
 
 
-def looks_like_safetensors(head: bytes, size: int) -> bool:
-    """Return whether the first nine bytes can begin a safetensors file of ``size`` bytes."""
+def looks_like_safetensors(head: bytes) -> bool:
+    """Return whether the first nine bytes can begin a safetensors file."""
     return len(head) >= 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 40
 
 

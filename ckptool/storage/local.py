@@ -35,6 +35,8 @@ from ckptool.storage.read_ahead import ReadAhead, SmallReads, ask_aside, request
 
 _MOST_EXPECTED = 1 << 12
 """Small reads of a disk that are requested together: enough to keep it busy."""
+_MOST_OPEN = 64
+"""Files that a reader has open at a time."""
 
 
 class LocalSource:
@@ -210,14 +212,12 @@ class LocalReader:
         root: str,
         listed: Mapping[str, FileStatus] | None = None,
         places: Mapping[str, str] | None = None,
-        limit: int = 64,
         ahead: ReadAhead | None = None,
     ) -> None:
         self._ahead = ahead or ReadAhead()
         self._root = root
         self._listed = listed or {}
         self._places = places or {}
-        self._limit = limit
         self._descriptors: OrderedDict[str, int] = OrderedDict()
         self._small = SmallReads()
 
@@ -279,7 +279,7 @@ class LocalReader:
         if descriptor is not None:
             self._descriptors.move_to_end(file)
             return descriptor
-        if len(self._descriptors) >= self._limit:
+        if len(self._descriptors) >= _MOST_OPEN:
             os.close(self._descriptors.popitem(last=False)[1])
         path = f"{self._root}/{self._places.get(file, file)}"
         descriptor = self._descriptors[file] = _open(path, file, self._listed.get(file))

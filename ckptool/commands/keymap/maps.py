@@ -113,9 +113,9 @@ def map_checkpoint(
     inside = records(opened.source, opened.catalog, options.assets)
     if records_model(inside):
         with suppress(_MissingSizes):
-            return _map_by(opened, catalog, options, inside, {}, whole=whole)
+            return _map_by(catalog, options, inside, {}, whole=whole)
     around = records_around(opened.path, opened.catalog)
-    return _map_by(opened, catalog, options, inside, around, whole=whole)
+    return _map_by(catalog, options, inside, around, whole=whole)
 
 
 class _MissingSizes(UsageError):
@@ -123,7 +123,6 @@ class _MissingSizes(UsageError):
 
 
 def _map_by(
-    opened: OpenedCheckpoint,
     catalog: Catalog,
     options: MapOptions,
     inside: Sequence[Record],

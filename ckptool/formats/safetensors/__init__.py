@@ -54,7 +54,7 @@ def _probe(source: Source) -> bool:
         return False
     size = source.files[file]
     named = file.endswith(".safetensors")
-    return named or looks_like_safetensors(source.read(file, 0, min(size, 9)), size)
+    return named or looks_like_safetensors(source.read(file, 0, min(size, 9)))
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:

@@ -117,10 +117,10 @@ def order_layer(
     table = _LOCAL if local else _FUSED
     place = {key: position for position, key in enumerate(table)}
     if not set(inner) <= place.keys():
-        return _sort_by_plans(inner, before)
+        return _sort_by_plans(before)
     by_table = sorted(inner, key=lambda key: place[key])
     broken = [(a, b) for b, earlier in before.items() for a in earlier if place[a] > place[b]]
-    return _sort_by_plans(inner, before) if broken else by_table
+    return _sort_by_plans(before) if broken else by_table
 
 
 def _order_prediction(
@@ -169,7 +169,7 @@ def _is_local(before: Mapping[str, set[str]], implementation: str | None) -> boo
     return implementation == "local"
 
 
-def _sort_by_plans(inner: Sequence[str], before: Mapping[str, set[str]]) -> list[str]:
+def _sort_by_plans(before: Mapping[str, set[str]]) -> list[str]:
     """Return the one order that the plans allow."""
     sorter = TopologicalSorter(before)
     order: list[str] = []
