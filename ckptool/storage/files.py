@@ -48,6 +48,8 @@ class FileReader(Protocol):
 
     def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
         """Fill each run, the first from ``offset``, each other ``step`` bytes after the last."""
+        for at, run in enumerate(runs):
+            self.read_into(file, offset + at * step, run)
 
     def close(self) -> None:
         """Release all resources."""

@@ -11,7 +11,7 @@ from ckptool.storage.clients.client import ObjectInfo, ObjectVersion
 from ckptool.storage.clients.retry import Unaccepted
 from ckptool.storage.clients.schemes import WEB
 from ckptool.storage.file_status import by_folder, changed, version_digest, within_folder
-from ckptool.storage.files import CORES, ReadPolicy, ReadSpan, read_exactly, too_short
+from ckptool.storage.files import CORES, FileReader, ReadPolicy, ReadSpan, read_exactly, too_short
 from ckptool.storage.url import RemotePath
 
 AT_ONCE = 16
@@ -20,7 +20,7 @@ _FEW = 2
 """Files that are requested one by one: a single file, and its side file."""
 
 
-class RemoteSource:
+class RemoteSource(FileReader):
     """A folder of a store, or some of its files, readable at any offset.
 
     ``files`` maps relative paths to sizes in bytes, from the one listing; ``unlisted`` says why the
@@ -145,11 +145,6 @@ class RemoteSource:
             raise type(error)(problem, hint=error.hint) from None
         if done < len(buffer):
             raise too_short(file, offset, len(buffer), offset + done)
-
-    def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
-        """Fill each run, the first from ``offset``, each other ``step`` bytes after the last."""
-        for at, run in enumerate(runs):
-            self.read_into(file, offset + at * step, run)
 
     def reader(self) -> RemoteSource:
         """Return itself: all threads share what was read."""

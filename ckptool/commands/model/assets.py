@@ -98,7 +98,7 @@ def with_assets(
     if report.config is not None:
         note = f"{CONFIG} written from the configuration recorded in the checkpoint"
         config = with_dtype(report.config, main_dtype(catalog))
-        return replace(layout, files=(_config_file(config), *files), notes=(*layout.notes, note))
+        return replace(layout, files=(config_file(config), *files), notes=(*layout.notes, note))
     if report.config_lacks:
         note = f"{CONFIG} not written: {report.config_lacks}; use --hf-assets FOLDER to copy one"
         return replace(layout, notes=(*layout.notes, note))
@@ -186,7 +186,7 @@ def _drop_quantization(opened: OpenedCheckpoint, file: FileLayout) -> tuple[File
     keys = [(part, key) for part in _models(config) for key in QUANTIZATION_KEYS if key in part]
     for part, key in keys:
         del part[key]
-    return (_config_file(config) if keys else file), list(dict.fromkeys(key for _, key in keys))
+    return (config_file(config) if keys else file), list(dict.fromkeys(key for _, key in keys))
 
 
 def with_true_configs(
@@ -246,7 +246,7 @@ def _with_main_dtype(
     if main is None or not types or types == {main}:
         return layout, config
     config = with_dtype(config, main)
-    made = _config_file(config, path)
+    made = config_file(config, path)
     files = tuple(made if file.path == path else file for file in layout.files)
     note = f"{path}: dtype set to {main}, as written"
     return replace(layout, files=files, notes=(*layout.notes, note)), config
@@ -333,7 +333,8 @@ def _read_bytes(path: Path) -> bytes:
         raise unreadable(str(path), error) from None
 
 
-def _config_file(config: Record, path: str = CONFIG) -> FileLayout:
+def config_file(config: Record, path: str = CONFIG) -> FileLayout:
+    """Return a configuration as transformers and PEFT write one."""
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     return FileLayout(path, (Literal(text.encode()),))
 

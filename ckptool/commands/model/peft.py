@@ -6,20 +6,18 @@ a LoRA's module, and including the neighbors in ``modules_to_save``.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
-from typing import Any
 
 from msgspec.structs import replace
 
 from ckptool.commands.model.adapter_config import ADAPTER_CONFIG, adapter_problems
-from ckptool.commands.model.assets import read_object
+from ckptool.commands.model.assets import config_file, read_object
 from ckptool.commands.model.records import CONFIG, Record, read_nearest
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.keymap.wrappers import unwrapping_rule
-from ckptool.core.layout import FileLayout, Layout, Literal
+from ckptool.core.layout import Layout
 from ckptool.core.selection import rename_entry, substitution
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Problem, Unsupported, UsageError
@@ -119,16 +117,12 @@ def with_adapter_config(opened: OpenedCheckpoint, catalog: Catalog, layout: Layo
         config |= {key: record.get(key) for key in ("task_type", "r", "lora_alpha")}
         config |= {"target_modules": modules}
     note = f"{ADAPTER_CONFIG} written from {place}"
-    return replace(layout, files=(_written(config), *files), notes=(*layout.notes, note))
+    files = (config_file(config, ADAPTER_CONFIG), *files)
+    return replace(layout, files=files, notes=(*layout.notes, note))
 
 
 def _is_plain(name: str) -> bool:
     return name.endswith(".lora_A.weight")
-
-
-def _written(config: dict[str, Any]) -> FileLayout:
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    return FileLayout(ADAPTER_CONFIG, (Literal(text.encode()),))
 
 
 def _ranks(catalog: Catalog) -> set[int]:

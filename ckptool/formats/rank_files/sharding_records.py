@@ -15,7 +15,7 @@ from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.mesh import Mesh, Replicate
 from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES, declared_pieces
 from ckptool.errors import Damaged, Refusal, Unsupported
-from ckptool.formats.rank_files.torch_checkpointing import METADATA, Item
+from ckptool.formats.rank_files.torch_checkpointing import MALFORMED, METADATA, Item
 from ckptool.serialization.archive.dtensor import (
     DeclaredShare,
     DTensorShare,
@@ -31,8 +31,6 @@ _Fields = Mapping[str, Any]
 _DTENSOR = {"global_shape", "dtype", "stride", "mesh_spec", "placements"}
 _MESH = {"device_type", "mesh_shape", "mesh_data", "mesh_dim_names"}
 _DECLARED = {*SHARD_ATTRIBUTES, "dtype"}
-_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""What is raised where a record lacks something, or has it in another form."""
 
 
 def place_leaves(
@@ -62,7 +60,7 @@ def _placed(name: str, leaf: Leaf, record: _Fields | None, rank: int) -> Leaf:
         share = _read_share(value.tensor, record, rank)
     except Unsupported as error:
         why = refuse_unread(name, f"{METADATA} says {error.message}")
-    except (Damaged, *_MALFORMED) as error:
+    except (Damaged, *MALFORMED) as error:
         reason = error.message if isinstance(error, Damaged) else "a malformed sharding record"
         code = "dtensor-contradiction"
         why = Refusal(f"{name}: {METADATA}: {reason}", code, file=METADATA, tensor=name)

@@ -27,7 +27,7 @@ _SHARD = re.compile(r"([^/]+)_([0-9]{1,9})\.safetensors")
 """In the folder itself: those of a run's steps below it have a ``metadata.pkl`` each."""
 TORCH = "TorchSerialization"
 _MOST_RANKS = 1 << 20
-_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What is raised where a record lacks something, or has it in another form."""
 
 
@@ -80,7 +80,7 @@ def read_declared(source: Source) -> Declared | None:
                 raise Unsupported(f"{METADATA}: version {describe(version)} is not known")
             items = _read_items(value) if version == "2.0" else _read_first_items(value)
             return Declared(read_natural(value["world_size"]), items)
-        except _MALFORMED:
+        except MALFORMED:
             raise Damaged(f"{METADATA}: not as torch_checkpointing writes it") from None
 
 

@@ -6,6 +6,7 @@ import re
 
 from ckptool.errors import Unsupported, UsageError, error_text
 from ckptool.storage.clients.client import PartsRemain
+from ckptool.storage.clients.retry import GONE
 
 _STATUS = re.compile(r"status code: (\d{3}) ?([\w -]*)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -108,7 +109,7 @@ def _answer(text: str, status: int, reason: str) -> Exception:
     said = ": ".join(filter(None, (code or reason, message if message != code else "")))
     if (part := _PART.search(text)) is not None:
         said = f"{said} (part {part[1]})"
-    if "performing DELETE" in text and "uploadId=" in text and status not in (404, 410):
+    if "performing DELETE" in text and "uploadId=" in text and status not in GONE:
         return PartsRemain(f"{status}: {said}", status)
     retries = _RETRIES.search(text)
     again = f" ({retries[1]} retries)" if retries is not None else ""

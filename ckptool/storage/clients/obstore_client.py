@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ckptool.errors import Changed, Unsupported
 from ckptool.storage.clients.answers import Answer, answer_of
 from ckptool.storage.clients.client import ObjectInfo, ObjectVersion, Pieces, Upload
-from ckptool.storage.clients.retry import RetryPolicy
+from ckptool.storage.clients.retry import GONE, RetryPolicy
 from ckptool.storage.clients.schemes import redact_url, require_accepted
 
 _T = TypeVar("_T")
@@ -25,7 +25,6 @@ _CONNECT, _READ = timedelta(seconds=5), timedelta(seconds=15)
 """The time for a connection, and between bytes."""
 _UPLOAD = 600.0
 """Seconds for what is sent: some lines take a minute for a part."""
-_GONE = (404, 410)
 _BLOCKS_GONE = "InvalidBlockList"
 """The code of Azure's answer to a list of blocks that it does not have (any more)."""
 _CLOCKS_DIFFER = timedelta(minutes=15)
@@ -206,7 +205,7 @@ class ObstoreClient:
                     self._stores.clear()
                     moves += 1
                     continue
-                if error.status in _GONE:
+                if error.status in GONE:
                     raise FileNotFoundError(str(error)) from error
                 raise error from None
 

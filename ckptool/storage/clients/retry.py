@@ -20,8 +20,9 @@ from ckptool.errors import CkptoolError, Denied, NoAnswer, NotFound, error_text
 _T = TypeVar("_T")
 _LASTING = (FileNotFoundError, PermissionError, NotImplementedError, ValueError)
 _DENIED = (401, 403)
-_GONE = (404, 410)
-_REFUSED = (*_DENIED, *_GONE, 301, 405, 412, 416, 501)
+GONE = (404, 410)
+"""The statuses of answers that nothing is there."""
+_REFUSED = (*_DENIED, *GONE, 301, 405, 412, 416, 501)
 _ENDLESS = "TooManyRedirects"
 """The error of httpx and requests for a loop of redirects."""
 _LONGEST_RETRY_AFTER = 60.0
@@ -125,7 +126,7 @@ def unreachable(what: str, error: Exception) -> NotFound | NoAnswer:
     if (refusal := _refusal(error)) is not None:
         reason, hint = refusal
         return Unaccepted(f"{what}: {reason} ({text})", hint)
-    if status in _GONE or (status is None and isinstance(error, FileNotFoundError)):
+    if status in GONE or (status is None and isinstance(error, FileNotFoundError)):
         return NotFound(f"{what}: no such file or folder ({text})")
     if _lacks_credentials(error):
         return Unaccepted(f"{what}: no credentials were found", _CREDENTIALS_HINT)

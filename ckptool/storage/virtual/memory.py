@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from ckptool.errors import Problem
-from ckptool.storage.files import ReadPolicy, ReadSpan, read_exactly, too_short
+from ckptool.storage.files import FileReader, ReadPolicy, ReadSpan, read_exactly, too_short
 
 
-class MemoryReader:
+class MemoryReader(FileReader):
     """A reader for one thread."""
 
     def __init__(self, buffers: Mapping[str, memoryview]) -> None:
@@ -21,11 +21,6 @@ class MemoryReader:
         if offset < 0 or offset + buffer.nbytes > len(data):
             raise too_short(file, offset, buffer.nbytes, len(data))
         buffer.cast("B")[:] = data[offset : offset + buffer.nbytes]
-
-    def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
-        """Fill each run, the first from ``offset``, each other ``step`` bytes after the last."""
-        for number, run in enumerate(runs):
-            self.read_into(file, offset + number * step, run)
 
     def close(self) -> None:
         """Do nothing: the memory is its owner's."""
