@@ -100,7 +100,8 @@ def rewrite(
     casts, selection, cast_counts = options.casts, options.selection, dict[str, int]()
     source = DequantizeResult(opened.catalog, {}, {})
     if options.dequantize:
-        source = _dequantize(opened, None if casts is None else casts.model, options.map.assets)
+        _require_torch("--dequantize")
+        source = dequantized(opened, None if casts is None else casts.model, options.map.assets)
     if kept is None:
         kept = select_entries(source.catalog, selection)
     unwrapped = _removed_prefixes(source.catalog, selection)
@@ -132,14 +133,13 @@ def rewrite(
     )
 
 
-def _dequantize(
+def dequantized(
     opened: OpenedCheckpoint, dtype: DType | None, assets: Path | None
 ) -> DequantizeResult:
     """Replace quantized tensors of a checkpoint with numbers of ``dtype``, or bf16.
 
-    Raises Unsupported without torch, and if no tensor has a supported quantization.
+    Only reading these needs torch. Raises Unsupported if no tensor has a supported quantization.
     """
-    _require_torch("--dequantize")
     catalog = _located(opened)
     config = QuantizationConfig(quantization_config(opened, assets))
     with closing(_SmallReader(opened.source)) as small:

@@ -20,7 +20,7 @@ _IN_STATE = re.compile(
 parameter (Megatron-FSDP, Transformer Engine's FusedAdam)."""
 _LAYER = re.compile(r"(?<=\blayers)\.(\d+)(?=\.)")
 _EXPERT = re.compile(r"(?<=\bexperts\.)(?:local_)?(experts)\.(\d+)(?=\.)")
-_NORMS = {
+NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
@@ -64,7 +64,7 @@ def keys_of(parameter: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     for prefix in _PREFIXES:
         yield prefix + parameter, ()
     renamed = parameter
-    for norm, key in _NORMS.items():
+    for norm, key in NORMS.items():
         renamed = renamed.replace(norm, key)
     for name, is_of_layers, is_of_experts in product(
         {parameter: None, renamed: None}, (True, False), (True, False)

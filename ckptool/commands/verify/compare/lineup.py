@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from ckptool.commands.model.architectures import is_tied
 from ckptool.commands.model.records import CONFIG, records
 from ckptool.commands.open import OpenedCheckpoint, require_sound
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
-from ckptool.commands.rewrite import only_model, rewrite
+from ckptool.commands.rewrite import dequantized, only_model, rewrite
 from ckptool.commands.verify.compare.fit import Candidate, find_rewriting
-from ckptool.core.catalog import Catalog, tied_names
+from ckptool.core.catalog import Catalog, TensorEntry, tied_names
+from ckptool.core.quantization.master_names import NORMS
+from ckptool.core.quantization.names import is_plain
+from ckptool.core.selection import rename_entry, split_stacked
 from ckptool.core.state_category import state_category
-from ckptool.errors import CkptoolError
+from ckptool.core.views import join
+from ckptool.errors import CkptoolError, UsageError
 from ckptool.storage.place import on_disk
 
 _MODEL = RewriteOptions(Selection(model_only=True))
@@ -61,11 +68,16 @@ def line_up(mine: OpenedCheckpoint, theirs: OpenedCheckpoint, rewriting: Rewrite
     Raises Unsupported if one has no model, and as ``rewrite`` does.
     """
     bare = only_model(theirs.catalog)
+    if is_plain(mine.catalog) != is_plain(theirs.catalog) and not rewriting.dequantize:
+        mine, theirs = _in_full(mine), _in_full(theirs)
+        bare = only_model(theirs.catalog)
     if rewriting != RewriteOptions():
         made = rewrite(mine, rewriting, check=require_sound).catalog
         return _with_ties(LineUp(_model(made), bare, "", []), mine, theirs)
     own = only_model(mine.catalog)
     ways = [LineUp(own, bare, "", [])]
+    if own.tensors.keys() != bare.tensors.keys() and all(map(_is_of_megatron, (own, bare))):
+        ways.append(_of_megatron(own, bare))
     if ways[0].is_unlike:
         assets = _config_of(theirs) or _config_of(mine)
         for made, how in _renamed(theirs, bare, own, assets):
@@ -86,6 +98,52 @@ def _renamed(
             yield _model(rewrite(opened, best.rewriting, check=require_sound).catalog), best.option
         except CkptoolError:
             return
+
+
+def _in_full(opened: OpenedCheckpoint) -> OpenedCheckpoint:
+    """Return a checkpoint with the numbers of its quantized tensors instead of what is stored."""
+    try:
+        return replace(opened, catalog=dequantized(opened, None, None).catalog)
+    except CkptoolError:
+        return opened  # it is not quantized, or in an unknown way
+
+
+def _is_of_megatron(catalog: Catalog) -> bool:
+    return any(_IN_MEGATRON in name for name in catalog.tensors)
+
+
+_IN_MEGATRON = ".mlp.linear_fc"
+_GATE, _UP = "_w", "_v"
+"""Ends of the halves of a gated ``linear_fc1``, which some checkpoints of Megatron-core have apart
+(``singleton_local_shards``, ``fsdp_dtensor``)."""
+
+
+def _of_megatron(mine: Catalog, theirs: Catalog) -> LineUp:
+    """Return two models of Megatron-core with a tensor for each layer, expert and ``linear_fc1``.
+
+    Norms have the names of Transformer Engine or of Megatron-core's own layers: those of mine.
+    """
+    ours, others = _unstacked(mine), dict[str, TensorEntry]()
+    split = _unstacked(theirs)
+    for name, entry in split.items():
+        also = (name.replace(*pair) for norm in NORMS.items() for pair in (norm, norm[::-1]))
+        alone = (each for each in also if each in ours and each not in split)
+        called = name if name in ours else next(alone, name)
+        others[called] = rename_entry(entry, called)
+    return LineUp(mine.with_tensors(ours), theirs.with_tensors(others), "layer by layer", [])
+
+
+def _unstacked(catalog: Catalog) -> dict[str, TensorEntry]:
+    with suppress(UsageError):  # nothing is stacked
+        catalog = split_stacked(catalog)
+    tensors = dict(catalog.tensors)
+    for name, gate in catalog.tensors.items():
+        whole = name.removesuffix(_GATE)
+        up = catalog.tensors.get(whole + _UP)
+        if whole != name and up is not None and whole not in tensors:
+            tensors[whole] = rename_entry(join([gate, up], 0), whole)
+            del tensors[name], tensors[up.name]
+    return tensors
 
 
 def _model(catalog: Catalog) -> Catalog:

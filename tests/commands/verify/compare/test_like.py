@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conftest import FIXTURES
 from safetensors.torch import load_file, save_file
 from torchtitan_states import recorded, write_config
 from typer.testing import CliRunner
@@ -284,6 +285,35 @@ def test_what_changed_in_a_trainers_names(llama: Path, tmp_path: Path) -> None:
         "like-changed",
         "decoder.layers.self_attention.linear_qkv.weight",
     )
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("megatron_torch_dist", "megatron_local"), ("megatron_local", "megatron_torch_dist")],
+)
+def test_two_layouts_of_megatron_core_are_alike(one: str, other: str) -> None:
+    report = ckptool.verify(FIXTURES / one / "ckpt", like=FIXTURES / other / "ckpt")
+    assert not found(report)
+    assert report.summary.endswith("found, layer by layer")
+
+
+def test_halves_of_a_gated_layer_are_one_tensor(tmp_path: Path) -> None:
+    sizes = {"embedding.word_embeddings.weight": (8, 4), "decoder.final_layernorm.weight": (4,)}
+    fc1 = "decoder.layers.{}.mlp.linear_fc1.weight_{}"
+    halves = {fc1.format(n, end): (6, 4) for n in (0, 1) for end in "wv"}
+    dcp.save({n: torch.ones(s) for n, s in (sizes | halves).items()}, checkpoint_id=tmp_path / "a")
+    sizes["decoder.layers.mlp.linear_fc1.weight"] = (2, 12, 4)
+    dcp.save({n: torch.ones(s) for n, s in sizes.items()}, checkpoint_id=tmp_path / "b")
+    assert not found(ckptool.verify(tmp_path / "a", like=tmp_path / "b"))
+    assert not found(ckptool.verify(tmp_path / "b", like=tmp_path / "a", expect_equal="*"))
+
+
+def test_a_quantized_model_is_like_that_in_full(tmp_path: Path) -> None:
+    quantized = FIXTURES / "merged" / "quantized" / "ckpt"
+    assert not found(ckptool.verify(quantized, like=quantized / "config.json"))
+    ckptool.convert(quantized, tmp_path / "full", to="hf", dequantize=True)
+    assert not found(ckptool.verify(tmp_path / "full", like=quantized))
+    assert not found(ckptool.verify(quantized, like=tmp_path / "full", expect_equal="*"))
 
 
 @pytest.mark.parametrize(
