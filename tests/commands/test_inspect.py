@@ -208,6 +208,16 @@ def _stats(tmp_path, values, dtype, rows=None):
     return stats(opened(catalog(entry), tmp_path), ["*"])[0]
 
 
+def test_sizes_of_values_are_counted_by_powers_of_two(tmp_path):
+    values = np.array([0, -0.75, 0.5, 3, 2.0**-20, np.inf, np.nan, 0], "float16")
+    found = _stats(tmp_path, values, "float16").to_dict()
+    assert found["histogram"] == [[-20, 1], [-1, 2], [1, 1]]
+    assert (found["denormal"], found["zero_share"], found["absmax"]) == (1, 0.25, 3.0)
+    finite = np.array([-0.75, 0.5, 3, 2.0**-20])
+    assert found["norm"] == pytest.approx(float(np.linalg.norm(finite)))
+    assert _stats(tmp_path, np.array([3, -4, 0, 0]), "int64").to_dict()["denormal"] is None
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int8", "uint64", "int64"])
 def test_stats_of_native_types(tmp_path, dtype):
     values = np.arange(24, dtype=dtype).reshape(6, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABCMeta
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, overload
 
@@ -24,6 +25,8 @@ from ckptool.errors import damaged
 from ckptool.storage.files import Files
 
 _TILE_ELEMENTS = 1 << 20
+_MANTISSA, _EXPONENT, _BIAS = 52, 0x7FF, 1023
+"""Of a number of 64 bits: the bits after its exponent, those of that, and what is added to it."""
 
 Number = int | float
 
@@ -34,6 +37,9 @@ class TensorStats(Struct, frozen=True):
     ``minimum``, ``maximum``, ``mean`` and ``std`` (of the population) cover the finite values and
     are None if there are none; of complex values they describe the magnitudes. NaN and infinite
     values are counted. All are None for element types that are not numbers (packed bits).
+    ``norm`` is the root of the sum of squares. ``histogram`` counts the finite values but zero by
+    the exponent ``e`` of their size, from ``2 ** e`` to below ``2 ** (e + 1)``; of these
+    ``denormal`` are too small for a full mantissa in the tensor's type.
     """
 
     entry: TensorEntry
@@ -44,6 +50,16 @@ class TensorStats(Struct, frozen=True):
     zeros: int | None = None
     nan: int | None = None
     inf: int | None = None
+    norm: float | None = None
+    denormal: int | None = None
+    histogram: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> Number | None:
+        """Return the largest size of a finite value."""
+        if self.minimum is None or self.maximum is None:
+            return None
+        return max(-self.minimum, self.maximum)
 
     def to_dict(self) -> dict[str, Any]:
         """Return its JSON; null if there is no (finite) number."""
@@ -54,9 +70,14 @@ class TensorStats(Struct, frozen=True):
             "max": _finite(self.maximum),
             "mean": _finite(self.mean),
             "std": _finite(self.std),
+            "norm": _finite(self.norm),
+            "absmax": _finite(self.largest),
             "zeros": self.zeros,
+            "zero_share": self.zeros / max(1, self.entry.elements) if self.zeros else self.zeros,
+            "denormal": self.denormal,
             "nan": self.nan,
             "inf": self.inf,
+            "histogram": [[each, self.histogram[each]] for each in sorted(self.histogram)],
         }
 
 
@@ -110,6 +131,7 @@ class _Moments(Struct):
     zeros: int = 0
     nan: int = 0
     inf: int = 0
+    exponents: Counter[int] = field(default_factory=Counter)
 
     def add(self, values: Array) -> None:
         """Add real numbers."""
@@ -127,6 +149,9 @@ class _Moments(Struct):
         self.minimum = low if self.minimum is None else min(self.minimum, low)
         self.maximum = high if self.maximum is None else max(self.maximum, high)
         numbers = values.astype(np.float64)
+        codes = numbers.view(np.int64) >> _MANTISSA & _EXPONENT  # denormal ones of 64 bits are one
+        sizes = np.bincount(codes, minlength=1)
+        self.exponents.update({at - _BIAS: n for at, n in enumerate(sizes.tolist()) if n})
         mean = float(numbers.mean())
         numbers -= mean
         shift = mean - self.mean
@@ -141,9 +166,16 @@ class _Moments(Struct):
         mean, std = (
             (self.mean, math.sqrt(self.deviations / self.count)) if self.count else (None,) * 2
         )
-        return TensorStats(
+        found = TensorStats(
             entry, self.minimum, self.maximum, mean, std, self.zeros, self.nan, self.inf
         )
+        norm = math.hypot(math.sqrt(self.deviations), math.sqrt(self.count) * self.mean)
+        sizes = Counter(self.exponents)
+        sizes[-_BIAS] -= self.zeros  # a zero has the code of the smallest numbers
+        dtype, denormal = entry.source_dtype, None
+        if dtype.kind == "float" and dtype.mantissa:
+            denormal = sum(n for each, n in sizes.items() if each < 1 - dtype.bias)
+        return replace(found, norm=norm, denormal=denormal, histogram=+sizes)
 
 
 def stats(

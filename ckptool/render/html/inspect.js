@@ -121,12 +121,14 @@ const placements = (tensor) => tensor.placements ? h("span", { class: "placement
 function tensorDetail(tensor, held, row) {
   const boxes = held.of(tensor), drawing = boxes.length > 1 ? picture(tensor, boxes, held.more(tensor)) : null;
   const stats = row ? [["min", number(row.min)], ["max", number(row.max)], ["mean", number(row.mean)], ["std", number(row.std)],
-    ["zeros", number(row.zeros)], ["NaN", number(row.nan)], ["Inf", number(row.inf)]] : [];
+    ["norm", number(row.norm)], ["largest size", number(row.absmax)],
+    ["zeros", row.zeros === null ? number(null) : `${count(row.zeros)} (${(100 * row.zero_share).toFixed(1)}%)`], ["denormal", number(row.denormal)], ["NaN", number(row.nan)], ["Inf", number(row.inf)]] : [];
   const parts = [
     h("header", null, h("h2", null, nameOf(tensor.name))),
     facts([["shape", h("code", null, shape(tensor.shape))], ["dtype", dtype(tensor.dtype)], ["bytes", `${size(tensor.bytes)} (${count(tensor.bytes)})`],
       ["elements", count(tensor.shape.reduce((a, b) => a * b, 1))], ["part", tensor.part],
       ["placements", tensor.placements ? placements(tensor) : "not recorded"], ["chunks stored", count(tensor.chunks)], ...stats]),
+    row && row.histogram.length ? histogram(row) : null,
     drawing,
     table([
       { head: "box", cell: (box) => h("code", null, boxText(box)) },
@@ -137,11 +139,20 @@ function tensorDetail(tensor, held, row) {
   return { drawing, parts };
 }
 
+/** How many values have which size, from one power of two to the next. */
+function histogram(row) {
+  const most = Math.max(...row.histogram.map(([, n]) => n));
+  return table([
+    { head: "size of values", of: ([e]) => e, cell: ([e]) => h("code", null, `2^${e} to 2^${e + 1}`) },
+    { head: "values", right: true, of: ([, n]) => n, cell: ([, n]) => [count(n), bar(n / most, "model")] },
+  ], row.histogram, { most: 16 });
+}
+
 function statsTable(rows) {
   const column = (head, key) => ({ head, right: true, of: (row) => row[key] ?? -Infinity, cell: (row) =>
     h("span", { class: (key === "nan" || key === "inf") && row[key] ? "alarm" : null }, number(row[key])) });
   return table([{ head: "tensor", of: (row) => row.name, cell: (row, text) => nameOf(row.name, text) },
-    ...["min", "max", "mean", "std", "zeros", "nan", "inf"].map((key) => column(key, key))], rows, { search: (row) => row.name, label: "Filter" });
+    ...["min", "max", "mean", "std", "norm", "absmax", "zeros", "nan", "inf"].map((key) => column(key, key))], rows, { search: (row) => row.name, label: "Filter" });
 }
 
 function values(rows) {
