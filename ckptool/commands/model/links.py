@@ -22,7 +22,7 @@ _MOST_SHOWN = 6
 def require_own_files(source: Files, files: Iterable[FileLayout]) -> None:
     """Raise Unsupported if files of a source that would be copied are links out of its folder."""
     if isinstance(source, LocalSource):
-        parts = (part for file in files for part in file.parts)
+        parts = (part for file in files for part in file.decisive)
         copied = (part.file for part in parts if isinstance(part, Verbatim))
         require_own(Path(source.root), (file for file in copied if not os.path.isabs(file)))
 

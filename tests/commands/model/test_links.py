@@ -11,7 +11,10 @@ import pytest
 from conftest import case
 
 import ckptool
+from ckptool.commands.model.links import require_own_files
+from ckptool.core.layout import FileLayout, Part, Verbatim
 from ckptool.errors import Unsupported
+from ckptool.storage.local import LocalSource
 
 SECRET = '{"aws_secret_access_key": "hunter2"}'
 REVISION = "0" * 40
@@ -167,3 +170,14 @@ def test_weights_may_lie_elsewhere(model: Path, tmp_path: Path) -> None:
     before = ckptool.open(case("hf_full").path).tensors.keys()
     ckptool.convert(model, tmp_path / "out", to="hf")
     assert ckptool.open(tmp_path / "out").tensors.keys() == before
+
+
+def test_the_parts_of_a_file_of_tensors_are_not_made(tmp_path: Path) -> None:
+    def make() -> tuple[Part, ...]:
+        raise AssertionError("made")
+
+    shards = FileLayout.lazy("shards", 1 << 40, make, None, decisive=tuple)
+    (tmp_path / "note").symlink_to("/etc/hostname")
+    copy = FileLayout("note", (Verbatim("note", 8),))
+    with pytest.raises(Unsupported, match="links lead out of this folder: note"):
+        require_own_files(LocalSource(tmp_path, {}), [shards, copy])
