@@ -39,7 +39,7 @@ from ckptool.engine.read.segments import (
     skips_in,
 )
 from ckptool.engine.read.sums import ReadSums, checksum
-from ckptool.engine.read.tiles import PAIR_TILE, Job, RunsOf, known_runs
+from ckptool.engine.read.tiles import LARGE, PAIR_TILE, Job, RunsOf, known_runs
 from ckptool.errors import CkptoolError
 from ckptool.storage.file_status import changed
 from ckptool.storage.files import Files
@@ -67,6 +67,8 @@ class _Run(NamedTuple):
     @property
     def boxes(self) -> list[Box]:
         """The elements as boxes of the tensor, in order."""
+        if self.stop - self.start == self.box.volume:
+            return [self.box]
         found = flat_range(self.box.shape, self.start, self.stop)
         return [Box(*(tuple(map(add, self.box.lo, side)) for side in box)) for box in found]
 
@@ -171,14 +173,17 @@ def _segments_of(pair: TensorPair, run: _Run, written: Sequence[Segment]) -> lis
 def _bands(pair: TensorPair, runs: Iterable[_Run]) -> Iterator[_Task]:
     """Yield the tasks of runs that are scattered: what is between those of the same rows is one.
 
-    Such are the columns of rows, each in a chunk of its own, of which the output has others.
+    Such are the columns of rows, each in a chunk of its own, of which the output has others. So is
+    all of a small tensor.
     """
     placed = sorted(((run.boxes, run) for run in runs), key=lambda each: each[0][0].lo)
+    is_small = pair.one.nbytes < LARGE
     rows, band, nbytes = None, list[_Run](), 0
     for boxes, run in placed:
-        if rows != _rows_of(boxes) or nbytes >= _BAND:
+        around = () if is_small else _rows_of(boxes)
+        if rows != around or nbytes >= _BAND:
             yield from _tasks_of_band(pair, band)
-            rows, band, nbytes = _rows_of(boxes), [], 0
+            rows, band, nbytes = around, [], 0
         band.append(run)
         nbytes += _nbytes(pair, run)
     yield from _tasks_of_band(pair, band)
@@ -300,13 +305,12 @@ def _unequal(task: _Task, readers: SideReaders) -> list[_Run]:
     if len(task.runs) == 1:
         return [run for run in task.runs if checksum(raw(values)) != run.checksum]
     (around,) = boxes
-    band = values.reshape(around.shape)
-    parts = (part_of(band, run.boxes[0].relative_to(around.lo)) for run in task.runs)
-    return [
-        run
-        for run, part in zip(task.runs, parts, strict=True)
-        if checksum(part.tobytes()) != run.checksum
-    ]
+    band, unequal = values.reshape(around.shape), list[_Run]()
+    for run in task.runs:
+        parts = [part_of(band, box.relative_to(around.lo)).tobytes() for box in run.boxes]
+        if checksum(b"".join(parts)) != run.checksum:
+            unequal.append(run)
+    return unequal
 
 
 def _nbytes(pair: TensorPair, run: _Run) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import lru_cache
@@ -49,7 +51,7 @@ class ReadSums:
 
     def __init__(self) -> None:
         self._notes: dict[str, bytearray] = {}
-        self._sorted: dict[str, bytes] = {}
+        self._sorted: dict[str, list[array[int]]] = {}
         self._made: dict[str, bytearray] = {}
         self._lossy: dict[str, list[MadeBox]] = {}
 
@@ -74,19 +76,12 @@ class ReadSums:
 
     def runs(self, file: str, start: int, end: int) -> Iterator[ReadRun]:
         """Yield what was read between two offsets of a file, in order and each run once."""
-        notes = self._sorted.get(file)
-        if notes is None:
-            notes = self._sorted[file] = _sort(self._notes.pop(file, bytearray()))
-        count, size = len(notes) // _NOTE.size, _NOTE.size
-
-        def offset(at: int) -> int:
-            return int.from_bytes(notes[at * size : at * size + 8])
-
-        first = bisect_left(range(count), start, key=offset)
-        for at in range(first, count):
-            run = ReadRun(*_NOTE.unpack_from(notes, at * size))
-            if run.offset >= end:
-                return
+        columns = self._sorted.get(file)
+        if columns is None:
+            columns = self._sorted[file] = _sort(self._notes.pop(file, bytearray()))
+        first = bisect_left(columns[0], start)
+        last = bisect_left(columns[0], end, first)
+        for run in map(ReadRun, *(column[first:last] for column in columns)):
             if run.offset + run.nbytes <= end:
                 yield run
 
@@ -97,8 +92,11 @@ def _note_of_box(dims: int) -> Struct:
     return Struct(f">{2 * dims + 1}Q")
 
 
-def _sort(notes: bytearray) -> bytes:
-    """Return notes in order, each once."""
+def _sort(notes: bytearray) -> list[array[int]]:
+    """Return notes in order, each once, as columns: offsets, numbers of bytes, checksums."""
     size = _NOTE.size
     cut = sorted(bytes(notes[at : at + size]) for at in range(0, len(notes), size))
-    return b"".join(note for note, _ in groupby(cut))
+    numbers = array("Q", b"".join(note for note, _ in groupby(cut)))
+    if sys.byteorder == "little":
+        numbers.byteswap()
+    return [numbers[column::3] for column in range(3)]

@@ -21,6 +21,7 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.engine.check.pairs import PairSource, TensorPair
 from ckptool.engine.check.proof import proof_jobs
 from ckptool.engine.read.byte_reader import ByteReader
+from ckptool.engine.read.gather import Gatherer
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tensors import TensorSource
@@ -153,6 +154,25 @@ def test_the_source_is_not_read_again(tmp_path: Path, counted: list[tuple[str, i
     assert not prove(pair, sums, sides).differences
     assert {root for root, _ in counted} == {str(tmp_path / "other")}
     assert sum(count for _, count in counted) <= (tmp_path / "other" / "data").stat().st_size
+
+
+def test_a_small_tensor_is_gathered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered: list[Box] = []
+    real = Gatherer.gather_into
+
+    def gather_into(self: Gatherer, values: np.ndarray, entry: TensorEntry, box: Box) -> None:
+        gathered.append(box)
+        real(self, values, entry, box)
+
+    monkeypatch.setattr(Gatherer, "gather_into", gather_into)
+    values = np.arange(math.prod(SHAPE), dtype=np.int16).reshape(SHAPE)
+    rows = [Box((n, 0, 0), (n + 1, 3, 4)) for n in range(5)]
+    columns = [Box((0, 0, n), (5, 3, n + 1)) for n in range(4)]
+    one = store(tmp_path / "one", values, rows)
+    pair = TensorPair(one, store(tmp_path / "other", values, columns))
+    sides = LocalSource.folder(tmp_path / "one"), LocalSource.folder(tmp_path / "other")
+    assert not prove(pair, read(sides[0], one, lambda left: [7]), sides).differences
+    assert gathered == [Box.whole(SHAPE)]
 
 
 @pytest.mark.parametrize("how", ["a gap", "half an element", "nothing"])
