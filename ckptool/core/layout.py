@@ -53,7 +53,7 @@ class ScatteredData(NamedTuple):
 class Patch(NamedTuple):
     """Four bytes at ``at`` of a literal: the little-endian CRC-32 of the file's part ``part``.
 
-    That part comes before the literal: a store is written from beginning to end.
+    They are 0 in the literal. That part comes before it: a store is written from beginning to end.
     """
 
     at: int

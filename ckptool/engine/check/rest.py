@@ -79,9 +79,9 @@ class _Rest:
         """Skip what is before an offset; begin there if the run is empty."""
         if not self.data:
             self.start = offset
-        elif offset > self.end:
-            self.holes.append((self.end, offset - self.end))
-            self.data += bytes(offset - self.end)
+        elif offset > (end := self.end):
+            self.holes.append((end, offset - end))
+            self.data += bytes(offset - end)
 
 
 class RestTile(NamedTuple):
@@ -153,18 +153,19 @@ class Rest:
         )
         run, offset = _Rest(file.path), 0
         for part in file.parts:
+            nbytes = part.nbytes
             if isinstance(part, Literal):
                 run.go_on_at(offset)
                 run.sums += [(offset + patch.at, patch.part) for patch in part.patches]
-                for at in range(0, part.nbytes, tile):
+                for at in range(0, nbytes, tile):
                     if len(run.data) >= tile:
                         yield self._run(run)
-                    run.data += memoryview(part.data)[at : at + tile]
-            elif run.data and offset + part.nbytes - run.end > widest:
+                    run.data += part.data[at : at + tile]
+            elif run.data and offset + nbytes - run.end > widest:
                 yield self._run(run)
             if isinstance(part, Verbatim):
                 yield _Copy(file.path, offset, part)
-            offset += part.nbytes
+            offset += nbytes
         if run.data:
             yield self._run(run)
 
@@ -172,7 +173,6 @@ class Rest:
         """Return the run that ends here; the next one begins there."""
         data, start, end = memoryview(rest.data), rest.start, rest.end
         sums = tuple([each for each in rest.sums if start - _SUM < each[0] < end])
-        _blank(data, start, sums)
         run = RestRun(rest.file, start, len(data), self._mark(data), sums, tuple(rest.holes))
         rest.start, rest.data, rest.holes = end, bytearray(), []
         rest.sums = [each for each in rest.sums if each[0] + _SUM > end]
@@ -199,13 +199,18 @@ class Rest:
             where = f"{one.file}: bytes {one.offset:,} to {one.offset + one.nbytes:,}"
             yield RestTile(None if is_equal else f"{where} differ from what was to be written")
 
-    def _note_sums(self, run: RestRun, data: memoryview) -> None:
-        """Note the checksums in a run, which may be truncated; equal ones leave 0."""
+    def _take_sums(self, run: RestRun, data: memoryview) -> None:
+        """Note the checksums in a run, which may be truncated, and replace them with zeros.
+
+        Equal ones leave 0.
+        """
         values: dict[int, int] = {}
         for at, number in run.sums:
-            low, high = _inside(data, run.offset, at)
-            value = int.from_bytes(data[low:high], "little") << 8 * (run.offset + low - at)
+            start = at - run.offset
+            low, high = max(0, start), min(len(data), start + _SUM)
+            value = int.from_bytes(data[low:high], "little") << 8 * (low - start)
             values[number] = values.get(number, 0) ^ value
+            data[low:high] = bytes(high - low)
         for number, value in values.items():
             if value:
                 with self._lock:
@@ -216,8 +221,7 @@ class Rest:
     def _is_as_made(self, one: RestRun | _Copy, readers: SideReaders) -> bool:
         if isinstance(one, RestRun):
             data = _read_back(readers, one.file, one.offset, one.nbytes)
-            self._note_sums(one, data)
-            _blank(data, one.offset, one.sums)
+            self._take_sums(one, data)
             for at, nbytes in one.holes:
                 low = at - one.offset
                 data[low : low + nbytes] = bytes(nbytes)
@@ -239,18 +243,6 @@ def _read_back(readers: SideReaders, file: str, offset: int, nbytes: int) -> mem
         return readers.bytes[1].read(file, offset, nbytes)
     except (SourceError, Changed) as error:
         raise _Unreadable(error.message) from error
-
-
-def _blank(data: memoryview, start: int, sums: Iterable[_Sum]) -> None:
-    """Replace checksums with zeros; they may be partly in the bytes from ``start`` on."""
-    for at, _ in sums:
-        low, high = _inside(data, start, at)
-        data[low:high] = bytes(high - low)
-
-
-def _inside(data: memoryview, start: int, at: int) -> tuple[int, int]:
-    """Return which of the bytes from ``start`` on belong to a checksum."""
-    return max(0, at - start), min(len(data), at - start + _SUM)
 
 
 def _digest(data: memoryview) -> bytes:
