@@ -152,6 +152,7 @@ class WrittenChunks(LazyChunks):
     """
 
     __slots__ = ("_cut", "itemsize", "offsets")
+    alone = True
 
     def __init__(self, cut: WrittenCut, offsets: Any, itemsize: int) -> None:
         self._cut = cut

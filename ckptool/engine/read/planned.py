@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptool.core.box import Box
 from ckptool.core.casts import is_computed
 from ckptool.core.catalog import Chunk, Extent, TensorEntry, stored_places
-from ckptool.core.chunks import chunks_of
 from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import Overlap
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
@@ -139,9 +138,9 @@ class PlanReader:
         segments = segments_of_tensor(entry)
         if segments is None:
             return None
-        if not chunks_of(entry).bare:
-            for chunk in entry.chunks:
-                touch(self._records, entry, chunk)
+        for segment in segments:
+            if segment.record is not None:
+                self._records.touch(segment.record, entry.name)
         memory = self._bytes.memory(entry.nbytes)
         self._bytes.read_segments(segments, memory)
         return memory

@@ -114,11 +114,14 @@ class _Run:
                 if literal.nbytes:
                     return False
                 self.crcs[at] = 0
-            elif literal.nbytes > SMALL or any(p.part not in self.crcs for p in literal.patches):
+            elif (nbytes := literal.nbytes) > SMALL:
                 return False
             else:
-                self.data += apply_patches(literal, self.crcs.__getitem__)
-                self.literals += literal.nbytes
+                try:
+                    self.data += apply_patches(literal, self.crcs.__getitem__)
+                except KeyError:
+                    return False
+                self.literals += nbytes
             self._next += 1
         return self._next == part
 
