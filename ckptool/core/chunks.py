@@ -269,6 +269,7 @@ class WholeTensor(LazyChunks):
     __slots__ = ("_boxes", "_chunk", "file", "offset", "strides")
     bare = True
     alone = True
+    located = True
 
     def __init__(self, boxes: tuple[Box], file: str, offset: int, strides: tuple[int, ...]) -> None:
         self._boxes = boxes

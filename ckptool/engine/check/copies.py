@@ -23,11 +23,12 @@ def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
     Both ends of files of one size are read, and all of two whose ends are equal. Skips shards with
     one value throughout, such as a state of zeros, and stores, where each file would cost requests.
     """
-    entries = [entry for entry in catalog.tensors.values() if chunks_of(entry).located]
-    if source.policy.by_request or not entries:
+    entries = catalog.tensors.values()
+    if source.policy.by_request or not any(chunks_of(entry).located for entry in entries):
         return
     alike = _with_equal_ends(catalog.files, source)
-    files = _shards_by_file(entries) if alike else {}
+    located = (entry for entry in entries if chunks_of(entry).located)
+    files = _shards_by_file(located) if alike else {}
     for names in alike:
         first, *others = [name for name in names if name in files] or [""]
         for other in others:

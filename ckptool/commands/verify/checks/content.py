@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -36,24 +37,28 @@ from ckptool.storage.files import Files
 _TILE = 1 << 20
 
 _Where = str | Packing
+_Locate = Callable[[Catalog], Catalog]
 
 
 def located(
     format_: Format, source: Files, catalog: Catalog, chosen: Callable[[Container], bool]
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
     """Return the tensors with their containers opened, and why others cannot be."""
+    if format_.reading.locate is None:
+        return catalog.tensors, []
+    locate = partial(format_.reading.locate, source)
     bare = replace(catalog, objects={})
     kept = {name: _chosen_of(entry, chosen) for name, entry in catalog.tensors.items()}
     wanted = (at for entry in kept.values() for at in places(entry) if isinstance(at, Container))
     expect_edges(source, ((at.file, at.offset, at.nbytes) for at in wanted))
     try:
-        return _opened(format_, source, bare.with_tensors(kept))
+        return _opened(locate, bare.with_tensors(kept))
     except CkptoolError:
-        return _opened_each(format_, source, bare, kept)
+        return _opened_each(locate, bare, kept)
 
 
 def _opened_each(
-    format_: Format, source: Files, bare: Catalog, kept: Mapping[str, TensorEntry]
+    locate: _Locate, bare: Catalog, kept: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
     """Return the same of tensors that are opened one by one, some of them in part."""
     problems: list[Problem] = []
@@ -61,7 +66,7 @@ def _opened_each(
     for name, entry in kept.items():
         one = bare.with_tensors({name: entry})
         try:
-            whole, notes = _opened(format_, source, one)
+            whole, notes = _opened(locate, one)
             tensors |= whole
             problems += notes
         except CkptoolError:
@@ -69,7 +74,7 @@ def _opened_each(
             for chunk in entry.chunks:
                 alone = one.with_tensors({name: replace(entry, chunks=(chunk,))})
                 try:
-                    chunks += _opened(format_, source, alone)[0][name].chunks
+                    chunks += _opened(locate, alone)[0][name].chunks
                 except CkptoolError as error:
                     problems += error.problems
             tensors[name] = replace(entry, chunks=tuple(chunks))
@@ -82,13 +87,11 @@ def _chosen_of(entry: TensorEntry, chosen: Callable[[Container], bool]) -> Tenso
     return replace(entry, chunks=kept)
 
 
-def _opened(
-    format_: Format, source: Files, catalog: Catalog
-) -> tuple[dict[str, TensorEntry], list[Problem]]:
+def _opened(locate: _Locate, catalog: Catalog) -> tuple[dict[str, TensorEntry], list[Problem]]:
     """Return the tensors of a catalog, or those that they turn out to wrap, and notes."""
-    if format_.reading.locate is None or not any(map(_has_container, catalog.tensors.values())):
+    if not any(map(_has_container, catalog.tensors.values())):
         return catalog.tensors, []
-    opened = format_.reading.locate(source, catalog)
+    opened = locate(catalog)
     return opened.tensors, [Problem(note, "note") for note in opened.notes[len(catalog.notes) :]]
 
 
