@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckptool.commands.verify.compare.diff import DiffReport, DiffSide, TensorPairs
 
 _MOST_LINES = 24
+_CHANGE = "change: |B - A| / |A|"
 
 
 def show_diff(report: DiffReport) -> None:
@@ -47,6 +48,8 @@ def show_diff(report: DiffReport) -> None:
         fit = report.fit
         gives = f"gives A {fit.common:,} of the {fit.wanted:,} names in B"
         say(screen, f"[cyan]hint:[/] {escaped(fit.option)} {gives}")
+    elif report.hint is not None:
+        say(screen, f"[cyan]hint:[/] {escaped(report.hint)}")
 
 
 def _side(side: DiffSide, called: str) -> list[Cell]:
@@ -121,7 +124,7 @@ def _show_changed(
         _show(
             screen,
             "yellow",
-            "changed by module (change: |B - A| / |A|)",
+            f"changed by module ({_CHANGE})",
             len(changed),
             rows,
             "lrrr",
@@ -138,7 +141,8 @@ def _show_changed(
         for each in changed
     ]
     heads = ("tensor", "change", "differ", "of", "largest")
-    _show(screen, "yellow", "changed (change: |B - A| / |A|)", len(changed), rows, "lrrrr", heads)
+    what = f"changed ({_CHANGE}; largest: |b - a| of one element)"
+    _show(screen, "yellow", what, len(changed), rows, "lrrrr", heads)
 
 
 def _relative(value: float | None) -> Cell:

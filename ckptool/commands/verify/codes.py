@@ -336,8 +336,8 @@ _CODES: dict[str, dict[str, Code]] = {
         "excluded": Code(_INFO, "excluded by the options: not compared"),
         "nothing-compared": Code(
             _ERROR,
-            "no tensor and no value could be compared",
-            "change the names of A with --model-only, --strip-prefix or --rename",
+            "no tensor could be compared",
+            "--model-only, --strip-prefix and --rename change names",
         ),
     },
     "manifest": {

@@ -27,15 +27,17 @@ from ckptool.commands.verify.compare.coverage import (
 )
 from ckptool.commands.verify.compare.difference import DifferingTensor, differing_tensor
 from ckptool.commands.verify.compare.names import (
+    NOTHING_COMPARED,
     common_values,
     differing_companions,
     differing_names,
     differing_type,
     differing_values,
+    nothing_compared,
     readable,
     stored_problems,
 )
-from ckptool.commands.verify.compare.tensors import compare
+from ckptool.commands.verify.compare.tensors import cast_text, compare
 from ckptool.commands.verify.compare.values import Unfolded, unfolded
 from ckptool.commands.verify.findings import (
     SIDES,
@@ -316,8 +318,9 @@ class Comparison:
         """Return the report of all findings."""
         any_tensor = any(side.catalog and side.catalog.tensors for side in self._sides)
         is_compared = self.pairs or (self._values and not any_tensor)
-        if self.alignment is not None and not is_compared:
-            self._problems.append(Problem("no tensor or value was compared", "nothing-compared"))
+        if (aligned := self.alignment) is not None and not is_compared:
+            both = aligned.made.catalog, aligned.theirs.catalog
+            self._problems.append(nothing_compared(*both, alike=bool(self.alike)))
         findings, ignored = self.findings()
         formats = [side.opened.format.name if side.opened else None for side in self._sides]
         report = VerifyReport(
@@ -330,6 +333,8 @@ class Comparison:
         )
         strict = self._options.strict
         failures = report.count_failures(strict)
+        if failures > 1:  # that nothing was compared follows from the others
+            failures -= sum(each.code == NOTHING_COMPARED for each in report.findings)
         coverage = self._coverage()
         summary = self._summary(failures, coverage, list_unread(report.fails(strict)))
         summary += report.ignored_text
@@ -388,9 +393,7 @@ class Comparison:
         how = "within the tolerance" if self._comparing.as_numbers else "bit by bit"
         different = {tensor.name for tensor in self.differing}
         equal = [pair for pair in self.pairs if pair.one.name not in different]
-        compared = sum(pair.one.nbytes for pair in equal)
-        cast = sum(pair.is_cast for pair in equal)
-        once = f", {cast:,} of them cast to the coarser type of both" if cast else ""
+        compared, once = sum(pair.one.nbytes for pair in equal), cast_text(equal)
         if self._beyond:
             once += f" ({plural(self._beyond.total(), 'value')} beyond its range)"
         values = f", {plural(self._values, 'non-tensor value')}" if self._values else ""

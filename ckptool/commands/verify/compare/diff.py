@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import Struct, field
@@ -18,7 +19,11 @@ from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.compare.against import AgainstReport, Comparison, Side
 from ckptool.commands.verify.compare.fit import Fit, find_fit
 from ckptool.commands.verify.compare.model import is_model, open_other
-from ckptool.commands.verify.compare.names import differing_companions
+from ckptool.commands.verify.compare.names import (
+    NOTHING_COMPARED,
+    differ_in_type_alone,
+    differing_companions,
+)
 from ckptool.commands.verify.compare.runs import is_argument, newest_of_both
 from ckptool.commands.verify.findings import SIDES, Finding
 from ckptool.commands.verify.verify import Started
@@ -74,9 +79,10 @@ class DiffReport(Report, frozen=True):
 
     ``changed`` and ``modules`` are empty if values were not compared. ``alike`` tensors have the
     same name, shape and element type; ``findings`` are all differences besides tensors'. ``fit`` is
-    the option that would give A more of B's names. ``readable`` is false if a side is damaged, so
-    that nothing could be compared. ``of_runs`` is true if both are the newest step that two runs
-    have: non-tensor values and configs are compared then, and come first.
+    the option that would give A more of B's names, ``hint`` another next step. ``readable`` is
+    false if a side is damaged, so that nothing could be compared. ``of_runs`` is true if both are
+    the newest step that two runs have: non-tensor values and configs are compared then, and come
+    first.
     """
 
     a: DiffSide
@@ -95,6 +101,7 @@ class DiffReport(Report, frozen=True):
     ok: bool
     summary: str
     of_runs: bool = False
+    hint: str | None = None
 
     schema: ClassVar = "diff"
 
@@ -201,6 +208,8 @@ def _report(
         "changed": len(tensors),
         "with NaN": sum(math.isnan(each.relative or 0.0) for each in tensors),
     }
+    if any(counts.values()):
+        findings = [f for f in findings if f.code != NOTHING_COMPARED]  # that is why
     different = any(counts.values()) or any(f.severity is Severity.ERROR for f in findings)
     return DiffReport(
         a=_side(sides[0]),
@@ -219,7 +228,25 @@ def _report(
         ok=whole.coverage is not None and not different,
         summary=_summary(whole, counts, findings, comparison, options),
         of_runs=of_runs,
+        hint=_hint(comparison, sides, types, options),
     )
+
+
+def _hint(
+    comparison: Comparison,
+    sides: tuple[Side, Side],
+    types: Sequence[TensorPairs],
+    options: DiffOptions,
+) -> str | None:
+    """Return what compares more than was compared."""
+    if _is_model(sides[1]):
+        return None
+    if any(differ_in_type_alone(pair.a, pair.b) for pair in types):
+        flags = "--cast" if options.values else "--values --cast"
+        return f"{flags} compares them, rounded to the coarser type of both"
+    if comparison.alike and not options.values:
+        return "--values compares the contents, too"
+    return None
 
 
 def _fit(
@@ -282,7 +309,7 @@ def _summary(
     comparison: Comparison,
     options: DiffOptions,
 ) -> str:
-    """Return one line that begins with ALIKE, EQUAL, DIFFERENT or FAILED."""
+    """Return one line that begins with SAME NAMES, EQUAL, DIFFERENT or FAILED."""
     if whole.coverage is None:
         return whole.verify.summary
     errors = sum(f.count for f in findings if f.severity is Severity.ERROR)
@@ -296,6 +323,6 @@ def _summary(
         return f"DIFFERENT: {', '.join(parts)}"
     if options.values:
         return whole.verify.summary
-    alike = f"ALIKE: {plural(len(comparison.alike), 'tensor')} by name, shape and type"
+    alike = f"SAME NAMES, SHAPES AND TYPES: {plural(len(comparison.alike), 'tensor')}"
     values = f", {plural(whole.values, 'value')} by name" if whole.values else ""
-    return f"{alike}{values}; content not compared"
+    return f"{alike}{values}; contents not compared"

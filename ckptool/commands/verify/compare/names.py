@@ -33,6 +33,8 @@ from ckptool.serialization.safetensors_metadata import texts_of
 from ckptool.serialization.state_dict.values import Repeated
 from ckptool.storage.files import Files
 
+NOTHING_COMPARED = "nothing-compared"
+
 
 class Counterpart(Struct, frozen=True):
     """The part of another checkpoint to compare; ``names`` are its names for these tensors.
@@ -146,11 +148,27 @@ def differing_type(one: TensorEntry, other: TensorEntry, options: CompareOptions
     types = one.dtype, other.dtype
     if types[0] == types[1] or (options.as_numbers and all(each.is_numeric for each in types)):
         return None
-    is_weight = can_cast(one) and state_category(one) == "model"
-    if options.cast and is_weight and other.dtype.kind == "float":
+    if options.cast and differ_in_type_alone(one, other):
         return None
     message = f"{one.name}: A {types[0]}, B {types[1]}"
     return Problem(message, "dtype-differs", tensor=one.name)
+
+
+def differ_in_type_alone(one: TensorEntry, other: TensorEntry) -> bool:
+    """Return whether two tensors are weights of one shape, which can be compared once cast."""
+    is_weight = can_cast(one) and state_category(one) == "model"
+    return one.shape == other.shape and is_weight and other.dtype.kind == "float"
+
+
+def nothing_compared(mine: Catalog, theirs: Catalog, *, alike: bool) -> Problem:
+    """Return why no tensor was compared; if some are ``alike``, they could have been."""
+    both = mine.tensors.keys() & theirs.tensors.keys()
+    if alike or not both:
+        return Problem("none can be read" if alike else "no name is in both", NOTHING_COMPARED)
+    text = f"{plural(len(both), 'name')} in both, of other shapes or types"
+    only_types = any(differ_in_type_alone(mine.tensors[n], theirs.tensors[n]) for n in both)
+    hint = "--cast compares weights of other types" if only_types else "`ckptool diff` lists them"
+    return Problem(text, NOTHING_COMPARED).with_hint(hint)
 
 
 def differing_values(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import Struct, field
@@ -71,3 +72,13 @@ def note_differences(
                 found.differences[name] = known.plus(difference) if known else difference
 
     return look
+
+
+def cast_text(pairs: Sequence[TensorPair]) -> str:
+    """Return the words on how many of equal pairs were cast before they were compared."""
+    both = sum(pair.is_cast for pair in pairs)
+    if both:
+        return f", {both:,} of them cast to the coarser type of both"
+    cast = (pair.one for pair in pairs if pair.one.dtype != pair.one.source_dtype)
+    counts = Counter(str(entry.dtype) for entry in cast)
+    return "".join(f", {n:,} of them after a cast to {name}" for name, n in counts.items())

@@ -61,7 +61,7 @@ def check_manifest(
     alike = [name for name in recorded.tensors if name in measured.tensors]
     values = len(recorded.values.keys() & measured.values.keys())
     if not alike and (measured.tensors or not values):
-        problems.append(Problem("no tensor or value was compared", "nothing-compared"))
+        problems.append(Problem("no name is in both", "nothing-compared"))
     report = verification.report(problems, compared=made.catalog, nbytes=nbytes)
     if not report.ok:
         count = plural(report.count_failures(options.strict), "problem")

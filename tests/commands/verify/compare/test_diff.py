@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import case
+from conftest import case, run_command
 from safetensors.torch import save_file
 from torchtitan_states import recorded, write_config
 from typer.testing import CliRunner
@@ -78,14 +78,14 @@ def test_the_same_names_shapes_and_types_are_alike_whatever_the_values(
     other = saved(tmp_path / "b.pt", embed__weight=torch.zeros(3, 4))
     report = ckptool.diff(a, other)
     assert report.ok
-    assert report.summary == "ALIKE: 6 tensors by name, shape and type; content not compared"
+    assert report.summary == "SAME NAMES, SHAPES AND TYPES: 6 tensors; contents not compared"
     assert not ckptool.diff(a, other, values=True).ok
 
 
 def test_names_of_values_are_names_whatever_the_values(a: Path, tmp_path: Path) -> None:
     one = saved(tmp_path / "one.pt", step=7)
     other = saved(tmp_path / "other.pt", step=8)
-    whole = "ALIKE: 6 tensors by name, shape and type, 1 value by name; content not compared"
+    whole = "SAME NAMES, SHAPES AND TYPES: 6 tensors, 1 value by name; contents not compared"
     assert ckptool.diff(one, other).summary == whole
     for first, second in ((one, saved(tmp_path / "less.pt")), (a, one), (one, a)):
         report = ckptool.diff(first, second)
@@ -387,3 +387,21 @@ def test_a_damaged_side_is_not_compared(flipped: Path, a: Path) -> None:
         done = CliRunner().invoke(app, ["diff", *map(str, sides)])
         assert done.exit_code == 3
         assert "FAILED: not compared: damaged" in done.stdout
+
+
+def test_types_alone_are_compared_with_a_cast(tmp_path: Path) -> None:
+    weights = torch.linspace(-1, 1, 6).reshape(2, 3)
+    torch.save({"w": weights, "step": 1}, tmp_path / "a.pt")
+    torch.save({"w": weights.bfloat16(), "step": 1}, tmp_path / "b.pt")
+    places = tmp_path / "a.pt", tmp_path / "b.pt"
+    told = run_command("diff", *places)
+    assert told.stdout.splitlines()[-2:] == [
+        "DIFFERENT: 1 tensor of another type",
+        "hint: --values --cast compares them, rounded to the coarser type of both",
+    ]
+    assert "nothing-compared" not in run_command("diff", *places, "--values").stdout
+    equal = run_command("diff", *places, "--values", "--dtype", "bf16").stdout
+    assert "bit by bit, 1 of them after a cast to bfloat16, 1 non-tensor value" in equal
+    against = run_command("verify", tmp_path / "b.pt", "--against", tmp_path / "a.pt").stdout
+    assert "hint: --cast compares weights of other types" in against
+    assert against.splitlines()[-1] == "DIFFERENT: 1 difference"

@@ -53,7 +53,7 @@ def test_the_newest_step_that_both_have_is_compared(runs: tuple[Path, Path]) -> 
         "  args.lr: A 0.0003, B 0.0001",
     ]
     assert "  config.json: ['lr'] A 0.0003, B 0.0001" in rest
-    assert rest[-1] == "DIFFERENT: 2 other differences"
+    assert rest[-2] == "DIFFERENT: 2 other differences"
 
 
 def test_a_step_that_is_not_complete_in_both_is_not_compared(runs: tuple[Path, Path]) -> None:
