@@ -93,7 +93,7 @@ def convert_run(
     A step is good if ``verify`` calls it so; a dry run judges by metadata alone. What is at its
     target already is compared with it, and replaced only with ``overwrite``. With ``resume`` an
     interrupted step is continued. ``noted`` is called with the notes on a step that no earlier one
-    had, before it is written. Raises as ``convert`` does what concerns all steps alike.
+    had, before it is written. Raises UsageError if that is what ends the first step.
     """
     choice.require_one_way(options)
     require_codes(choice.ignore)
@@ -163,6 +163,7 @@ class _Conversion:
         self._started = started
         self._noted = noted
         self._notes: dict[str, None] = {}
+        self._has_planned = False
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -183,10 +184,11 @@ class _Conversion:
             made = partial(ConvertedStep, part, step.number, target=target)
             try:
                 yield self._convert(part, target, made)
-            except UsageError as error:
-                error.add_hint(f"so it is in {part}")
-                raise
-            except (SourceError, Unsupported) as error:
+                self._has_planned = True
+            except (SourceError, Unsupported, UsageError) as error:
+                if isinstance(error, UsageError) and not self._has_planned:
+                    error.add_hint(f"so it is in {part}")
+                    raise
                 hint = f" ({error.hint})" if error.hint else ""
                 yield made("failed", reason=f"{error}{hint}")
 

@@ -93,6 +93,18 @@ def test_notes_come_once_and_before_what_they_are_on(tmp_path: Path) -> None:
     assert said[1 + len(notes)].startswith("writing")
 
 
+def test_a_step_that_lacks_what_is_named_does_not_hide_the_others(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 200)
+    torch.save({"v": torch.ones(3)}, run / "step-100.pt")
+    torch.save({"v": torch.ones(3), "w": torch.ones(3)}, run / "step-300.pt")
+    done = convert(run, "--all-steps", "--to", "dcp", "--drop", "w", code=1)
+    assert "FAILED: 2 written, 1 failed" in done.stdout
+    assert "--drop 'w' matches none" in done.stdout
+    torch.save({"v": torch.ones(3)}, run / "step-300.pt")
+    said = convert(run, "--all-steps", "--to", "dcp", "--drop", "w", code=2).stderr
+    assert "so it is in" in said
+
+
 def test_an_interrupted_step_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(tmp_path, 100, 200)
 
