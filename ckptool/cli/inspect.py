@@ -98,7 +98,7 @@ def inspect(
             "--stats",
             metavar="NAME",
             autocompletion=complete_names,
-            help="Read matching tensors: min, max, mean, std, NaN, Inf (repeatable).",
+            help="Read matching tensors, '*' for all: min, max, mean, std, NaN, Inf (repeatable).",
         ),
     ] = None,
     export: Annotated[

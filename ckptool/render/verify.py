@@ -232,7 +232,7 @@ def _show_lost(screen: Console, report: SalvageReport) -> None:
     for name, why in list(report.lost.items())[:_MOST_LINES]:
         reason = why.partition("\n")[0].removeprefix(f"{name}: ").removeprefix(f"{name} ")
         rows.append(((name, "bold"), reason))
-    emit(screen, columns(screen, rows, "ll", cuts=1))
+    emit(screen, columns(screen, rows, "ll"))
     _print_more(screen, len(report.lost) - _MOST_LINES)
 
 

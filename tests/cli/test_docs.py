@@ -1,6 +1,7 @@
 """The statements of the README and the docs about the command line are true.
 
-``python tests/cli/test_docs.py`` writes the tables of options, ``ckptool/docs/options.md``.
+``PYTHONPATH=tests:tests/maps python tests/cli/test_docs.py`` writes the tables of options,
+``ckptool/docs/options.md``.
 """
 
 from __future__ import annotations
