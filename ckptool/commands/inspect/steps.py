@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Any, ClassVar
 
 from msgspec import Struct, field
@@ -16,7 +17,7 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.assessment import Assessor
 from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run
-from ckptool.commands.runs.pointers import find_pointers
+from ckptool.commands.runs.pointers import find_pointers, is_for_that
 from ckptool.commands.runs.steps import Step
 from ckptool.core.mesh import Mesh
 from ckptool.errors import NotFound, TransferError
@@ -29,7 +30,7 @@ class StepSummary(Struct, frozen=True):
 
     ``complete`` is judged by metadata, names and sizes; ``reasons`` say why it is not.
     ``optimizer`` is true if it has an optimizer's state. ``mesh`` is None if nothing records one.
-    ``pointer`` is what names the step in the run: a file such as ``latest``, or a link.
+    ``pointer`` is what is in the run to name the step: a file such as ``latest``, or a link.
     """
 
     path: Location
@@ -62,10 +63,11 @@ class StepSummary(Struct, frozen=True):
 
 
 class RunSummary(Report, frozen=True):
-    """The steps of the run at ``path``, newest first."""
+    """The steps of the run at ``path``, newest first; ``mentions`` are other files naming one."""
 
     path: Location
     steps: tuple[StepSummary, ...] = field(name="_steps")
+    mentions: tuple[str, ...] = ()
 
     schema: ClassVar = "inspect-run"
 
@@ -84,13 +86,16 @@ def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:
     with suppress(TransferError):  # a pointer that cannot be read; the steps can be
         pointers = find_pointers(opened)
     assessor = Assessor(opened, VerifyOptions(read=options, quick=True), thorough=True)
-    newest_first = reversed(opened.steps)
-    return RunSummary(
-        run, tuple(_describe(each, assessor, pointers.get(each.path)) for each in newest_first)
-    )
+    sources = dict.fromkeys(chain.from_iterable(pointers.values()))
+    mentions = tuple(source for source in sources if not is_for_that(opened, source))
+    steps = []
+    for step in reversed(opened.steps):
+        found = [each for each in pointers.get(step.path, ()) if each not in mentions]
+        steps.append(_describe(step, assessor, found[0] if found else None))
+    return RunSummary(run, tuple(steps), mentions)
 
 
-def _describe(step: Step, assessor: Assessor, pointers: Sequence[str] | None) -> StepSummary:
+def _describe(step: Step, assessor: Assessor, pointer: str | None) -> StepSummary:
     assessment = assessor.assess(step)
     found, report = assessment.surveys, assessment.report
     catalogs = [each.catalog for each in found if each.catalog is not None]
@@ -105,7 +110,7 @@ def _describe(step: Step, assessor: Assessor, pointers: Sequence[str] | None) ->
         any(map(has_optimizer, found)),
         next((each.world_size for each in catalogs if each.world_size is not None), None),
         next((each.mesh for each in catalogs if each.mesh is not None), None),
-        pointers[0] if pointers else None,
+        pointer,
     )
 
 

@@ -21,7 +21,7 @@ SAYS_POINTER = re.compile(
     r"(?i)(?:.*[^a-z])?(?:latest|last|newest|current|best|resumed?|checkpoints?|ckpts?|keep|pinned)"
     r"(?:[^a-z].*)?"
 )
-_MUST_NAME = re.compile(
+MUST_NAME = re.compile(
     r"(?i)(?:.*[^a-z])?(?:latest|last|newest|best|resumed?)(?:[^a-z].*?)?"
     r"(?<!\.lock)(?<!\.done)(?<!\.log)(?<!\.success)(?<!\.pid)"
 )
@@ -85,7 +85,7 @@ class StepNames:
         if text is None:
             return
         found = list(self.in_text(text, folder))
-        if (re.fullmatch(POINTERS, name) or _MUST_NAME.fullmatch(name)) and (
+        if (re.fullmatch(POINTERS, name) or MUST_NAME.fullmatch(name)) and (
             _is_broken_json(name, text) or (not found and self._is_cut(text.strip()))
         ):
             raise unreadable(self._run.path / file, f"it ends early, with {text.strip()[-40:]!r}")

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath, PurePosixPath
 
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.links import linked_steps
-from ckptool.commands.runs.mentions import SAYS_POINTER, StepNames, decode, unreadable
+from ckptool.commands.runs.mentions import MUST_NAME, SAYS_POINTER, StepNames, decode, unreadable
 from ckptool.commands.runs.records import recorded_best
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.runs.trainers import POINTERS
@@ -49,6 +49,16 @@ def find_pointers(run: Run, values: ReadOptions | None = None) -> dict[Location,
         if source not in sources:
             sources.append(source)
     return pointers
+
+
+def is_for_that(run: Run, source: str) -> bool:
+    """Return whether what names a step is there to name one, as a trainer's file or a link is.
+
+    Other small texts, such as notes and scripts, mention steps too, and may well be resumed from.
+    """
+    path, name = on_disk(run.path), source.rpartition("/")[2]
+    is_link = path is not None and (path / source).is_symlink()
+    return is_link or bool(re.fullmatch(POINTERS, name) or MUST_NAME.fullmatch(name))
 
 
 def _named_by_files(run: Run, names: StepNames) -> Iterator[tuple[str, Step]]:

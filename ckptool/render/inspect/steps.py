@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.core.mesh import Mesh
-from ckptool.core.text import plural
+from ckptool.core.text import list_some, plural
 from ckptool.render.text import Cell, columns, size, visible
 
 if TYPE_CHECKING:
@@ -41,9 +41,10 @@ def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
     for step, line in zip(run.steps, lines, strict=True):
         result.append(line)
         result += [Text(f"      {part}", "dim") for part in _wrapped(step.reasons, screen)]
-    pointed = [step for step in run.steps if step.pointer is not None]
-    result += [Text()] if pointed else []
-    result += [Text(f"  {visible(f'{s.pointer} points to {_name(s, run)}')}") for s in pointed]
+    named = [f"{s.pointer} points to {_name(s, run)}" for s in run.steps if s.pointer is not None]
+    if run.mentions:
+        named.append(f"steps are also named in {list_some(run.mentions, 3)}")
+    result += [Text(), *(Text(f"  {visible(line)}") for line in named)] if named else []
     last = next((step for step in run.steps if step.complete), None)
     if last is not None:
         result += [Text(), Text(f"  ckptool inspect {visible(str(last.path))}", "dim")]

@@ -87,6 +87,19 @@ def test_a_run_whose_trainer_names_the_latest_is_listed(
     assert ckptool.open(tmp_path).step == step
 
 
+def test_files_that_only_mention_steps_are_one_line(run: Path) -> None:
+    for name in ("README.md", "train.sh", "a.txt", "b.txt"):
+        (run / name).write_text("resumed from step-5, see step-7\n")
+    (run / "latest").write_text("step-7")
+    run.with_name("mine").symlink_to(run / "step-5")
+    told = json.loads(invoke(run, "--json").stdout)
+    assert [step["pointer"] for step in told["steps"]] == [None, None, "latest", "../mine"]
+    assert told["mentions"] == ["README.md", "a.txt", "b.txt", "train.sh"]
+    said = invoke(run).stdout.splitlines()
+    assert "  steps are also named in README.md, a.txt, b.txt and 1 more" in said
+    assert sum("points to" in line for line in said) == 2
+
+
 @pytest.mark.parametrize("words", [("inspect",), ()])
 def test_inspect_of_a_run_lists_its_steps(words: tuple[str, ...], run: Path) -> None:
     found = json.loads(invoke(*words, run, "--json").stdout)
