@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -148,6 +149,7 @@ def inspect(
     _require_printable(form, views, export)
     page_file = require_page(html)
     place = parse_place(source, "SRC")
+    _require_one_place(source, names or ())
     reading = replace(reading, values=values or on_disk(place) is not None)
     report = _inspect(place, reading, lists_steps=not any((*asked.values(), export)))
     if report is None:
@@ -234,6 +236,17 @@ def _hold(report: InspectReport, mesh: str) -> MeshHoldings:
     from ckptool.core.sharding.placement import parse_mesh
 
     return hold_by_default(report.opened, parse_mesh(mesh))
+
+
+def _require_one_place(source: str, names: Sequence[str]) -> None:
+    """Raise UsageError if names of tensors are further places, as a shell makes of ``run/*``."""
+    for name in names:
+        if ("/" in name or Path(name).suffix) and Path(name).exists():
+            raise UsageError(
+                f"{name}: inspect shows one place, and {source} is that",
+                hint=f"`ckptool diff SRC {quote(name)}` compares them; `ckptool inspect RUN`, on"
+                " the folder around steps, lists all",
+            )
 
 
 def _read_stats(report: InspectReport, names: list[str]) -> StatsReport:

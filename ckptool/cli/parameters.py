@@ -66,7 +66,8 @@ def with_options(command: Command) -> tuple[Command, dict[str, int]]:
         opening = "storage_option"  # they apply to every URL among the other arguments
         with storage_options(parse(opening) if opening in known else {}):
             parsed = {name: parse(name) for name in known}
-            with _naming_places(values.get("source"), values.get("target")):
+            sources = values.get("sources") or [None]  # of a merge, the first stands for all
+            with _naming_places(values.get("source", sources[0]), values.get("target")):
                 command(**values, **{name: build(group, parsed) for name, group in groups.items()})
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]

@@ -54,12 +54,18 @@ def is_used(pattern: str, names: Collection[str], others: Container[str] = ()) -
 
 
 def closest_names(asked: str, names: Collection[str]) -> list[str]:
-    """Return up to three names most similar to ``asked``, those with all its steps first."""
+    """Return up to three names most similar to ``asked``, those with all its steps first.
+
+    If there is none, the step of names that is most similar.
+    """
     steps = [step for step in re.split(r"[.*{}]+", asked) if step]
     inside = sorted((name for name in names if all(step in name for step in steps)), key=len)
     if steps and inside:
         return inside[:3]
-    return get_close_matches(asked, list(names)[:20_000], n=3, cutoff=0.5)
+    some = list(names)[:20_000]
+    parts = {part for name in some for part in name.split(".")}
+    close = get_close_matches(asked, some, n=3, cutoff=0.5)
+    return close or get_close_matches(asked, sorted(parts), n=1, cutoff=0.75)
 
 
 class Unmatched(UsageError):

@@ -114,6 +114,16 @@ def test_a_part_of_a_word_is_answered_with_the_glob_for_it(place: Path) -> None:
     assert "'*q_pro*' matches 6, such as model.model.layers." in done.stderr
 
 
+def test_a_misspelled_part_is_answered_with_the_part(place: Path) -> None:
+    for words in (("inspect", "q_porj"), ("convert", "out.pt", "--drop", "q_porj")):
+        command, *rest = words
+        said = ckptool(place, command, "runs/step-1000", *rest, code=2).stderr
+        assert "hint: did you mean q_proj?" in said
+    averaged = ("--average", "runs/step-1000", "runs/step-2000", "--take", "zz=runs/step-1000")
+    said = ckptool(place, "merge", "out", *averaged, code=2).stderr
+    assert "`ckptool inspect runs/step-1000 --tensors '*'` lists all" in said
+
+
 def test_no_optimizer_is_one_word(place: Path) -> None:
     kept = {name for name in names(place / "runs" / "step-1000") if not name.startswith("optim.")}
     ckptool(place, "convert", "runs/step-1000", "small.pt", "--no-optimizer")
@@ -213,6 +223,13 @@ def test_inspect_shows_the_tensors_that_are_named(place: Path) -> None:
     assert len(shown.splitlines()) == 1 + 2 + PARTS["layers.1"]
     said = ckptool(place, "inspect", "runs/step-1000", "q_porj", code=2).stderr
     assert "'q_porj' matches none of 22 tensors" in said
+
+
+def test_several_places_are_answered_with_what_takes_them(place: Path) -> None:
+    step, later = "runs/step-1000", "runs/step-2000"
+    said = ckptool(place, step, later, code=2).stderr
+    assert f"{later}: inspect shows one place, and {step} is that" in said
+    assert f"`ckptool diff {step} {later}` compares them" in said
 
 
 def test_extract_takes_the_models_tensor_and_says_what_else_there_is(place: Path) -> None:
