@@ -130,13 +130,13 @@ class LikeOptions(OptionSet):
     expect_changed: tuple[str, ...] = option(
         "--expect-changed",
         TEXTS,
-        metavar="GLOB",
+        metavar="NAME",
         help="Report what matches and is equal to OTHER's (repeatable).",
     )
     expect_equal: tuple[str, ...] = option(
         "--expect-equal",
         TEXTS,
-        metavar="GLOB",
+        metavar="NAME",
         help="Report what matches and is not equal to OTHER's (repeatable).",
     )
 
