@@ -94,7 +94,7 @@ def rank_state_notes(
         kinds.setdefault(state.kind, []).append(state)
     notes = []
     for kind, states in kinds.items():
-        of = ranges(sorted({rank for state in states for rank in state.ranks}), ", ")
+        of = ranges(sorted({rank for state in states for rank in state.ranks}))
         names = list_some([state.name for state in states])
         notes.append(f"dropped {plural(len(states), kind)} of the source's ranks {of}: {names}")
     positions, degree = loader_ranks(kept.objects)
