@@ -6,13 +6,9 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from itertools import product
 from operator import ge, le, lt, sub
 from typing import Any, NamedTuple, overload
-
-_ALIKE = 1024
-"""Shapes of which what is asked for each of thousands of chunks is known."""
 
 
 class Box(NamedTuple):
@@ -203,8 +199,7 @@ def without_dim(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return (*values[:dim], *values[dim + 1 :])
 
 
-@lru_cache(maxsize=_ALIKE)
-def row_major_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+def row_major_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Return the byte strides of a C-ordered array of ``shape``."""
     strides = [itemsize] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
@@ -212,7 +207,6 @@ def row_major_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(strides)
 
 
-@lru_cache(maxsize=_ALIKE)
 def contiguous(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> bool:
     """Return whether a box of ``shape`` with these byte strides is one C-ordered run of bytes."""
     row = itemsize

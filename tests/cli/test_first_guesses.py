@@ -119,8 +119,8 @@ def test_a_misspelled_part_is_answered_with_the_part(place: Path) -> None:
         command, *rest = words
         said = ckptool(place, command, "runs/step-1000", *rest, code=2).stderr
         assert "hint: did you mean q_proj?" in said
-    averaged = ("--average", "runs/step-1000", "runs/step-2000", "--take", "zz=runs/step-1000")
-    said = ckptool(place, "merge", "out", *averaged, code=2).stderr
+    words = "--average runs/step-1000 runs/step-2000 --take zz FROM runs/step-1000".split()
+    said = ckptool(place, "merge", "out", *words, code=2).stderr
     assert "`ckptool inspect runs/step-1000 --tensors '*'` lists all" in said
 
 

@@ -100,7 +100,7 @@ def test_boxes_that_are_a_grid_tile_the_shape(found: tuple[list[Box], Box]) -> N
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.sampled_from([1, 2, 4, 8]))
 def test_strides_are_numpys(shape: list[int], itemsize: int) -> None:
-    assert row_major_strides(tuple(shape), itemsize) == np.empty(shape, f"V{itemsize}").strides
+    assert row_major_strides(shape, itemsize) == np.empty(shape, f"V{itemsize}").strides
 
 
 def test_whole_and_at() -> None:

@@ -165,7 +165,7 @@ def _rebuild_call(ref: TensorRef, key: str) -> Call:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor; in torch an empty dim counts as one element."""
-    return row_major_strides(tuple([max(size, 1) for size in shape]), 1)
+    return row_major_strides([max(size, 1) for size in shape], 1)
 
 
 def require_of_torch(name: str) -> None:

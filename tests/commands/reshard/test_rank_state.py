@@ -131,7 +131,7 @@ def test_states_that_all_ranks_share_are_kept(tmp_path: Path) -> None:
 def test_it_is_reported_on_the_screen_and_in_the_json(tmp_path: Path) -> None:
     words = ["reshard", str(case("rank_verl").path), str(tmp_path / "out"), "--mesh", "3"]
     done = CliRunner().invoke(app, [*words, "--dry-run"])
-    note = "note: dropped 1 random number state of the source's ranks 0, 1: extra_state.rng.cpu"
+    note = "note: dropped 1 random number state of the source's ranks 0,1: extra_state.rng.cpu"
     assert note in done.stderr.splitlines()
     report = json.loads(CliRunner().invoke(app, [*words, "--json", "-q"]).stdout)
     name = "extra_state.rng.cpu"
