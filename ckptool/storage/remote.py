@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 
 from ckptool.errors import Changed, Denied, NotFound, Problem
 from ckptool.storage.block_cache import BLOCK
@@ -56,13 +55,12 @@ class RemoteSource(FileReader):
         if place.suffix == ".safetensors":
             extra = place.with_name(place.stem + ".extra.pt")
             try:
-                infos[extra.name] = extra.listing[""]
+                if (info := extra.file_now()) is not None:
+                    infos[extra.name] = info
             except Unaccepted:
                 raise
             except Denied as error:
                 unlisted[extra.name] = Problem(f"{error}", error.code)
-            except (NotFound, KeyError):
-                pass
         return cls(place.parent, infos, unlisted)
 
     def alone(self, name: str) -> RemoteSource:
@@ -103,11 +101,8 @@ class RemoteSource(FileReader):
         store = self._place.store
         if len(files) > _FEW and store.scheme not in WEB:
             return store.find(self._place.key, self.root)
-        infos = {}
-        for name in files:
-            with suppress(NotFound, KeyError):
-                infos[name] = store.find(self._key(name), name)[""]
-        return infos
+        infos = {name: (self._place / name).file_now() for name in files}
+        return {name: info for name, info in infos.items() if info is not None}
 
     def modified(self, file: str) -> float:
         """Return when a file was last modified, in seconds since the epoch; 0 if unknown."""

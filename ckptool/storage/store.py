@@ -171,12 +171,13 @@ class Store:
         """Return a place of the store as shown in messages."""
         return redact_url(self.client.url(key))
 
-    def find(self, key: str, what: str) -> dict[str, ObjectInfo]:
+    def find(self, key: str, what: str, *, alone: bool = False) -> dict[str, ObjectInfo]:
         """Return all files below a place by their relative paths; a file itself is ``""``.
 
-        Raises NotFound if there is none, or it cannot be listed; errors name it ``what``.
+        Where only a file counts, ``alone``, nothing below it is asked for. Raises NotFound if there
+        is none, or it cannot be listed; errors name it ``what``.
         """
-        found = self._list_web(key) if self.scheme in WEB else self._list_files(key, what)
+        found = self._list_web(key) if self.scheme in WEB else self._list_files(key, what, alone)
         if not found:
             raise NotFound(f"{what}: no such file or folder")
         self._sizes |= {name: info.nbytes for name, info in found.items()}
@@ -186,16 +187,16 @@ class Store:
         files = {name.removeprefix(key).lstrip("/"): info for name, info in found.items()}
         return dict(sorted(files.items()))
 
-    def _list_files(self, key: str, what: str) -> dict[str, ObjectInfo]:
+    def _list_files(self, key: str, what: str, alone: bool) -> dict[str, ObjectInfo]:
         """Return a file if the name is a file's, or what a listing shows; a bucket lists no file.
 
         A file may have the name of a folder in a bucket. One request shows it.
         """
         in_bucket = self.scheme in _SERVICES and "/" in key
         is_named = in_bucket and is_file(key) and key.rpartition("/")[2] not in INDEXES
-        if is_named:
+        if is_named or (alone and in_bucket):
             try:
-                if found := self._file_at(key, what):
+                if (found := self._file_at(key, what)) or alone:
                     return found
             except Unaccepted:
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -139,6 +139,12 @@ class RemotePath:
         Requested once; raises NotFound if there is neither.
         """
         return self.store.find(self.key, str(self))
+
+    def file_now(self) -> ObjectInfo | None:
+        """Return what the store knows of the file here; None if there is none."""
+        with suppress(NotFound):
+            return self.store.find(self.key, str(self), alone=True).get("")
+        return None
 
     def afresh(self) -> RemotePath:
         """Return the same place, with nothing listed yet."""

@@ -30,6 +30,7 @@ from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.storage.url import RemotePath, location
 
 COMPARED = CompareOptions()
+TO_SAVE = ConvertOptions("torch-save")
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +226,7 @@ def test_a_verify_fetches_each_byte_once(sharded: Path) -> None:
 
 @pytest.mark.parametrize(
     ("to", "name", "most"),
-    [("safetensors", "m.safetensors", 27), ("torch-save", "m.pt", 21), ("hf", "m", 20)],
+    [("safetensors", "m.safetensors", 16), ("torch-save", "m.pt", 14), ("hf", "m", 16)],
 )
 def test_a_small_file_is_written_in_few_requests(
     to: str, name: str, most: int, s3: S3, out: Path
@@ -236,7 +237,16 @@ def test_a_small_file_is_written_in_few_requests(
     assert len(s3.requests) <= most
     keys = [one.key for one in s3.requests if one.operation in ("PutObject", "DeleteObject")]
     assert keys[-1] == keys[1], "the note, which is removed last"
-    assert len([one for one in s3.of("HeadObject") if one.key == "a/m.extra.pt"]) <= 3
+    assert len([one for one in s3.of("HeadObject") if one.key == "a/m.extra.pt"]) <= 2
+    assert len(s3.of("ListObjectsV2")) <= (5 if to == "hf" else 0)
+
+
+def test_a_small_file_is_read_in_few_requests(s3: S3, out: Path) -> None:
+    """It is found, and no side file beside it; then its header and its tensors are read."""
+    save_file({"w": torch.ones(4)}, out / "m.safetensors")
+    prepare(location(s3.put(out / "m.safetensors", "a/m.safetensors")), out / "m.pt", TO_SAVE).run()
+    kinds = ["HeadObject", "HeadObject", "GetObject", "GetObject"]
+    assert [one.operation for one in s3.requests] == kinds
 
 
 def test_verbose_says_what_was_asked(s3: S3) -> None:

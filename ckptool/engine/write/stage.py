@@ -67,6 +67,8 @@ class Target(Protocol):
     """The file of the layout that makes a checkpoint of the others, if there is no rename."""
     last_files: tuple[int, ...] = ()
     """The marker, if it can be written last of all: it holds no tensors."""
+    finds_changes: bool = False
+    """Whether ``claim`` refuses what has come or changed since ``require_possible``."""
 
     def finish_earlier(self) -> bool:
         """Finish the commit of a killed run; return whether ``resume`` has nothing left to do."""
@@ -152,6 +154,7 @@ class Stage:
         self._names = [file.path for file in layout.files] if role.part is None else []
         self._files = layout.files
         self._noted: Sequence[Sequence[NotedRecord]] = ()
+        self._is_possible = False
         part = role.part
         self.joined = None if part is None else RecordCheck(shared=not part.is_all)
 
@@ -160,6 +163,7 @@ class Stage:
         self.target.require_possible()
         if self._role.finishes:
             self._require_parts()
+        self._is_possible = True
 
     def _require_parts(self) -> None:
         """Raise Unsupported if a part is not done, or its files are not as it left them."""
@@ -181,7 +185,8 @@ class Stage:
         self.target.finish_earlier()
         if self._role.finishes:
             self.target.hold_parts()
-        self.require_possible()
+        if not (self._is_possible and self.target.finds_changes):
+            self.require_possible()
         self.target.claim()
 
     def takes(self, numbers: Iterable[int]) -> list[int]:

@@ -67,6 +67,7 @@ class StoreTarget(Target):
         self._role = role
         self._store = path.store
         self._notes = StoreNotes(path, layout, options, role.part)
+        self.finds_changes = role == WHOLE and not options.resume
         self._ends = False
         self._ended: Mapping[int, PartNote] = {}
         self._finished: frozenset[str] = frozenset()
@@ -163,19 +164,18 @@ class StoreTarget(Target):
     def _list_existing(self, *, side: bool = True) -> dict[str, ObjectInfo]:
         """Return the files at the place of the output; also a ``side`` file that is not written."""
         if self._layout.folder:
-            return self._list(self._folder, below=True)
+            return self._list_folder()
         beside = side_name(self.path.name) if side else None
         names = self._sizes if beside is None else self._sizes | {beside: 0}
-        listed = {name: self._list(self._folder / name, below=False) for name in names}
-        return {name: infos[""] for name, infos in listed.items() if infos}
+        infos = {name: (self._folder / name).file_now() for name in names}
+        return {name: info for name, info in infos.items() if info is not None}
 
-    def _list(self, place: RemotePath, *, below: bool) -> dict[str, ObjectInfo]:
+    def _list_folder(self) -> dict[str, ObjectInfo]:
         try:
-            infos = self._store.find(place.key, str(place))
+            infos = self._store.find(self._folder.key, str(self._folder))
         except NotFound:
             return {}
-        files = {n: i for n, i in infos.items() if not n.startswith(self._notes.run.name)}
-        return {n: i for n, i in files.items() if bool(n) is below}
+        return {n: i for n, i in infos.items() if n and not n.startswith(self._notes.run.name)}
 
     def _replaces_one_file(self, existing: Mapping[str, ObjectInfo]) -> bool:
         """Return whether one file replaces one file: the old one then stays until it does."""
