@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conftest import case
 from store_server import S3, s3, server
 
 from ckptool.commands.convert import prepare
@@ -21,6 +22,8 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.casts import parse_casts
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
+from ckptool.engine.write.output import write_at as real_write_at
+from ckptool.errors import NotVerified
 from ckptool.storage.local import LocalReader
 from ckptool.storage.url import Location, location
 
@@ -171,3 +174,31 @@ def test_from_store_to_store_the_source_and_the_output_come_once_each(source: Pa
     transfer.run()
     sent = sum(one.sent for one in s3.of("GetObject")) - begun
     assert sent <= 1.02 * (nbytes(s3.get("in")) + nbytes(s3.get("out")))
+
+
+@pytest.fixture
+def copying(tmp_path: Path) -> Transfer[Any]:
+    """A convert that copies 4 MiB beside the tensors."""
+    shutil.copytree(case("hf_full").path, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_bytes(bytes(4 << 20))
+    return prepare(tmp_path / "model", tmp_path / "out", ConvertOptions("hf"))
+
+
+def test_copied_files_are_read_once(
+    copying: Transfer[Any], tmp_path: Path, reads: dict[str, int]
+) -> None:
+    reads.clear()
+    copying.run()
+    assert reads[str(tmp_path / "model")] - copying.plan.read_bytes - (4 << 20) < BESIDE
+
+
+def test_a_copied_file_that_is_written_otherwise_is_found(
+    copying: Transfer[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_at(descriptor: int, path: str, offset: int, data: memoryview) -> None:
+        wrong = bytes(data[:-1]) + b"x" if path == "tokenizer.json" else data
+        real_write_at(descriptor, path, offset, memoryview(wrong))
+
+    monkeypatch.setattr("ckptool.engine.write.run.write_at", write_at)
+    with pytest.raises(NotVerified, match=r"tokenizer.json: bytes 0 to 4,194,304 differ"):
+        copying.run()

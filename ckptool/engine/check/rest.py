@@ -6,11 +6,13 @@ import hashlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ckptool.core.layout import FileLayout, Literal, Verbatim
 from ckptool.engine.check.pairs import PairJob, SideReaders
 from ckptool.engine.read.containers import runs_of
+from ckptool.engine.read.sums import ReadRun, ReadSums, checksum
 from ckptool.engine.read.tiles import Job, known_runs
 from ckptool.engine.write.run import read_verbatim
 from ckptool.errors import Changed, SourceError
@@ -48,11 +50,15 @@ class RestRun(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """A file of the source that was copied into another unchanged."""
+    """A file of the source that was copied into another unchanged.
+
+    ``runs`` are what was read of it to copy it; none if not all of it is known.
+    """
 
     file: str
     offset: int
     part: Verbatim
+    runs: tuple[ReadRun, ...]
 
     @property
     def nbytes(self) -> int:
@@ -93,10 +99,17 @@ class RestTile(NamedTuple):
 
 
 class Rest:
-    """The non-tensor bytes of written files, to be read back; ``sides`` are source and output."""
+    """The non-tensor bytes of written files, to be read back; ``sides`` are source and output.
 
-    def __init__(self, files: Sequence[FileLayout], sides: tuple[Files, Files]) -> None:
+    ``sums`` are of what was read of the source. A file that was copied is read again where they do
+    not have all of it.
+    """
+
+    def __init__(
+        self, files: Sequence[FileLayout], sides: tuple[Files, Files], sums: ReadSums
+    ) -> None:
         self._files = files
+        self._sums = sums
         self._source, self._written = sides
         self._problems: list[str] = []
         self._lock = threading.Lock()
@@ -164,10 +177,17 @@ class Rest:
             elif run.data and offset + nbytes - run.end > widest:
                 yield self._run(run)
             if isinstance(part, Verbatim):
-                yield _Copy(file.path, offset, part)
+                yield _Copy(file.path, offset, part, self._runs_of(part))
             offset += nbytes
         if run.data:
             yield self._run(run)
+
+    def _runs_of(self, part: Verbatim) -> tuple[ReadRun, ...]:
+        """Return what was read of a file that was copied, if that is all of it, without overlap."""
+        runs = tuple(self._sums.runs(part.file, 0, part.nbytes))
+        ends = accumulate((run.nbytes for run in runs), initial=0)
+        is_all = [*ends] == [*(run.offset for run in runs), part.nbytes]
+        return runs if is_all else ()
 
     def _run(self, rest: _Rest) -> RestRun:
         """Return the run that ends here; the next one begins there."""
@@ -184,7 +204,7 @@ class Rest:
 
     def _job_of(self, one: RestRun | _Copy) -> Job[str, SideReaders, RestTile]:
         copied = known_runs()
-        if isinstance(one, _Copy) and one.part.file in self._source.files:
+        if isinstance(one, _Copy) and not one.runs and one.part.file in self._source.files:
             copied = known_runs((one.part.file, 0, one.nbytes))
         written = known_runs((one.file, one.offset, one.nbytes))
         return Job(one.file, partial(self._read, (one,)), [copied, written])
@@ -226,6 +246,12 @@ class Rest:
                 low = at - one.offset
                 data[low : low + nbytes] = bytes(nbytes)
             return self._mark(data) == one.made
+        for run in one.runs:
+            data = _read_back(readers, one.file, one.offset + run.offset, run.nbytes)
+            if checksum(data) != run.checksum:
+                return False
+        if one.runs:
+            return True
         at = one.offset
         for piece in read_verbatim(one.part, self._source):
             if _read_back(readers, one.file, at, len(piece)) != piece:

@@ -236,7 +236,7 @@ class _PlanWriter:
     def _copy_file(self, part: Verbatim, descriptor: int, path: str, offset: int) -> int:
         """Copy a file unchanged to an offset of another; return its CRC-32."""
         crc = 0
-        for piece in read_verbatim(part, self._source):
+        for piece in read_verbatim(part, self._source, self._work.sums):
             write_at(descriptor, path, offset, piece)
             offset += len(piece)
             crc = crc32(piece, crc)
@@ -282,14 +282,24 @@ class _PlanTiles(NamedTuple):
         return _WritingReader(self.files, self.records, self.sums, self.output)
 
 
-def read_verbatim(part: Verbatim, source: Files) -> Iterator[memoryview]:
-    """Yield the pieces of a file that is copied unchanged; Damaged if its size has changed."""
+def read_verbatim(
+    part: Verbatim, source: Files, sums: ReadSums | None = None
+) -> Iterator[memoryview]:
+    """Yield the pieces of a file that is copied unchanged, and note the checksum of each.
+
+    Damaged if its size has changed.
+    """
     files = source if part.file in source.files else LocalSource.file(Path(part.file))
     name = part.file if files is source else Path(part.file).name
     reader = ByteReader(files)
     try:
         if files.files[name] != part.nbytes:
             raise Damaged(f"{part.file}: its size changed while it was copied")
-        yield from reader.run(name, 0, part.nbytes)
+        offset = 0
+        for piece in reader.run(name, 0, part.nbytes):
+            if sums is not None:
+                sums.note(part.file, offset, piece)
+            offset += len(piece)
+            yield piece
     finally:
         reader.close()

@@ -155,6 +155,7 @@ class _ContentReader:
     def __init__(self, contents: _FileContents) -> None:
         self.plan = contents.plan
         self._source = contents.source
+        self._sums = contents.sums
         self._readers = contents.readers
         self._pool = ThreadPoolExecutor(self._readers, "ckptool-read")
         self._idle: SimpleQueue[PlanReader] = SimpleQueue()
@@ -175,7 +176,7 @@ class _ContentReader:
             if isinstance(part, Literal):
                 yield memoryview(apply_patches(part, crcs.__getitem__))
             elif isinstance(part, Verbatim):
-                yield from read_verbatim(part, self._source)
+                yield from read_verbatim(part, self._source, self._sums)
             else:
                 total = 0
                 for data in self._tiles(LayoutPart(number, position, offset, part)):

@@ -13,6 +13,7 @@ from ckptool.core.box import Box
 from ckptool.core.layout import Data, FileLayout, Literal, Part, Verbatim
 from ckptool.engine.check import rest as rest_module
 from ckptool.engine.check.rest import Rest, RestRun
+from ckptool.engine.read.sums import ReadSums
 from ckptool.storage.files import ReadPolicy
 from ckptool.storage.local import LocalSource
 
@@ -32,7 +33,7 @@ def runs_of(parts: list[Part], tmp_path: Path) -> list[RestRun]:
     source = LocalSource(tmp_path, {})
     source.policy = ReadPolicy(tile=TILE)
     file = FileLayout("f", tuple(parts))
-    found = Rest([file], (source, source))._rest_of(file)
+    found = Rest([file], (source, source), ReadSums())._rest_of(file)
     return [run for run in found if isinstance(run, RestRun)]
 
 
