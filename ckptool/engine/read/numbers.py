@@ -19,7 +19,9 @@ def decode(stored: Array, dtype: DType) -> Array:
     if dtype.kind == "float" and dtype.itemsize == 1:
         return _float8_table(dtype)[stored]
     if dtype.name == "bfloat16":
-        return (stored.astype(np.uint32) << 16).view(np.float32)
+        wide = stored.astype(np.uint32)
+        wide <<= np.uint32(16)
+        return wide.view(np.float32)
     if dtype.kind == "bits":
         raise KeyError(dtype.name)
     return stored.view(np.uint8 if dtype.kind == "bool" else dtype.name)
