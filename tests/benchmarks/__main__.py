@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.merges import merge_bench
 from benchmarks.report import TransferBenchReport
 from benchmarks.stores import store_bench
 from benchmarks.table import show_transfer_bench
@@ -34,6 +35,8 @@ def _measure(options: argparse.Namespace) -> TransferBenchReport:
     size = parse_size(options.size, "--size")
     if options.what == "stores":
         return store_bench(size, options.out, options.repeat, progress=show_step)
+    if options.what == "merges":
+        return merge_bench(size, options.out, options.repeat, progress=show_step)
     return transfer_bench(options.source, size, options.out, options.repeat, progress=show_step)
 
 
@@ -47,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     transfer = kinds.add_parser("transfer", parents=[both], help="against cp and torch's tools")
     transfer.add_argument("source", nargs="?", type=Path, help="a checkpoint to measure with")
     transfer.add_argument("--size", default="2GB", help="of the checkpoint that is written")
+    merges = kinds.add_parser("merges", parents=[both], help="against cp and convert")
+    merges.add_argument("--size", default="500MB", help="of each model that is written")
     stores = kinds.add_parser("stores", parents=[both], help="against clients of a store")
     stores.add_argument("--size", default="256MB", help="of the checkpoint that is written")
     return parser

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.model_programs import write_adapter, write_model, write_sparse
+
 if TYPE_CHECKING:
     from ckptool.commands.bench.specs import TensorSpec
     from ckptool.core.catalog import Catalog
@@ -283,6 +285,9 @@ _TASKS: dict[str, Callable[..., object]] = {
     "read-metadata": torch_read_metadata,
     "load": measure_load,
     "plan": plan_large,
+    "write-model": write_model,
+    "write-adapter": write_adapter,
+    "write-sparse": write_sparse,
 }
 
 if __name__ == "__main__":

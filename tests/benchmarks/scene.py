@@ -32,8 +32,11 @@ times as long."""
 class Scene:
     """Checkpoints on a disk; what a command writes lies beside ``{target}``."""
 
-    def __init__(self, paths: Mapping[str, str]) -> None:
+    def __init__(
+        self, paths: Mapping[str, str], large: tuple[str, ...] = ("{source}", *OTHERS)
+    ) -> None:
         self.paths = paths
+        self._large = large
         self.environment: Mapping[str, str] = isolated_environment()
 
     def command(self, row: Row) -> list[str]:
@@ -79,7 +82,7 @@ class Scene:
 
     def _sources(self, row: Row) -> list[Path]:
         """Return where the large checkpoints lie that a row reads."""
-        return [Path(self.paths[mark]) for mark in ("{source}", *OTHERS) if mark in row.command]
+        return [Path(self.paths[mark]) for mark in self._large if mark in row.command]
 
 
 def walk_files(path: Path) -> Iterator[Path]:
