@@ -13,6 +13,7 @@ from conftest import case, convert_to, read_back
 from recipes.damage import DAMAGE
 from recipes.hostile import HOSTILE
 
+import ckptool
 import ckptool.errors
 from ckptool.commands.open import open_checkpoint
 from ckptool.errors import CkptoolError, Damaged
@@ -41,6 +42,17 @@ def test_damage_is_reported_and_nothing_written(
         text = f"{caught.value.message} {caught.value.hint}"
         assert [word for word in DAMAGE[name].words if word not in text] == [], text
         assert not list(out.iterdir())
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_damage_is_no_part_of_an_average(
+    name: str, copy_of: Callable[[str], Path], out: Path
+) -> None:
+    source = damaged_copy(name, copy_of)
+    with pytest.raises(getattr(ckptool.errors, DAMAGE[name].answer)) as caught:
+        ckptool.merge(out / "m", source, source, average=True, with_optimizer=True, to="dcp")
+    assert caught.value.exit_code == 3
+    assert not list(out.iterdir())
 
 
 def test_what_is_damaged_can_be_excluded(copy_of: Callable[[str], Path], out: Path) -> None:

@@ -16,10 +16,14 @@ from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.core.catalog import Catalog
+from ckptool.core.sharding.coverage import coverage_problems
+from ckptool.errors import damaged
 from ckptool.formats.companions import relocate
 from ckptool.formats.safetensors import delta_notes
 from ckptool.storage.url import Location
 from ckptool.storage.virtual.joined import JoinedFiles
+
+_GAPS = "a shard is missing or its metadata is wrong; --drop NAME leaves a tensor out"
 
 
 class Operand(Struct, frozen=True):
@@ -76,6 +80,8 @@ def join(operands: Mapping[Location, Operand]) -> JoinedFiles:
 def _open(place: Location, label: str, read: ReadOptions, rewriter: Rewriter) -> Operand:
     opened = open_checkpoint(place, read, whole=False, placements=False)
     rewritten = rewriter.rewrite(opened)
+    if problems := coverage_problems(rewritten.catalog.tensors.values()):
+        raise damaged(problems, subject="the chunks", hint=_GAPS).within(str(opened.path))
     return Operand(label, opened, rewritten, rewritten.catalog)
 
 

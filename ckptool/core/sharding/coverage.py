@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ckptool.core.box import Box, boxes_of, is_grid, overlapping_pair
+from ckptool.core.casts import computed_places
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.text import plural
 from ckptool.errors import Problem
@@ -50,9 +51,15 @@ def lone_rank_problem(
 
 
 def coverage_problem(entry: TensorEntry) -> Problem | None:
-    """Return why the chunks do not tile the tensor exactly, in numbers; None if they do."""
+    """Return why the chunks do not tile the tensor exactly, in numbers; None if they do.
+
+    Nor those of what it is computed of.
+    """
     boxes = boxes_of(entry.chunks)
-    return None if is_grid(boxes, entry.shape) else _tiling_problem(entry, boxes)
+    if not is_grid(boxes, entry.shape) and (problem := _tiling_problem(entry, boxes)):
+        return problem
+    behind = (part for at in computed_places(entry) for part in at.stored)
+    return next(filter(None, map(coverage_problem, behind)), None)
 
 
 def _tiling_problem(entry: TensorEntry, boxes: Sequence[Box]) -> Problem | None:
