@@ -16,9 +16,9 @@ from ckptool.commands.verify.findings import Finding
 State = dict[str, Any]
 
 
-def found(path: Path) -> list[Finding]:
+def found(path: Path, code: str = "optimizer-extra") -> list[Finding]:
     codes = checked(path, quick=True).findings
-    return [finding for finding in codes if finding.code == "optimizer-extra"]
+    return [finding for finding in codes if finding.code == code]
 
 
 def moments(names: Iterable[str], width: int = 3) -> State:
@@ -90,3 +90,38 @@ def test_what_a_lost_file_explains_is_none(tmp_path: Path) -> None:
     for file in path.glob("*.distcp"):
         file.unlink()
     assert not found(path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"), [((2, 3), 0), ((6,), 0), ((3, 2), 1), ((1, 3), 1), ((4, 3), 1)]
+)
+def test_moments_by_kind_have_the_shape_of_their_parameter(
+    shape: tuple[int, ...], count: int, tmp_path: Path
+) -> None:
+    content = {f"decoder.{name}": torch.ones(2, 3) for name in layers(3)}
+    content |= {f"optimizer.state.exp_avg.{name}": torch.ones(2, 3) for name in content}
+    content["optimizer.state.exp_avg.decoder.layers.1.up.weight"] = torch.ones(shape)
+    messages = [f.message for f in found(written(tmp_path / "c", content), "optimizer-shape")]
+    name = "decoder.layers.1.up.weight"
+    said = f"optimizer.state.exp_avg.{name}: {[*shape]}, but {name} is [2, 3]"
+    assert messages == [said] * count
+
+
+MATRICES = [f"layers.{n}.{part}" for n in range(6) for part in ("up", "down", "norm")]
+
+
+@pytest.mark.parametrize(
+    ("without", "count"),
+    [
+        ({"layers.3.up"}, 1),
+        (set(), 0),
+        ({"layers.3.up", "layers.3.down", "layers.3.norm"}, 0),  # frozen
+        ({"layers.5.up"}, 0),  # not used in the last layer
+        ({"layers.2.up", "layers.3.up"}, 0),
+    ],
+)
+def test_a_weight_of_one_layer_without_state(without: set[str], count: int, tmp_path: Path) -> None:
+    path = written(tmp_path / "c", state(MATRICES, [n for n in MATRICES if n not in without]))
+    messages = [finding.message for finding in found(path, "optimizer-incomplete")]
+    said = "model.layers.3.up: without optimizer state, which all other layers have of it"
+    assert messages == [said] * count

@@ -1,8 +1,11 @@
-"""Optimizer state of parameters that the model, or the optimizer's own groups, do not have."""
+"""Optimizer state that is not the model's: of parameters that it, or the optimizer's own groups, do
+not have, in other shapes than theirs, or of all layers but one.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptool.commands.verify.checks.meaning.moments import parse_moment
@@ -16,13 +19,15 @@ from ckptool.errors import Problem
 
 _GROUPS, _PARAMS, _STATE = "param_groups", "params", ".state."
 _FEW = 2
+_LAYERS = 4
+"""Layers besides one that may well have state by chance alone."""
 
 States = Mapping[str, Sequence[TensorEntry]]
 """The moments of each parameter: by its name, or by its number among those of an optimizer."""
 
 
-def extra_state_problems(catalog: Catalog) -> Iterator[Problem]:
-    """Yield the state of parameters that are not there, by names and shapes alone.
+def unfit_state_problems(catalog: Catalog) -> Iterator[Problem]:
+    """Yield the state that does not fit the parameters, by names and shapes alone.
 
     A resume ignores it, or the optimizer is another model's.
     """
@@ -39,6 +44,8 @@ def extra_state_problems(catalog: Catalog) -> Iterator[Problem]:
             named[parameter].append(entry)
     if named:
         yield from _problem(_beside_the_model(catalog, named), "the model does")
+        yield from _misshapen(catalog, named)
+        yield from _lacking(catalog, named)
     groups = _numbers_in_groups(catalog) if numbered else {}
     for optimizer, states in numbered.items():
         if known := groups.get(optimizer):
@@ -93,3 +100,49 @@ def _numbers_in_groups(catalog: Catalog) -> dict[str, set[int]]:
         if steps[-1] == _PARAMS and isinstance(entry.value, list):
             numbers[optimizer].update(n for n in entry.value if isinstance(n, int))
     return numbers
+
+
+def _misshapen(catalog: Catalog, states: States) -> Iterator[Problem]:
+    """Yield state in another shape than its parameter has, as a weight and as a master.
+
+    DeepSpeed's universal checkpoints had moments of one rank's experts beside masters of all
+    (AutoEP). A run of as many elements is flat. State that ends with its kind is looked at with
+    that of torch.
+    """
+    for parameter, own in states.items():
+        keys = [*keys_of(parameter), (f"fp32.{parameter}", ())]
+        found = ((catalog.tensors.get(key), len(index)) for key, index in keys)
+        shapes = {entry.name: entry.shape[depth:] for entry, depth in found if entry}
+        for entry in own if shapes else ():
+            flat = {(math.prod(shape),) for shape in shapes.values()}
+            is_known = entry.shape in flat | {*shapes.values()}
+            if not is_known and entry.name.endswith(parameter):
+                of, shape = next(iter(shapes.items()))
+                message = f"{entry.name}: {list(entry.shape)}, but {of} is {list(shape)}"
+                yield Problem(message, "optimizer-shape", tensor=entry.name)
+
+
+def _lacking(catalog: Catalog, states: States) -> Iterator[Problem]:
+    """Yield the weights without state of one layer in the middle, if all other layers have it.
+
+    Frozen layers are whole, and the first and the last may not be used whole.
+    """
+    models = models_by_tail(catalog.tensors)
+    with_state = {name for each in states for name in _of_model(each, models)}
+    layers: dict[str, dict[int, str]] = defaultdict(dict)
+    for name in {entry.name for entry in models.values()} - catalog.conflicts.keys():
+        kind, numbers = abstract(name)
+        if len(numbers) == 1:
+            layers[kind][numbers[0]] = name
+    lacking: dict[int, list[str]] = defaultdict(list)
+    having = Counter(
+        number for alike in layers.values() for number, n in alike.items() if n in with_state
+    )
+    for alike in layers.values():
+        without = [number for number, name in alike.items() if name not in with_state]
+        if len(without) == 1 and len(alike) > _LAYERS and min(alike) < without[0] < max(alike):
+            lacking[without[0]].append(alike[without[0]])
+    for number, names in lacking.items():
+        if having[number] >= len(names):
+            message = f"{list_some(names, _FEW)}: without optimizer state, which all other layers"
+            yield Problem(f"{message} have of it", "optimizer-incomplete", tensor=names[0])

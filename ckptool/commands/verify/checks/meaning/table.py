@@ -8,7 +8,7 @@ from ckptool.commands.open import Survey
 from ckptool.commands.verify.checks.elements import Elements, Sense
 from ckptool.commands.verify.checks.meaning.arguments import argument_problems
 from ckptool.commands.verify.checks.meaning.counts import count_problems
-from ckptool.commands.verify.checks.meaning.extra_state import extra_state_problems
+from ckptool.commands.verify.checks.meaning.extra_state import unfit_state_problems
 from ckptool.commands.verify.checks.meaning.masters import Masters
 from ckptool.commands.verify.checks.meaning.moments import Moments
 from ckptool.commands.verify.checks.meaning.ranks import rank_problems
@@ -35,7 +35,7 @@ _SENSES: tuple[Callable[[Catalog], Sense], ...] = (_Zeros, Masters, Moments)
 
 
 _OF_METADATA: tuple[Callable[[Survey, Catalog], Iterator[Problem]], ...] = (
-    lambda surveyed, catalog: extra_state_problems(catalog),
+    lambda surveyed, catalog: unfit_state_problems(catalog),
     count_problems,
     rank_problems,
     argument_problems,
