@@ -8,14 +8,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import FIXTURES
 from verify.verify_runs import checked
 
+from ckptool.commands.verify.checks.meaning.moment_bits import Moment
+from ckptool.commands.verify.checks.meaning.moments import _lost_ranks
 from ckptool.commands.verify.findings import Finding
-from ckptool.errors import CkptoolError
+from ckptool.core.box import Box
+from ckptool.core.catalog import Chunk, Extent, TensorEntry
+from ckptool.core.dtype import BY_NAME
+from ckptool.engine.check.spans import Part
+from ckptool.errors import CkptoolError, Problem
 
 LAYERS, SHAPE = 4, (40, 30)
 State = dict[str, Any]
@@ -257,6 +264,27 @@ def test_all_moments_of_one_rank(tmp_path: Path) -> None:
     (finding,) = found(copy)
     assert finding.code == "moments-zero"
     assert "all moments of rank 1 are zero, of" in finding.message
+
+
+def of_ranks(*zero: str) -> list[Problem]:
+    """What is said of two ranks' layers, of which the ``zero`` ones have no moments."""
+    seen: dict[str, Moment] = {}
+    located: dict[str, TensorEntry] = {}
+    names = [f"{part}.{n}.{m}" for part in ("eye", "text") for n in (0, 1) for m in "abc"]
+    for name in (f"exp_avg.{name}" for name in names):
+        seen[name] = Moment(is_square=False)
+        box = Box.whole((4,))
+        values = np.full(4, not any(part in name for part in zero), np.float32)
+        seen[name].take(values.view(np.uint8).data, Part((4,), box, BY_NAME["float32"]), 0)
+        chunk = Chunk(box, Extent("f", 0, (4,)), int("text" in name))
+        located[name] = TensorEntry(name, (name,), BY_NAME["float32"], (4,), (chunk,))
+    return list(_lost_ranks(seen, located))
+
+
+def test_a_rank_with_layers_of_a_kind_that_is_not_used_is_none() -> None:
+    assert not of_ranks("eye")
+    assert not of_ranks("eye.0")
+    assert not of_ranks("nothing")
 
 
 def copy_moments(state: State, *parts: str) -> State:

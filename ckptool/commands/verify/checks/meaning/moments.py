@@ -42,6 +42,7 @@ _STEPS = 2
 """Counted steps after which something has moments: one step without gradients may be that which
 makes the state (DeepSpeed, torch's ``get_optimizer_state_dict``)."""
 
+_OF_EXPERTS = re.compile("expert|moe")
 _SEVERAL = 3
 """Kinds of layers that a rank has parts of which cannot all be unused."""
 
@@ -133,9 +134,10 @@ class Moments:
 def _lost_ranks(
     seen: Mapping[str, Moment], located: Mapping[str, TensorEntry]
 ) -> Iterator[Problem]:
-    """Yield the ranks of which all moments are zero, of several kinds of layers.
+    """Yield the ranks of which all moments are zero, of several kinds of layers that others use.
 
-    A rank may well have nothing but rows that were never seen, or experts that are never chosen.
+    A rank may well have nothing but rows that were never seen, experts that are never chosen, or
+    layers of a kind that is not used, such as those of images while there are none.
     """
     zero: dict[int, list[str]] = defaultdict(list)
     for name, moment in seen.items():
@@ -148,9 +150,10 @@ def _lost_ranks(
                 zero.pop(chunk.rank or 0, None)
         if not zero:
             return
+    used = {abstract(_parameter_of(n))[0] for n in seen if zero and not seen[n].is_zero}
     for rank, names in zero.items():
-        kinds = {abstract(_parameter_of(name))[0] for name in names if "expert" not in name}
-        if len(kinds) >= _SEVERAL:
+        kinds = {abstract(_parameter_of(n))[0] for n in names if not _OF_EXPERTS.search(n)}
+        if len(kinds & used) >= _SEVERAL:
             message = f"{names[0]}: all moments of rank {rank} are zero, of"
             message += f" {plural(len(names), 'tensor')}, those of other ranks are not"
             yield Problem(message, "moments-zero", tensor=names[0])
