@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
-from ckptool.core.box import Box, BoxTable, boxes_of, ranks_of
+from ckptool.core.box import Box, BoxTable, boxes_of, hull, ranks_of
 from ckptool.core.catalog import Catalog, ObjectEntry, Path, TensorEntry, tied_names
 from ckptool.core.layout import FileLayout, Verbatim
 from ckptool.core.sharding.placement import PlacedTensors
@@ -233,10 +233,7 @@ def _join_boxes(boxes: list[Box]) -> list[Box]:
     """Return the one box that several fill together, as those of a permuted tensor do; or all."""
     if len(boxes) <= _FEW_BOXES:
         return boxes
-    around = Box(
-        tuple(map(min, zip(*(box.lo for box in boxes), strict=True))),
-        tuple(map(max, zip(*(box.hi for box in boxes), strict=True))),
-    )
+    around = hull(boxes)
     return [around] if around.volume == sum(box.volume for box in boxes) else boxes
 
 

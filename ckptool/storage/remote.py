@@ -9,6 +9,7 @@ from ckptool.storage.block_cache import BLOCK
 from ckptool.storage.clients.client import ObjectInfo, ObjectVersion
 from ckptool.storage.clients.retry import Unaccepted
 from ckptool.storage.clients.schemes import WEB
+from ckptool.storage.commit_note import side_name
 from ckptool.storage.file_status import by_folder, changed, version_digest, within_folder
 from ckptool.storage.files import CORES, FileReader, ReadPolicy, ReadSpan, read_exactly, too_short
 from ckptool.storage.url import RemotePath
@@ -52,23 +53,22 @@ class RemoteSource(FileReader):
     def file(cls, place: RemotePath) -> RemoteSource:
         """Return one file alone, with the ``.extra.pt`` file beside a safetensors file."""
         infos, unlisted = {place.name: place.listing[""]}, {}
-        if place.suffix == ".safetensors":
-            extra = place.with_name(place.stem + ".extra.pt")
+        if (side := side_name(place.name)) is not None:
             try:
-                if (info := extra.file_now()) is not None:
-                    infos[extra.name] = info
+                if (info := place.with_name(side).file_now()) is not None:
+                    infos[side] = info
             except Unaccepted:
                 raise
             except Denied as error:
-                unlisted[extra.name] = Problem(f"{error}", error.code)
+                unlisted[side] = Problem(f"{error}", error.code)
         return cls(place.parent, infos, unlisted)
 
     def alone(self, name: str) -> RemoteSource:
         """Return one of the files alone, with the ``.extra.pt`` file beside it."""
-        extra = name.removesuffix(".safetensors") + ".extra.pt"
+        side = side_name(name) or ""
         folder, _, _ = name.rpartition("/")
-        chosen = {file: self._infos[file] for file in (name, extra) if file in self._infos}
-        hidden = {file: self.unlisted[file] for file in (extra,) if file in self.unlisted}
+        chosen = {file: self._infos[file] for file in (name, side) if file in self._infos}
+        hidden = {file: self.unlisted[file] for file in (side,) if file in self.unlisted}
         source = RemoteSource(self._place, chosen, hidden)
         return source.narrowed(folder) if folder else source
 
