@@ -53,9 +53,7 @@ def _facts(checkpoint: Checkpoint) -> list[str]:
     mesh = checkpoint.mesh
     facts = [] if checkpoint.step is None else [f"step {checkpoint.step:,}"]
     if mesh is not None:
-        names = mesh.names or ("",) * len(mesh.shape)
-        dims = " x ".join(f"{name} {n}".strip() for name, n in zip(names, mesh.shape, strict=True))
-        facts.append(f"mesh {dims}")
+        facts.append(f"mesh {mesh.words}")
     elif catalog.world_size is not None:
         facts.append(plural(catalog.world_size, "rank"))
     nbytes = sum(entry.nbytes for entry in catalog.tensors.values())

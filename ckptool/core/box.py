@@ -30,7 +30,7 @@ class Box(NamedTuple):
     @classmethod
     def along(cls, dim: int, start: int, shape: Sequence[int]) -> Box:
         """Return the box of ``shape`` that begins at ``start`` along ``dim``, at 0 along others."""
-        return cls.at([start if at == dim else 0 for at in range(len(shape))], shape)
+        return cls.at(along_dim(dim, start, len(shape)), shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -192,6 +192,11 @@ def pieces_of_runs(runs: Sequence[Sequence[PlacedRun]]) -> tuple[Piece, ...]:
         box = Box.at([start for start, _, _ in choice], shape)
         pieces.append(Piece(box, Box.at([local for _, local, _ in choice], shape)))
     return tuple(pieces)
+
+
+def along_dim(dim: int, at: int, dims: int) -> tuple[int, ...]:
+    """Return an index, or a step, that is ``at`` in one dim and 0 in all others."""
+    return tuple(at if each == dim else 0 for each in range(dims))
 
 
 def without_dim(values: tuple[int, ...], dim: int) -> tuple[int, ...]:

@@ -74,6 +74,12 @@ class Mesh(Struct, frozen=True):
                 f"mesh shape {self.shape} does not match {len(self.names)} dim names {self.names}"
             )
 
+    @property
+    def words(self) -> str:
+        """The dims as users read them: ``dp 2 x tp 4``, or ``2 x 4`` if they have no names."""
+        names = self.names or ("",) * len(self.shape)
+        return " x ".join(f"{n} {size}".strip() for n, size in zip(names, self.shape, strict=True))
+
     @classmethod
     def of(cls, shape: Sequence[int], names: Sequence[str] | None = None) -> Mesh:
         """Return the mesh of ``shape`` whose ranks count from 0 in row-major order."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
-from ckptool.core.box import Box, flat_range, row_major_strides, without_dim
+from ckptool.core.box import Box, along_dim, flat_range, row_major_strides, without_dim
 from ckptool.core.catalog import (
     Chunk,
     Computed,
@@ -171,14 +171,13 @@ def narrow(entry: TensorEntry, dim: int, start: int, stop: int) -> TensorEntry:
             f" {list(entry.shape)}"
         )
     shape = (*entry.shape[:dim], stop - start, *entry.shape[dim + 1 :])
-    origin = tuple(start if d == dim else 0 for d in range(len(shape)))
-    region = Box.at(origin, shape)
+    region = Box.along(dim, start, shape)
     chunks = []
     for chunk in entry.chunks:
         common = chunk.box.intersect(region)
         if common is not None:
             first = common.relative_to(chunk.box.lo).lo
-            chunks.append(part_of_chunk(chunk, common.relative_to(origin), first))
+            chunks.append(part_of_chunk(chunk, common.relative_to(region.lo), first))
     return with_chunks(entry, shape, chunks)
 
 
@@ -192,7 +191,7 @@ def join(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
     length = 0
     for entry in entries:
         _require_alike(first, entry, dim)
-        shift = tuple(-length if d == dim else 0 for d in range(len(entry.shape)))
+        shift = along_dim(dim, -length, len(entry.shape))
         chunks += [replace(chunk, box=chunk.box.relative_to(shift)) for chunk in entry.chunks]
         length += entry.shape[dim]
     return with_chunks(first, (*first.shape[:dim], length, *first.shape[dim + 1 :]), chunks)
@@ -206,8 +205,7 @@ def unstack(entry: TensorEntry, dim: int = 0) -> list[TensorEntry]:
             continue
         box = Box(without_dim(chunk.box.lo, dim), without_dim(chunk.box.hi, dim))
         for index in range(chunk.box.lo[dim], chunk.box.hi[dim]):
-            at = index - chunk.box.lo[dim]
-            first = tuple(at if d == dim else 0 for d in range(len(entry.shape)))
+            first = along_dim(dim, index - chunk.box.lo[dim], len(entry.shape))
             parts[index].append(part_of_chunk(chunk, box, first, lambda s: without_dim(s, dim)))
     shape = without_dim(entry.shape, dim)
     return [with_chunks(entry, shape, chunks) for chunks in parts]
@@ -278,7 +276,7 @@ def split_dim(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> TensorEntry
                 (*lo[:dim], *inner.lo, *lo[dim + 1 :]), (*hi[:dim], *inner.hi, *hi[dim + 1 :])
             )
             start = sum(i * step for i, step in zip(inner.lo, steps, strict=True)) - lo[dim]
-            first = tuple(start if d == dim else 0 for d in range(len(lo)))
+            first = along_dim(dim, start, len(lo))
             chunks.append(part_of_chunk(chunk, box, first, split_strides))
     return with_chunks(entry, (*entry.shape[:dim], *sizes, *entry.shape[dim + 1 :]), chunks)
 
@@ -317,7 +315,7 @@ def _merge_pair(chunk: Chunk, dim: int, size: int) -> Iterator[Chunk]:
             _collapse(lo, dim, index * size + inner.start),
             _collapse(hi, dim, stop * size + inner.stop),
         )
-        first = tuple(index - lo[dim] if d == dim else 0 for d in range(len(lo)))
+        first = along_dim(dim, index - lo[dim], len(lo))
         yield part_of_chunk(chunk, box, first, lambda s: _collapse(s, dim, s[kept]))
 
 

@@ -76,10 +76,7 @@ def _mesh(catalog: Catalog) -> str:
     mesh = catalog.mesh
     if mesh is None:
         return ""
-    shape = " x ".join(map(str, mesh.shape))
-    if mesh.names:
-        shape = " x ".join(f"{n} {s}" for n, s in zip(mesh.names, mesh.shape, strict=True))
-    described = shape + {"inferred": ", inferred from chunks and writers"}.get(
+    described = mesh.words + {"inferred": ", inferred from chunks and writers"}.get(
         catalog.mesh_source or "", f", {catalog.mesh_source}"
     )
     in_order = mesh.ranks == tuple(range(mesh.size))

@@ -78,6 +78,4 @@ def _name(step: StepSummary, run: RunSummary) -> str:
 def _mesh(mesh: Mesh | None, ranks: int | None) -> str:
     if mesh is None:
         return "-" if ranks is None else plural(ranks, "rank")
-    if mesh.names:
-        return " x ".join(f"{n} {s}" for n, s in zip(mesh.names, mesh.shape, strict=True))
-    return " x ".join(map(str, mesh.shape))
+    return mesh.words
