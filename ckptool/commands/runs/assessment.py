@@ -295,9 +295,8 @@ class Assessor:
 
 
 def _is_of_model(finding: Finding, catalog: Catalog | None) -> bool:
-    names = {finding.tensor, *(each.tensor for each in finding.affected)} - {None}
     entries = {} if catalog is None else catalog.tensors
-    found = [entries[name] for name in names if name in entries]
+    found = [entries[name] for name in finding.names if name in entries]
     return not found or any(state_category(entry) == "model" for entry in found)
 
 

@@ -80,6 +80,12 @@ class Finding(Struct, frozen=True):
     affected: tuple[Affected, ...] = ()
     hint: str | None = None
 
+    @property
+    def names(self) -> set[str]:
+        """The tensors and values that it is about, or that it affects."""
+        names = {self.tensor, *(affected.tensor for affected in self.affected)}
+        return {name for name in names if name is not None}
+
     def within(self, head: str) -> Finding:
         """Return the finding, prefixed with what it is part of."""
         affected = tuple(Affected(a.tensor, f"{head}: {a.message}") for a in self.affected)
@@ -146,9 +152,8 @@ class VerifyReport(Report, frozen=True):
     @property
     def lost(self) -> set[str]:
         """The names of tensors and values whose data is damaged or absent."""
-        damage = [f for f in self.of(Severity.ERROR) if f.code in DAMAGE]
-        names = {each.tensor for finding in damage for each in finding.affected}
-        return {name for name in names | {one.tensor for one in damage} if name is not None}
+        damage = (f for f in self.of(Severity.ERROR) if f.code in DAMAGE)
+        return {name for finding in damage for name in finding.names}
 
     def count_failures(self, strict: bool) -> int:
         """Return how many tensors, values and other things are wrong."""

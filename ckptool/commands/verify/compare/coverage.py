@@ -165,5 +165,4 @@ def list_unread(failing: list[Finding]) -> set[str]:
     """Return the tensors that were not compared, if nothing else is wrong."""
     if {finding.code for finding in failing} != {NOT_COMPARED}:
         return set()
-    affected = {each.tensor for finding in failing for each in finding.affected}
-    return {name for name in affected | {one.tensor for one in failing} if name is not None}
+    return {name for finding in failing for name in finding.names}

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from msgspec import Struct, field
 
 from ckptool.commands.document import Report, document, plain
-from ckptool.commands.model.records import CONFIG
 from ckptool.commands.open import no_collecting, open_checkpoint
 from ckptool.commands.options.declaration import changed
 from ckptool.commands.options.diff import DiffOptions
@@ -18,6 +17,7 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.compare.against import AgainstReport, Comparison, Side
 from ckptool.commands.verify.compare.fit import Fit, find_fit
+from ckptool.commands.verify.compare.lineup import config_folder
 from ckptool.commands.verify.compare.model import is_model, open_other
 from ckptool.commands.verify.compare.names import (
     NOTHING_COMPARED,
@@ -30,7 +30,6 @@ from ckptool.commands.verify.verify import Started
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.text import plural
 from ckptool.errors import UsageError
-from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
@@ -256,11 +255,7 @@ def _fit(
     one, two = (side.opened for side in sides)
     if one is None or two is None:
         return None
-    assets = options.rewrite.map.assets
-    if assets is None and (path := on_disk(two.path)) is not None:
-        folder = path if path.is_dir() else path.parent
-        assets = folder if (folder / CONFIG).is_file() else None
-    return find_fit(one, mine, theirs, assets)
+    return find_fit(one, mine, theirs, options.rewrite.map.assets or config_folder(two))
 
 
 def _catalogs(comparison: Comparison) -> tuple[Catalog, Catalog]:

@@ -86,9 +86,7 @@ def _opened(verification: Verification, options: VerifyOptions) -> OpenedCheckpo
 
 def _explained(report: VerifyReport, catalog: Catalog) -> set[str]:
     """Return the model's own names for the tensors that an error found in the files affects."""
-    errors = [each for each in report.findings if each.severity is Severity.ERROR]
-    names = {error.tensor or "" for error in errors}
-    names |= {each.tensor or "" for error in errors for each in error.affected}
+    names = {name for error in report.of(Severity.ERROR) for name in error.names}
     starts = tuple(f"{prefix}." for prefix in model_prefixes(catalog))
     return names | {name.removeprefix(start) for name in names for start in starts}
 

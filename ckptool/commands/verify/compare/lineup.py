@@ -79,7 +79,7 @@ def line_up(mine: OpenedCheckpoint, theirs: OpenedCheckpoint, rewriting: Rewrite
     if own.tensors.keys() != bare.tensors.keys() and all(map(_is_of_megatron, (own, bare))):
         ways.append(_of_megatron(own, bare))
     if ways[0].is_unlike:
-        assets = _config_of(theirs) or _config_of(mine)
+        assets = config_folder(theirs) or config_folder(mine)
         for made, how in _renamed(theirs, bare, own, assets):
             ways.append(LineUp(own, made, f"{theirs.path} with {how}", []))
         for made, how in _renamed(mine, own, bare, assets):
@@ -151,7 +151,7 @@ def _model(catalog: Catalog) -> Catalog:
     return catalog.with_tensors({n: e for n, e in entries if state_category(e) == "model"})
 
 
-def _config_of(opened: OpenedCheckpoint) -> Path | None:
+def config_folder(opened: OpenedCheckpoint) -> Path | None:
     """Return the folder of a checkpoint, or of a config.json, if that is there."""
     path = on_disk(opened.path)
     folder = None if path is None else path if path.is_dir() else path.parent
