@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import forking_python
 from matrix.bench_table import CELLS, HEAD, NAMES
 
 from ckptool.commands.bench.machine import installed_version
@@ -25,6 +25,8 @@ VERSIONS = [OWN, *(version for version in GIVEN if version.rpartition(".")[0] in
 SHORT = ["dcp-async-thread/async", "experimental-async"]
 """Of the torch of the tests unless others are asked for, too: those that save by its stagers."""
 
+FORKING = "import sys; sys.executable = {!r}; from ckptool.cli import main; main()"
+SETTINGS = ["--size", "1MB", "--ranks", "1", "--repeat", "1", "--quiet", "--json"]
 DEPENDS_ON_THE_DISK = "torch-checkpointing/direct"
 
 
@@ -43,22 +45,14 @@ def test_every_strategy_runs_where_the_table_says_so(version: str, tmp_path: Pat
     """The Python of another torch must be of this one's version: it takes its other packages."""
     asked = [name for name in (NAMES if LAUNCHER else SHORT) if name != DEPENDS_ON_THE_DISK]
     asked = [name for name in asked if installed_version(STRATEGIES[name].library)]
-    command = [sys.executable] if version == OWN else [str(LAUNCHER), version]
-    words = (
-        "--size",
-        "1MB",
-        "--ranks",
-        "1",
-        "--repeat",
-        "1",
-        "--out",
-        tmp_path,
-        "--quiet",
-        "--json",
-    )
+    words = ["-m", "ckptool", "bench", *SETTINGS, "--out", str(tmp_path)]
+    command = [str(LAUNCHER), version, *words]
+    if version == OWN:
+        python = str(forking_python(tmp_path))  # starts the ranks, too
+        command = [python, "-c", FORKING.format(python), *words[2:]]
     paths = (ROOT, os.environ.get("PYTHONPATH", ""), sysconfig.get_path("purelib"))
     ran = subprocess.run(
-        [*command, "-m", "ckptool", "bench", *map(str, words), "--strategies", ",".join(asked)],
+        [*command, "--strategies", ",".join(asked)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
         capture_output=True,
         text=True,

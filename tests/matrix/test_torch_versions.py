@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fork_server import forking_python
 
 import ckptool
 
@@ -20,10 +20,11 @@ VERSIONS = os.environ.get("CKPTOOL_TORCHES", "").split() if LAUNCHER else ["its 
 SCRIPT = Path(__file__).with_name("torch_side.py")
 
 
-def run(version: str, *words: object) -> None:
-    command = [LAUNCHER, version] if LAUNCHER else [sys.executable]
+def run(version: str, what: str, folder: Path) -> None:
+    """Let a torch save or load; that of the tests in a fork of a process that has imported it."""
+    command = [LAUNCHER, version] if LAUNCHER else [str(forking_python(folder))]
     done = subprocess.run(
-        [*map(str, command), str(SCRIPT), *map(str, words)], capture_output=True, text=True
+        [*command, str(SCRIPT), what, str(folder)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
 
