@@ -18,7 +18,7 @@ from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run, written_after
 from ckptool.commands.runs.records import survey_readable
 from ckptool.commands.runs.search import as_one_step
-from ckptool.commands.runs.side_files import damaged_side_files
+from ckptool.commands.runs.side_files import damaged_side_files, spoils
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.findings import Finding, VerifyReport
@@ -30,7 +30,6 @@ from ckptool.errors import CkptoolError, NoAnswer, NotFound
 from ckptool.storage.place import is_gone
 from ckptool.storage.url import Location, within
 
-_NOT_FINITE = "not-finite"
 _ANOTHER = (
     "weights-differ-from-masters",
     "moments-negative",
@@ -265,8 +264,7 @@ class Assessor:
     def _warnings(self, report: VerifyReport, catalog: Catalog | None) -> Iterator[str]:
         """Yield what no training should go on from, with the option that accepts it."""
         for finding in report.findings:
-            is_odd = finding.code == _NOT_FINITE and not self._options.allow_nonfinite
-            if is_odd and _is_of_model(finding, catalog):
+            if spoils(finding, catalog) and not self._options.allow_nonfinite:
                 yield f"{_text_of(finding, report)} (--allow-nonfinite counts it as good)"
             elif finding.code in _ANOTHER:
                 yield f"{_text_of(finding, report)} (--ignore {finding.code} counts it as good)"
@@ -292,12 +290,6 @@ class Assessor:
             had = next((s for s in reversed(before) if self.contents_of(s).optimizer), None)
             if had is not None:
                 yield f"has no optimizer's state, which {had.path.name} has"
-
-
-def _is_of_model(finding: Finding, catalog: Catalog | None) -> bool:
-    entries = {} if catalog is None else catalog.tensors
-    found = [entries[name] for name in finding.names if name in entries]
-    return not found or any(state_category(entry) == "model" for entry in found)
 
 
 def _text_of(finding: Finding, report: VerifyReport) -> str:

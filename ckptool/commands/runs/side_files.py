@@ -12,7 +12,10 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import role_of
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.runs.trainers import LAST_RECORD
+from ckptool.commands.verify.findings import Finding
 from ckptool.commands.verify.verify import examine
+from ckptool.core.catalog import Catalog
+from ckptool.core.state_category import is_master, state_category
 from ckptool.errors import CkptoolError, NoAnswer, Unrecognized
 from ckptool.storage.url import Location
 
@@ -22,6 +25,7 @@ _NOT_WHOLE = frozenset(
     " crc-mismatch legacy-stream storage-mismatch".split()
 )
 """Codes of a file that is not all there; what else is in it is its trainer's own."""
+_NOT_FINITE = "not-finite"
 _LARGEST = 64 << 20
 
 
@@ -47,7 +51,8 @@ def damaged_side_files(
 def _broken_archive(file: Location, name: str, options: VerifyOptions) -> Iterator[str]:
     read = ReadOptions("torch-save", storage_option=options.read.storage_option)
     try:
-        report = examine(file, replace(options, read=read, ignore=())).report()
+        examined = examine(file, replace(options, read=read, ignore=()))
+        report = examined.report()
     except NoAnswer:
         raise
     except Unrecognized:  # an empty state
@@ -56,10 +61,36 @@ def _broken_archive(file: Location, name: str, options: VerifyOptions) -> Iterat
         yield f"{name}: {error}".replace(f"{name}: {file}: ", f"{name}: ")
         return
     for finding in report.findings:
-        if finding.code in _NOT_WHOLE:
+        is_odd = role_of(name) == "optimizer" and spoils(finding, examined.surveyed.catalog)
+        if finding.code in _NOT_WHOLE or (is_odd and not _accepted(finding, options)):
             head = f"{name.rpartition('/')[2]}: "
-            yield f"{finding.code}: {name}: {finding.first_line(head)}"
+            accepts = " (--allow-nonfinite accepts it)" if is_odd else ""
+            yield f"{finding.code}: {name}: {finding.first_line(head)}{accepts}"
             return
+
+
+def _accepted(finding: Finding, options: VerifyOptions) -> bool:
+    return options.allow_nonfinite or finding.code in options.ignore
+
+
+def spoils(finding: Finding, catalog: Catalog | None) -> bool:
+    """Return whether values that are not finite are in the model, or will be after a step.
+
+    NaN of an optimizer makes its parameters NaN, and masters become weights. Infinite moments only
+    end the training of theirs.
+    """
+    if finding.code != _NOT_FINITE:
+        return False
+    entries = {} if catalog is None else catalog.tensors
+    said = {each.tensor: each.message for each in finding.affected}
+    said.setdefault(finding.tensor, finding.message)
+    found = [(name, text) for name, text in said.items() if name in entries]
+    return not found or any(
+        state_category(entries[name]) == "model"
+        or is_master(name)
+        or not text.startswith(f"{name}: 0 NaN")
+        for name, text in found
+    )
 
 
 def _broken_record(file: Location, size: int, name: str) -> Iterator[str]:

@@ -1,0 +1,126 @@
+"""The last finite step is never passed over for, nor removed because of, one that is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from prune_runs import fates, names_in, pruned
+from safetensors.torch import save_file
+from trainer_runs import WEIGHT
+
+import ckptool
+
+NAN, INF = float("nan"), float("inf")
+State = dict[str, Any]
+
+
+def state() -> State:
+    moments = {"exp_avg": WEIGHT * 0.1, "exp_avg_sq": WEIGHT**2, "step": torch.tensor(5.0)}
+    optimizer = {"state": {0: moments}, "param_groups": [{"lr": 1.0, "params": [0]}]}
+    model = {"layers.0.w": WEIGHT.clone(), "scale": torch.tensor(1.0)}
+    return {"model": model, "optimizer": optimizer, "step": 5}
+
+
+def of_code(dtype: torch.dtype, code: int) -> Callable[[State], object]:
+    """Put a code into a weight of 8 bits."""
+
+    def spoil(state: State) -> None:
+        codes = torch.zeros(6, 8, dtype=torch.uint8)
+        codes[3, 3] = code
+        state["model"]["layers.0.w"] = codes.view(dtype)
+
+    return spoil
+
+
+def in_model(value: float, dtype: torch.dtype = torch.float32) -> Callable[[State], object]:
+    def spoil(state: State) -> None:
+        weight = torch.randn(9, 12).to(dtype)
+        weight[-1, -2] = value
+        state["model"]["layers.0.w"] = weight[1:, ::2].t()  # a view, column by column
+
+    return spoil
+
+
+def in_moment(kind: str, value: float) -> Callable[[State], object]:
+    return lambda state: state["optimizer"]["state"][0][kind].view(-1)[-1:].fill_(value)
+
+
+SPOILED: dict[str, Callable[[State], object]] = {
+    "the last value": in_model(NAN),
+    "minus infinity": in_model(-INF),
+    "bf16": in_model(NAN, torch.bfloat16),
+    "complex": in_model(complex(0, NAN), torch.complex64),  # type: ignore[arg-type]
+    "e4m3": of_code(torch.float8_e4m3fn, 0xFF),
+    "e5m2": of_code(torch.float8_e5m2, 0x7C),
+    "e4m3fnuz": of_code(torch.float8_e4m3fnuz, 0x80),
+    "e8m0": of_code(torch.float8_e8m0fnu, 0xFF),
+    "a scalar": lambda state: state["model"]["scale"].fill_(NAN),
+    "an average of weights": lambda state: state.update(ema={"w": WEIGHT * NAN}),
+    "a mean": in_moment("exp_avg", NAN),
+    "a mean of squares": in_moment("exp_avg_sq", NAN),
+    "masters": lambda state: state["optimizer"].update(fp32_from_fp16=[WEIGHT * NAN]),
+}
+WRITERS: dict[str, Callable[[State, Path], object]] = {
+    "dcp": lambda state, path: dcp.save(state, checkpoint_id=path, no_dist=True),
+    "torch": lambda state, path: torch.save(state, path / "m.pt"),
+}
+
+
+def run_with(spoil: Callable[[State], object], write: Callable[[State, Path], object], run: Path):
+    for step in (1, 2, 3, 4):
+        made = state()
+        if step > 2:
+            spoil(made)
+        (run / f"step-{step}").mkdir(parents=True)
+        write(made, run / f"step-{step}")
+
+
+@pytest.mark.parametrize("how", WRITERS)
+@pytest.mark.parametrize("where", SPOILED)
+def test_the_newest_finite_step_is_the_good_one(where: str, how: str, tmp_path: Path) -> None:
+    run_with(SPOILED[where], WRITERS[how], tmp_path)
+    report = ckptool.verify_run(tmp_path)
+    assert report.latest_good is not None
+    assert report.latest_good.path.name == "step-2"
+    assert [step.path.name for step in report.steps] == ["step-4", "step-3", "step-2"]
+    for passed in report.steps[:2]:
+        assert "not-finite: " in passed.reasons[0]
+        assert passed.reasons[0].endswith("(--allow-nonfinite accepts it)")
+    assert fates(pruned(tmp_path))["step-2"] == "keep"
+    assert fates(pruned(tmp_path, allow_nonfinite=True))["step-2"] == "remove"
+
+
+def test_no_finite_step_is_removed_for_one_that_is_not(tmp_path: Path) -> None:
+    run_with(SPOILED["a mean"], WRITERS["torch"], tmp_path)
+    pruned(tmp_path, yes=True)
+    assert "step-2" in names_in(tmp_path)
+    pruned(tmp_path, yes=True)  # nothing changes the second time
+    assert "step-2" in names_in(tmp_path)
+
+
+@pytest.mark.parametrize(("value", "newest"), [(NAN, 1), (INF, 2), (1.0, 2)])
+def test_the_optimizer_beside_a_model_is_read_too(
+    value: float, newest: int, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        made, folder = state(), tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if step == 2:
+            in_moment("exp_avg_sq", value)(made)
+        save_file(made["model"], folder / "model.safetensors")
+        torch.save(made["optimizer"], folder / "optimizer.pt")
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    report = ckptool.verify_run(tmp_path)
+    assert report.latest_good is not None
+    assert report.latest_good.path.name == f"checkpoint-{newest}"
+    if newest == 1:
+        (reason,) = report.steps[0].reasons
+        assert reason.startswith("not-finite: optimizer.pt: state.0.exp_avg_sq: 1 NaN")
+        assert reason.endswith("(--allow-nonfinite accepts it)")
+    assert ckptool.verify_run(tmp_path, allow_nonfinite=True).steps[0].ok
