@@ -210,6 +210,13 @@ _CODES: dict[str, dict[str, Code]] = {
             "a weight of the model is all zero, while those of most layers are not",
             "a shard may not have been written; blocks that are added to a model may begin so",
         ),
+        "weight-constant": Code(
+            _WARNING, "a weight of the model is of one value, while those of most layers are not"
+        ),
+        "weight-denormal": Code(
+            _WARNING, "a weight is of denormal values, while those of most layers are not"
+        ),
+        "layers-equal": Code(_INFO, "a layer is another one bit for bit, as no training leaves it"),
         "weights-differ-from-masters": Code(
             _WARNING,
             "weights are not the optimizer's masters, rounded to the weights' type",

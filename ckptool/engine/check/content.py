@@ -5,7 +5,6 @@ is no slower than many small ones. A file that is hashed too is read by one thre
 
 In every IEEE-like format the non-finite codes are the largest ones of each sign. Read as integers,
 positive ones are found by the largest signed value, negative ones by the largest unsigned value.
-If that is zero, all are.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum, auto
 from itertools import accumulate
 from operator import eq
 
@@ -31,14 +29,12 @@ from ckptool.storage.files import Files
 class ContentReport(Struct):
     """``problems`` of the bytes, and the tensors with a value that is NaN or infinite.
 
-    ``zeros`` counts bytes of tensors' tiles of nothing but zeros; of small ones that adjoin, none.
     ``written`` is, for each file with bytes that no checksum covers, the end of the last nonzero
     one; ``digests`` is the SHA-256 (hex) of each file that was read completely.
     """
 
     problems: list[Problem] = field(default_factory=list)
     not_finite: set[str] = field(default_factory=set)
-    zeros: dict[str, int] = field(default_factory=dict)
     written: dict[str, int] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -48,8 +44,6 @@ class ContentReport(Struct):
         self.problems += other.problems
         self.not_finite |= other.not_finite
         self.digests |= other.digests
-        for tensor, nbytes in other.zeros.items():
-            self.note_zeros(tensor, nbytes)
         for file, end in other.written.items():
             self.note_written(file, end)
 
@@ -57,11 +51,6 @@ class ContentReport(Struct):
         """Note that a nonzero byte ends there."""
         with self._lock:
             self.written[file] = max(end, self.written.get(file, 0))
-
-    def note_zeros(self, tensor: str, nbytes: int) -> None:
-        """Note that so many more bytes of a tensor are zero, in a tile without others."""
-        with self._lock:
-            self.zeros[tensor] = self.zeros.get(tensor, 0) + nbytes
 
 
 def check_spans(
@@ -113,11 +102,8 @@ def _check_tile(
         low, high = max(tile.start, view.start), min(end, view.start + view.nbytes)
         if low >= high:
             continue
-        found = look_at(tile.data[low - tile.start : high - tile.start], view.dtype)
-        if found is Values.NOT_FINITE:
+        if not all_finite(tile.data[low - tile.start : high - tile.start], view.dtype):
             report.not_finite.add(view.tensor)
-        elif found is Values.ZERO:
-            report.note_zeros(view.tensor, high - low)
     _probe(tile, span.views)
     if span.crc32 is not None:
         pieces.append((tile.start, tile.nbytes, crc32(tile.data)))
@@ -171,34 +157,15 @@ def can_be_not_finite(dtype: DType) -> bool:
     return dtype.kind in ("float", "complex")
 
 
-class Values(Enum):
-    """What the values of a run of elements are: some NaN or infinite, all zero, or neither."""
-
-    NOT_FINITE = auto()
-    ZERO = auto()
-    OTHER = auto()
-
-
 def all_finite(data: memoryview, dtype: DType) -> bool:
     """Return whether no element in ``data`` is NaN or infinite; True for types without these."""
-    return look_at(data, dtype) is not Values.NOT_FINITE
-
-
-def look_at(data: memoryview, dtype: DType) -> Values:
-    """Return what the elements in ``data`` are; of types without NaN and infinity, never zero."""
     if not len(data) or not can_be_not_finite(dtype):
-        return Values.OTHER
+        return True
     import numpy as np
 
     first = dtype.part.first_special
     if first is None:
-        odd = bool((np.frombuffer(data, "u1") == dtype.only_nan).any())
-        return Values.NOT_FINITE if odd else Values.OTHER
+        return not (np.frombuffer(data, "u1") == dtype.only_nan).any()
     codes = np.frombuffer(data, f"u{dtype.swap}")
     sign = 1 << (8 * dtype.swap - 1)
-    if (
-        int(codes.view(f"i{dtype.swap}").max()) >= first
-        or (largest := int(codes.max())) >= first + sign
-    ):
-        return Values.NOT_FINITE
-    return Values.OTHER if largest else Values.ZERO
+    return int(codes.view(f"i{dtype.swap}").max()) < first and int(codes.max()) < first + sign

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -12,7 +13,7 @@ from ckptool.commands.verify.checks.content import Views
 from ckptool.commands.verify.checks.training import StepCounters
 from ckptool.core.catalog import TensorEntry
 from ckptool.engine.check.content import ContentReport
-from ckptool.engine.check.spans import ByteSpan, Probe
+from ckptool.engine.check.spans import ByteSpan, Part, Probe
 from ckptool.errors import Problem
 from ckptool.storage.files import Files
 
@@ -35,7 +36,13 @@ class Content(Struct):
     @property
     def probes(self) -> dict[str, Probe]:
         """What looks at tensors while they are read, by name."""
-        return {name: probe for sense in self.senses for name, probe in sense.probes.items()}
+        found: dict[str, list[Probe]] = defaultdict(list)
+        for sense in self.senses:
+            for name, probe in sense.probes.items():
+                found[name].append(probe)
+        return {
+            name: probes[0] if len(probes) == 1 else _All(probes) for name, probes in found.items()
+        }
 
     def add(
         self,
@@ -51,6 +58,18 @@ class Content(Struct):
                 mine[name] = replace(entry, chunks=(*known, *entry.chunks))
         self.views.scattered += views.scattered
         self.spans += spans
+
+
+class _All:
+    """Shows the elements of a tensor to several probes."""
+
+    def __init__(self, probes: Sequence[Probe]) -> None:
+        self._probes = probes
+
+    def take(self, data: memoryview, part: Part, first: int) -> None:
+        """Look at elements of a part, the first of which is its ``first``-th."""
+        for probe in self._probes:
+            probe.take(data, part, first)
 
 
 class Elements(NamedTuple):
@@ -87,7 +106,7 @@ class Sense(Protocol):
 
     @property
     def probes(self) -> Mapping[str, Probe]:
-        """What looks at tensors while they are read, by name; of a tensor there is one."""
+        """What looks at tensors while they are read, by name."""
 
     def problems(self, elements: Elements) -> Iterator[Problem]:
         """Yield what is wrong; only what is odd is read again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from ckptool.commands.open import Survey
 from ckptool.commands.verify.checks.elements import Elements, Sense
@@ -12,26 +12,11 @@ from ckptool.commands.verify.checks.meaning.extra_state import unfit_state_probl
 from ckptool.commands.verify.checks.meaning.masters import Masters
 from ckptool.commands.verify.checks.meaning.moments import Moments
 from ckptool.commands.verify.checks.meaning.ranks import rank_problems
-from ckptool.commands.verify.checks.meaning.zeros import zero_weights
+from ckptool.commands.verify.checks.meaning.weights import Weights
 from ckptool.core.catalog import Catalog
-from ckptool.engine.check.spans import Probe
 from ckptool.errors import Problem
 
-
-class _Zeros:
-    """Weights that are all zero, by what every reading notes."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self.probes: Mapping[str, Probe] = {}
-
-    def problems(self, elements: Elements) -> Iterator[Problem]:
-        """Yield the weights that are zero while others are not."""
-        content = elements.content
-        if content.read.zeros and elements.is_all:
-            yield from zero_weights(content.tensors, content.read.zeros, content.spans)
-
-
-_SENSES: tuple[Callable[[Catalog], Sense], ...] = (_Zeros, Masters, Moments)
+_SENSES: tuple[Callable[[Catalog], Sense], ...] = (Weights, Masters, Moments)
 
 
 _OF_METADATA: tuple[Callable[[Survey, Catalog], Iterator[Problem]], ...] = (

@@ -1,4 +1,4 @@
-"""Weights that are zero where those of other layers are not, and those that rightly are."""
+"""Weights that are odd beside those of other layers, and those that rightly are so."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def zeroed(state: States, *names: str) -> States:
     return {n: torch.zeros_like(t) if n in names else t for n, t in state.items()}
 
 
-def found(path: Path) -> list[Finding]:
-    return [finding for finding in checked(path).findings if finding.code == "weight-zero"]
+def found(path: Path, code: str = "weight-zero") -> list[Finding]:
+    return [finding for finding in checked(path).findings if finding.code == code]
 
 
 SAVES: dict[str, Callable[[States, Path], object]] = {
@@ -99,3 +99,72 @@ def test_one_value_in_the_last_tile_is_enough(tmp_path: Path) -> None:
     state["layers.3.w"][2, -1] = 0
     save_file(state, tmp_path / "m.safetensors")
     assert [finding.tensor for finding in found(tmp_path / "m.safetensors")] == ["layers.3.w"]
+
+
+def small(count: int = 5, dtype: torch.dtype = torch.float32) -> States:
+    generator = torch.Generator().manual_seed(2)
+    parts = {"mlp.up": (16, 8), "attn.q": (8, 8), "norm": (8,)}
+    return {
+        f"layers.{layer}.{part}.weight": torch.randn(shape, generator=generator).to(dtype)
+        for layer in range(count)
+        for part, shape in parts.items()
+    }
+
+
+ODD: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "weight-zero": (torch.zeros_like, "all values are zero, but of none of 4 others like"),
+    "weight-constant": (lambda t: torch.full_like(t, 0.5), "all values are 0.5, but of none of 4"),
+    "weight-denormal": (lambda t: t * 2.0**-133, "100% of the values but zero are denormal, but"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("code", ODD)
+def test_a_small_matrix_that_is_odd(code: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    state, (make, text) = small(dtype=dtype), ODD[code]
+    state["layers.3.attn.q.weight"] = make(state["layers.3.attn.q.weight"])
+    state["layers.3.norm.weight"] = torch.ones(8, dtype=dtype)
+    SAVES["dcp"](state, tmp_path / "c")
+    (finding,) = found(tmp_path / "c", code)
+    assert finding.message.startswith(f"layers.3.attn.q.weight: {text}")
+    assert len(checked(tmp_path / "c").findings) == 1
+
+
+def test_a_weight_beside_its_master_is_looked_at_too(tmp_path: Path) -> None:
+    state = small(dtype=torch.bfloat16)
+    state["layers.3.attn.q.weight"].zero_()
+    state |= {f"optimizer.state.fp32_param.{name}": t.float() for name, t in state.items()}
+    SAVES["dcp"](state, tmp_path / "c")
+    assert found(tmp_path / "c")
+    assert not found(tmp_path / "c", "weights-differ-from-masters")
+
+
+def copied(state: States, of: int, *to: int) -> States:
+    head = f"layers.{of}."
+    mine = {name: t for name, t in state.items() if name.startswith(head)}
+    return state | {
+        n.replace(head, f"layers.{at}."): t.clone() for n, t in mine.items() for at in to
+    }
+
+
+def test_a_layer_that_is_another(tmp_path: Path) -> None:
+    SAVES["dcp"](copied(small(), 1, 3), tmp_path / "c")
+    (finding,) = found(tmp_path / "c", "layers-equal")
+    assert finding.severity.value == "info"
+    assert finding.message == "layers.3: its 2 matrices are those of layers.1, bit for bit"
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        copied(small(), 0, 1, 2, 3, 4),  # a model that is yet to be trained
+        copied(small(2), 0, 1),
+        small() | {"layers.3.attn.q.weight": small()["layers.1.attn.q.weight"].clone()},
+        {n.replace("attn", "experts"): t for n, t in copied(small(), 1, 3).items()},
+        {n: t.fill_(0.5) for n, t in small().items()},
+        {n: t * 2.0**-133 for n, t in small().items()},
+    ],
+)
+def test_what_is_odd_of_most_layers_or_of_experts_is_none(state: States, tmp_path: Path) -> None:
+    SAVES["dcp"](state, tmp_path / "c")
+    assert not checked(tmp_path / "c").findings

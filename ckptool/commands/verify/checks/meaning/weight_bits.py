@@ -1,0 +1,73 @@
+"""What a model's matrices look like, noted while they are read."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from ckptool.core.dtype import DType
+from ckptool.engine.check.spans import Part
+from ckptool.engine.checksum import crc32
+from ckptool.engine.read.numbers import decode
+
+_HEAD = 1 << 10
+"""Elements of a tensor by whose checksum those that may be equal are found."""
+_SAMPLE = 1 << 9
+"""Elements of each run of which denormal ones are counted."""
+_FLOOD = 0.9
+"""A share of denormal values, among those that are not zero, that no weights have."""
+_ENOUGH = 32
+_FULL = ("float32", "bfloat16", "float16")
+"""Types whose denormal numbers are too small for weights; of 8 bits they are most of them."""
+
+
+class Weight:
+    """Looks at one matrix: is it of one value, and are most of its values denormal?
+
+    ``first`` is the code of all of the ``elements`` so far, None if they differ. ``head`` is the
+    checksum of the first elements, None if these are stored in pieces.
+    """
+
+    def __init__(self, dtype: DType) -> None:
+        self.elements = 0
+        self.first: int | None = None
+        self.head: int | None = None
+        self._dtype = dtype
+        self._is_one, self._nonzero, self._denormal = True, 0, 0
+        self._lock = threading.Lock()
+
+    def take(self, data: memoryview, part: Part, first: int) -> None:
+        """Look at elements of a part, the first of which is its ``first``-th."""
+        dtype = self._dtype
+        codes = np.frombuffer(data, f"u{dtype.itemsize}")
+        value = int(codes[0])
+        is_one = self._is_one and value == int(codes[-1])  # few get further
+        is_one = is_one and self.first in (None, value) and not (codes != value).any()
+        nonzero = denormal = 0
+        if dtype.name in _FULL:
+            sizes = codes[:_SAMPLE] & codes.dtype.type((1 << (8 * dtype.itemsize - 1)) - 1)
+            nonzero = int(np.count_nonzero(sizes))
+            denormal = nonzero - int(np.count_nonzero(sizes >> dtype.mantissa))
+        head = min(_HEAD, part.box.volume)
+        starts_all = not first and not any(part.box.lo) and codes.size >= head
+        with self._lock:
+            self.elements += codes.size
+            self._is_one = is_one and self._is_one and self.first in (None, value)
+            self.first = value if self._is_one else None
+            self._nonzero, self._denormal = self._nonzero + nonzero, self._denormal + denormal
+            if starts_all:
+                self.head = crc32(data[: head * dtype.itemsize])
+
+    @property
+    def oddity(self) -> tuple[str, str] | None:
+        """What is odd of the matrix: the code of a finding, and words; None if nothing is."""
+        if self.first is not None:
+            bits = np.array([self.first], f"u{self._dtype.itemsize}")
+            value = float(decode(bits, self._dtype)[0])
+            code = "weight-constant" if self.first else "weight-zero"
+            return code, f"all values are {value:g}" if self.first else "all values are zero"
+        if self._nonzero >= _ENOUGH and self._denormal > _FLOOD * self._nonzero:
+            share = self._denormal / self._nonzero
+            return "weight-denormal", f"{share:.0%} of the values but zero are denormal"
+        return None

@@ -1,0 +1,125 @@
+"""Weights that no training leaves: all zero or of one value, too small, those of another layer.
+
+What is odd is so beside most of its like: what differs by numbers alone, in one shape. Kinds that
+begin as zeros are so in all layers, and of two layers none is the odd one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from ckptool.commands.verify.checks.elements import Elements
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.keymap.model import abstract
+from ckptool.core.state_category import state_category
+from ckptool.engine.check.spans import Probe
+from ckptool.errors import Problem
+
+if TYPE_CHECKING:
+    from ckptool.commands.verify.checks.meaning.weight_bits import Weight
+
+_LEAST = 64
+"""Elements of a matrix that are not equal by chance."""
+_BEGINS_ZERO = "lora"
+"""Of names of weights that begin as zeros, and stay so in an expert that is never chosen."""
+_COPIED = "expert"
+"""Of names of weights that are copied from one another when a model is made larger."""
+
+Seen = Mapping[str, "Weight"]
+_Layer = tuple[str, int]
+"""What precedes the number of a layer, and it."""
+
+
+class Weights:
+    """The matrices of a model, by their names."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._found: dict[str, Weight] = {}
+        for name, entry in catalog.tensors.items():
+            if _is_matrix(entry):
+                from ckptool.commands.verify.checks.meaning.weight_bits import Weight
+
+                self._found[name] = Weight(entry.source_dtype)
+
+    @property
+    def probes(self) -> Mapping[str, Probe]:
+        """What looks at each of the weights."""
+        return self._found
+
+    def problems(self, elements: Elements) -> Iterator[Problem]:
+        """Yield the weights that are odd beside their like."""
+        located = elements.located
+        seen = {
+            name: weight
+            for name, weight in self._found.items()
+            if elements.are_sound(name) and weight.elements == located[name].elements
+        }
+        kinds: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
+        for name in seen:
+            kind, shape = abstract(name)[0], located[name].shape
+            if kind and _BEGINS_ZERO not in name.lower():
+                kinds[kind, shape].append(name)
+        for (kind, _), names in kinds.items():
+            yield from _odd(kind, names, seen)
+        yield from _equal_layers(seen, elements)
+
+
+def _is_matrix(entry: TensorEntry) -> bool:
+    is_matrix = sum(size > 1 for size in entry.shape) > 1 and entry.elements >= _LEAST
+    return is_matrix and entry.source_dtype.kind == "float" and state_category(entry) == "model"
+
+
+def _odd(kind: str, names: Sequence[str], seen: Seen) -> Iterator[Problem]:
+    """Yield the few weights of a kind that are all zero, of one value, or nearly all denormal."""
+    odd: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in names:
+        if oddity := seen[name].oddity:
+            odd[oddity[0]][name] = oddity[1]
+    for code, found in odd.items():
+        others = len(names) - len(found)
+        if others < 2 or others <= len(found):
+            continue
+        for name, what in found.items():
+            message = f"{name}: {what}, but of none of {others:,} others like {kind}"
+            yield Problem(message, code, tensor=name)
+
+
+def _equal_layers(seen: Seen, elements: Elements) -> Iterator[Problem]:
+    """Yield the few layers all of whose matrices are those of another one, bit for bit."""
+    layers = _layers_of(seen)
+    heads: dict[object, list[_Layer]] = defaultdict(list)
+    for layer, names in layers.items():
+        looks = {(kind, elements.located[n].shape, seen[n].head) for kind, n in names.items()}
+        known = (seen[n].head is not None and seen[n].first is None for n in names.values())
+        if len(names) > 1 and all(known):
+            heads[frozenset(looks)].append(layer)
+    pairs = [pair for alike in heads.values() for pair in pairwise(alike)]
+    if 2 * len(pairs) >= len(layers):
+        return
+    for one, other in pairs:
+        matrices = [(layers[one][kind], name) for kind, name in layers[other].items()]
+        if all(_are_equal(*pair, elements) for pair in matrices):
+            message = f"{other[0]}{other[1]}: its {len(matrices):,} matrices are those of"
+            message += f" {one[0]}{one[1]}, bit for bit"
+            yield Problem(message, "layers-equal", tensor=matrices[0][1])
+
+
+def _layers_of(names: Iterable[str]) -> dict[_Layer, dict[str, str]]:
+    """Return the names of the matrices of each layer, by their kinds."""
+    layers: dict[_Layer, dict[str, str]] = defaultdict(dict)
+    for name in names:
+        kind, numbers = abstract(name)
+        if len(numbers) == 1 and _COPIED not in name:
+            layers[kind.partition("#")[0], numbers[0]][kind] = name
+    return layers
+
+
+def _are_equal(one: str, other: str, elements: Elements) -> bool:
+    from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
+
+    both = elements.located[one], elements.located[other]
+    places = [[(chunk.box, chunk.at) for chunk in each.chunks] for each in both]
+    return places[0] != places[1] and are_equal(*both, elements.source)
