@@ -22,7 +22,7 @@ from ckptool.cli.parameters import (
 from ckptool.commands.options.declaration import OptionGroup
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import NAMED
-from ckptool.errors import Several, UsageError, damaged
+from ckptool.errors import CkptoolError, Several, UsageError, damaged
 from ckptool.storage.place import on_disk
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def inspect(
     if verbose:
         show_traffic(report)
     if report.problems:
-        _fail(report, shown=form == "text")
+        _fail(report, reading, shown=form == "text")
 
 
 def _print_content(content: Mapping[str, Any], form: str, view: str) -> None:
@@ -258,15 +258,22 @@ def _read_stats(report: InspectReport, names: list[str]) -> StatsReport:
         return stats(report.opened, names, started)
 
 
-def _fail(report: InspectReport, *, shown: bool) -> None:
+def _fail(report: InspectReport, reading: ReadOptions, *, shown: bool) -> None:
     """Raise the error of a damaged checkpoint once shown; with data on stdout, exit with it."""
+    from ckptool.commands.verify.codes import next_step
+    from ckptool.commands.verify.salvage.offer import offering_salvage
     from ckptool.render.messages import show_error
 
-    error = report.error or damaged(list(report.problems), subject=str(report.path))
-    if shown:
-        raise error
-    show_error(error)
-    raise typer.Exit(error.exit_code)
+    try:
+        with offering_salvage(report.path, reading):
+            raise report.error or damaged(list(report.problems), subject=str(report.path))
+    except CkptoolError as error:
+        error.hint = next_step(error)
+        error.add_hint(f"`ckptool verify {quote(str(report.path))}` checks the data, too")
+        if shown:
+            raise
+        show_error(error)
+        raise typer.Exit(error.exit_code) from None
 
 
 def _inspect(place: Location, reading: ReadOptions, *, lists_steps: bool) -> InspectReport | None:

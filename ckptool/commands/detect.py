@@ -372,7 +372,7 @@ def _several(path: Location, candidates: list[Candidate]) -> Several:
     return Several(
         f"{path}: contains {len(candidates)} checkpoints:\n" + "\n".join(listed),
         hint=f"pass one of them, for example {candidates[0].path}; `ckptool {path}` says which are"
-        " complete",
+        f" complete; `ckptool verify {path} --latest-good` finds the newest good one",
     )
 
 

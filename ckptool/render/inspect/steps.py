@@ -48,6 +48,9 @@ def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
     last = next((step for step in run.steps if step.complete), None)
     if last is not None:
         result += [Text(), Text(f"  ckptool inspect {visible(str(last.path))}", "dim")]
+    if last is not None and numbered:
+        latest = f"  ckptool verify {visible(str(run.path))} --latest-good  # reads the data, too"
+        result.append(Text(latest, "dim"))
     return result
 
 
