@@ -143,8 +143,9 @@ def _resolve(catalog: Catalog, asked: Sequence[str]) -> tuple[dict[str, str], tu
         names = [] if name in catalog.objects else matching_names(known, name)
         if len(names) > 1 and not is_glob(name):
             names, others = _of_model(catalog, name, names)
-            more = f"{plural(len(others), 'other name')}: {list_some(others, 3)}"
-            choices.append(f"{name} is also in {more}")
+            choices.append(
+                f"{plural(len(others), 'other name')} with {name}: {list_some(others, 1)}"
+            )
         if not names:
             raise _no_tensor(catalog, name)
         for one in names:

@@ -63,7 +63,8 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         raise Unrecognized(f"{source.root}: not one safetensors file")
     tensors, metadata = read_whole_tensors(source, file, options)
     files = {file: source.files[file]}
-    info = {"writer": writer_of(metadata) or "safetensors"} | delta_info([metadata])
+    info = {"writer": writer} if (writer := writer_of(metadata)) else {}
+    info |= delta_info([metadata])
     notes = (*note_part(file), *_note_shards(file, metadata), *delta_notes(info))
     catalog = Catalog("safetensors", tensors, {}, files, world_size=1, info=info, notes=notes)
     side = file.removesuffix(".safetensors") + EXTRA

@@ -109,7 +109,8 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     options.report(contents.problems, subject=source.root)
     copies = variants(all_weights(source)) - {*files} if named is None else set[str]()
     writers = filter(None, map(writer_of, headers.values()))
-    info = {"writer": next(writers, "Hugging Face")} | describe_config(source, options)
+    info = {"writer": writer} if (writer := next(writers, None)) else {}
+    info |= describe_config(source, options)
     info |= delta_info([metadata, *headers.values()])
     catalog = Catalog(
         "hf",
