@@ -102,10 +102,11 @@ def rewrite(
     if options.dequantize:
         _require_torch("--dequantize")
         source = dequantized(opened, None if casts is None else casts.model, options.map.assets)
-    if kept is None:
-        kept = select_entries(source.catalog, selection)
-    unwrapped = _removed_prefixes(source.catalog, selection)
-    renamed = RenamedCounts()
+    unwrapped, renamed = tuple[str, ...](), RenamedCounts()
+    if kept is None or _is_of_model(selection):
+        chosen = _select(source.catalog, selection)
+        unwrapped = model_prefixes(chosen) if _is_of_model(selection) else ()
+        kept = _as_model(chosen, selection) if kept is None else kept
     if selection.rename or selection.strip_prefix is not None:
         kept, renamed = _rename(kept, selection)
     counts = source.counts(kept)
@@ -184,12 +185,7 @@ def select_entries(catalog: Catalog, selection: Selection) -> Catalog:
 
     Every entry keeps the ``part`` that it had under its former name.
     """
-    catalog = _select(catalog, selection)
-    if selection.model_only or selection.peft_adapter:
-        catalog = only_model(catalog)
-    if selection.peft_adapter:
-        catalog = adapter_of(catalog)
-    return catalog
+    return _as_model(_select(catalog, selection), selection)
 
 
 def _select(catalog: Catalog, selection: Selection) -> Catalog:
@@ -206,10 +202,15 @@ def _select(catalog: Catalog, selection: Selection) -> Catalog:
     return catalog
 
 
-def _removed_prefixes(catalog: Catalog, selection: Selection) -> tuple[str, ...]:
-    """Return the prefixes that a selection removes from the names of a model."""
-    is_model = selection.model_only or selection.peft_adapter
-    return model_prefixes(_select(catalog, selection)) if is_model else ()
+def _as_model(catalog: Catalog, selection: Selection) -> Catalog:
+    """Return what is left of a selection if it is reduced to a model, or to an adapter."""
+    if _is_of_model(selection):
+        catalog = only_model(catalog)
+    return adapter_of(catalog) if selection.peft_adapter else catalog
+
+
+def _is_of_model(selection: Selection) -> bool:
+    return selection.model_only or selection.peft_adapter
 
 
 def _rename(catalog: Catalog, selection: Selection) -> tuple[Catalog, RenamedCounts]:
