@@ -18,6 +18,7 @@ from ckptool.commands.inspect.fold import (
     split_numbers,
     with_numbers,
 )
+from ckptool.core.dtype import short_name
 from ckptool.core.layout import FileLayout
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.core.text import plural
@@ -118,7 +119,8 @@ def rewriting_lines(report: RewrittenReport) -> Iterator[str]:
         yield from (f"    {visible(name)}" for name in matched.names)
     for what, counts in (("cast", report.cast), ("dequantized", report.dequantized)):
         yield from (
-            f"  {what}: {plural(count, 'tensor')} from {kind}" for kind, count in counts.items()
+            f"  {what}: {plural(count, 'tensor')} from {short_name(kind)}"
+            for kind, count in counts.items()
         )
     if renamed := _counted(report.renamed.tensors, report.renamed.values):
         yield f"  renamed: {renamed}"

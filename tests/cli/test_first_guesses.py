@@ -176,7 +176,7 @@ def test_a_command_that_writes_says_what_it_matched(how: tuple[str, ...], place:
     ]
     assert "  --drop layers.10 matches 2 tensors:" in said
     assert "  --dtype layers.0 matches 2 tensors:" in said
-    assert "  cast: 2 tensors from float32" in said
+    assert "  cast: 2 tensors from fp32" in said
     assert "  excluded: 18 tensors (--select, --drop)" in said
 
 

@@ -81,7 +81,7 @@ def test_a_weight_of_deepspeed_that_is_not_its_master(tmp_path: Path) -> None:
     assert finding.severity.value == "warning"
     assert finding.tensor == "module.embed.weight"
     assert finding.message.startswith(
-        "module.embed.weight: 2 of 78 values are not those of fp32.embed.weight as bfloat16,"
+        "module.embed.weight: 2 of 78 values are not those of fp32.embed.weight as bf16,"
         " first 3 at [7, 2], where the master gives "
     )
 

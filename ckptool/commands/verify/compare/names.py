@@ -18,6 +18,7 @@ from ckptool.commands.rewrite import only_model
 from ckptool.commands.verify.compare.values import difference, short_text, value_digest
 from ckptool.core.casts import can_cast, stored_tensors
 from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.dtype import short_name
 from ckptool.core.quantization.names import is_plain
 from ckptool.core.selection import keep_names, meant_by
 from ckptool.core.sharding.coverage import coverage_problem
@@ -150,7 +151,8 @@ def differing_type(one: TensorEntry, other: TensorEntry, options: CompareOptions
         return None
     if options.cast and differ_in_type_alone(one, other):
         return None
-    message = f"{one.name}: A {types[0]}, B {types[1]}"
+    mine, theirs = (short_name(dtype.name) for dtype in types)
+    message = f"{one.name}: A {mine}, B {theirs}"
     return Problem(message, "dtype-differs", tensor=one.name)
 
 

@@ -10,6 +10,7 @@ from msgspec import Struct, field
 
 from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.verify.compare.difference import Difference
+from ckptool.core.dtype import short_name
 from ckptool.engine.check.pairs import Failure, PairSource, PairTile, TensorPair
 from ckptool.engine.check.run_pairs import run_jobs
 from ckptool.engine.read.range_check import RangeCheck
@@ -80,5 +81,5 @@ def cast_text(pairs: Sequence[TensorPair]) -> str:
     if both:
         return f", {both:,} of them cast to the coarser type of both"
     cast = (pair.one for pair in pairs if pair.one.dtype != pair.one.source_dtype)
-    counts = Counter(str(entry.dtype) for entry in cast)
+    counts = Counter(short_name(entry.dtype.name) for entry in cast)
     return "".join(f", {n:,} of them after a cast to {name}" for name, n in counts.items())

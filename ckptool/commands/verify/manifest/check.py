@@ -22,7 +22,7 @@ from ckptool.commands.verify.manifest.build import (
 from ckptool.commands.verify.manifest.schema import CheckpointManifest, ValueProof, read_manifest
 from ckptool.commands.verify.verify import Started, examine
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, places
-from ckptool.core.dtype import BY_NAME
+from ckptool.core.dtype import BY_NAME, short_name
 from ckptool.core.text import plural
 from ckptool.errors import Problem
 from ckptool.storage.url import Location
@@ -156,7 +156,7 @@ def _differing_tensors(
         if tensor is None or tensor == proof:
             continue
         file = None
-        here, there = (f"{each.dtype} {list(each.shape)}" for each in (tensor, proof))
+        here, there = (f"{short_name(each.dtype)} {list(each.shape)}" for each in (tensor, proof))
         if here == there:
             here, there = _short(tensor.sha256), _short(proof.sha256)
             entry = catalog.tensors.get(name)

@@ -401,7 +401,7 @@ def test_types_alone_are_compared_with_a_cast(tmp_path: Path) -> None:
     ]
     assert "nothing-compared" not in run_command("diff", *places, "--values").stdout
     equal = run_command("diff", *places, "--values", "--dtype", "bf16").stdout
-    assert "bit by bit, 1 of them after a cast to bfloat16, 1 non-tensor value" in equal
+    assert "bit by bit, 1 of them after a cast to bf16, 1 non-tensor value" in equal
     against = run_command("verify", tmp_path / "b.pt", "--against", tmp_path / "a.pt").stdout
     assert "hint: --cast compares weights of other types" in against
     assert against.splitlines()[-1] == "DIFFERENT: 1 difference"

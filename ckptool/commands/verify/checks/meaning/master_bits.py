@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.dtype import BY_NAME, DType
+from ckptool.core.dtype import BY_NAME, DType, short_name
 from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, pair_jobs
 from ckptool.engine.read.numbers import Array, decode
 from ckptool.engine.read.rounding import cast
@@ -88,7 +88,7 @@ class Difference(Struct, eq=False):
         message = (
             f"{self.weight.name}: {self.counts.differing:,} of {self.weight.elements:,} values"
         )
-        message += f" are not those of {self.master.name} as {self.weight.dtype}"
+        message += f" are not those of {self.master.name} as {short_name(self.weight.dtype.name)}"
         if self.first is not None:
             index, stored, rounded = self.first
             message += f", first {stored:g} at {list(index)}, where the master gives {rounded:g}"
