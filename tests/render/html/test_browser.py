@@ -80,6 +80,8 @@ MEASURES = {
     ".clientWidth))",
     "shifted": "[...page.querySelectorAll('.cell')].filter((cell) =>"
     " getComputedStyle(cell).marginTop !== '0px').length",
+    "cut": "[...page.querySelectorAll('.scroll')].filter((each) =>"
+    " each.scrollWidth > each.clientWidth).length",
     "scrolled": "Math.round(frame.contentWindow.scrollY)",
     "detail": "Math.round(page.querySelector('.detail').getBoundingClientRect().top)",
 }
@@ -108,6 +110,7 @@ def test_a_narrow_page_has_whole_names_and_is_not_long(tmp_path: Path) -> None:
         assert found["height"] < 6000
         assert found["names"] > 150
         assert found["shifted"] == 0
+        assert found["cut"] == 0
         assert found["scrolled"] == 0
 
 
