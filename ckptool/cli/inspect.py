@@ -45,7 +45,7 @@ def inspect(
         typer.Argument(
             metavar="[NAME]...",
             autocompletion=complete_names,
-            help="Show only these tensors, as --tensors does.",
+            help="Show only these tensors, or values if no tensor is named so.",
         ),
     ] = None,
     *,

@@ -170,8 +170,8 @@ def _hint(error: Any, wrong: str, ctx: Any) -> str:
         usage = f"{option.opts[0]}{takes}: {option.help}"
     example = min(EXAMPLES.get(ctx.info_name, ()), key=len, default="")
     lacks = type(error).__name__.startswith("Missing")
-    if second := _second_checkpoint(error, ctx):
-        return second
+    if instead := _word_too_many(error, ctx):
+        return instead
     if not (lacks and example):
         return usage
     # Help ends as a sentence, but what may be repeated ends in an ellipsis
@@ -179,11 +179,13 @@ def _hint(error: Any, wrong: str, ctx: Any) -> str:
     return f"{said}; such as `{example}`"
 
 
-def _second_checkpoint(error: Any, ctx: Any) -> str | None:
-    """Return how verify is asked to compare with a word too many; None of another command."""
+def _word_too_many(error: Any, ctx: Any) -> str | None:
+    """Return what takes the one word more than verify or diff does; None of another command."""
     words = re.search(r"unexpected words: (\S+)$", _reword(error.format_message()))
-    if words is None or ctx.info_name != "verify":
+    if words is None or ctx.info_name not in ("verify", "diff"):
         return None
+    if ctx.info_name == "diff":
+        return f"`--select {quote(words[1])}` compares only what it names"
     one, two = quote(ctx.params["source"]), quote(words[1])
     return f"`ckptool verify {one} --against {two}` compares both"
 

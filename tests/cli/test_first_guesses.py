@@ -119,8 +119,8 @@ def test_a_misspelled_part_is_answered_with_the_part(place: Path) -> None:
         command, *rest = words
         said = ckptool(place, command, "runs/step-1000", *rest, code=2).stderr
         assert "hint: did you mean q_proj?" in said
-    words = "--average runs/step-1000 runs/step-2000 --take zz FROM runs/step-1000".split()
-    said = ckptool(place, "merge", "out", *words, code=2).stderr
+    averaged = "--average runs/step-1000 runs/step-2000 --take zz FROM runs/step-1000".split()
+    said = ckptool(place, "merge", "out", *averaged, code=2).stderr
     assert "`ckptool inspect runs/step-1000 --tensors '*'` lists all" in said
 
 
@@ -230,6 +230,18 @@ def test_several_places_are_answered_with_what_takes_them(place: Path) -> None:
     said = ckptool(place, step, later, code=2).stderr
     assert f"{later}: inspect shows one place, and {step} is that" in said
     assert f"`ckptool diff {step} {later}` compares them" in said
+
+
+def test_a_name_of_values_alone_shows_them(place: Path) -> None:
+    step = "runs/step-1000"
+    shown = ckptool(place, step, "lr").stdout.splitlines()
+    assert [line.split() for line in shown[1:]] == [["optim.param_groups.0.lr", "float", "0.0003"]]
+    assert ckptool(place, step, "lr", "--values").stdout.splitlines() == shown
+    assert "  step  int  1000" in ckptool(place, step, "step").stdout.splitlines()
+    both = ckptool(place, step, "step", "lm_head").stdout
+    assert "model.lm_head.weight" in both
+    assert "  step  int  1000" in both
+    assert json.loads(ckptool(place, step, "lr", "--json").stdout)["tensors"] == []
 
 
 def test_extract_takes_the_models_tensor_and_says_what_else_there_is(place: Path) -> None:

@@ -155,7 +155,7 @@ ANSWERS = {
     "runs/step-1000 attention.wq": "model.layers.1.attention.wq.weight",
     "inspect runs/step-1000 --stats model.layers.0": "nan",
     "inspect runs/step-1000 --values": "args.seq_len",
-    "inspect runs/step-1000 --values | grep '\\.lr '": "0.0003",
+    "inspect runs/step-1000 lr": "0.0003",
     "runs/": "optimizer",
     "verify runs/step-1000 --quick": "OK: ",
     "verify runs/ --latest-good": "runs/step-2000\n",

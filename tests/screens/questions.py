@@ -25,6 +25,7 @@ QUESTIONS = (
     Question("How many parameters has it?", "inspect deepspeed_zero_2", "parameters"),
     Question("Which step is it?", "inspect megatron_torch_dist", "step "),
     Question("What was the learning rate?", "inspect deepspeed_zero_3", "optimizer lr"),
+    Question("What were the learning rates?", "inspect dcp_fsdp2_tp lr", "param_groups.0.lr"),
     Question("What takes up the space?", "inspect llama_consolidated --sort size", "attention.wq"),
     Question("Which shape has q?", "inspect llama_consolidated wq", "[16, 16]"),
     Question("Which rank holds this tensor?", "inspect dcp_fsdp2 --shards embed", "rank"),

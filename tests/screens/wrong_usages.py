@@ -46,6 +46,8 @@ WRONG_USAGES: dict[str, tuple[str, ...]] = {
         "convert dcp_base out.pt --bf16",
         "convert dcp_base out.pt --torch-dtype bf16",
         "prune run --keep 2",
+        "diff dcp_base dcp_fsdp2 w",
+        "inspect dcp_base dcp_fsdp2/.metadata",
         "extract dcp_base w --output w.npy",
         "inspect dcp_base --top 5",
         "inspect dcp_base --depth x",

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from ckptool.commands.document import plain
 from ckptool.commands.inspect import InspectReport
-from ckptool.core.catalog import TensorEntry
-from ckptool.core.selection import tensors_named
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.selection import is_used, select, tensors_named
 from ckptool.core.text import plural
 from ckptool.errors import UsageError
 from ckptool.render.inspect.listing import (
@@ -57,19 +57,34 @@ def show(
     views = [stats_lines(stats, console)] if len(stats) else []  # a report with NaN is false
     if depth is not None:
         views.append(module_lines(report, depth, console, sort))
-    if tensors:
-        views.append(tensor_lines(catalog, tensors, console, sort))
+    of_tensors, of_values = _apart(catalog, tensors)
+    if of_tensors:
+        views.append(tensor_lines(catalog, of_tensors, console, sort))
+    if of_values:
+        views.append(value_lines(select(catalog, of_values), console))
     if shards is not None:
         views.append(shard_lines(catalog, shards, console))
     if ranks:
         views.append(rank_lines(catalog, console))
     if held is not None:
         views.append(mesh_lines(held, console))
-    if values:
+    if values and not of_values:
         views.append([*value_lines(catalog, console), *metadata_lines(catalog, console)])
     if not views:
         views.append(overview(report, console, sort))
     emit(console, [line for view in views for line in (*view, Text())][:-1])
+
+
+def _apart(catalog: Catalog, patterns: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part what names tensors, or nothing, from what names values alone, or is a value's name."""
+
+    def is_of_values(pattern: str) -> bool:
+        if pattern in catalog.objects or pattern in catalog.tensors:
+            return pattern not in catalog.tensors
+        return not is_used(pattern, catalog.tensors) and is_used(pattern, catalog.objects)
+
+    values = [*filter(is_of_values, patterns)]
+    return [pattern for pattern in patterns if pattern not in values], values
 
 
 def show_traffic(report: InspectReport) -> None:
@@ -97,7 +112,8 @@ def inspect_json(
     sorted; ``rank_bytes``, ``shards``, ``modules`` and ``holdings`` only on request.
     """
     catalog = report.catalog
-    names = tensors_named(catalog, tensors, "NAME") if tensors else catalog.tensors
+    of_tensors, _ = _apart(catalog, tensors)
+    names = tensors_named(catalog, of_tensors, "NAME") if tensors else catalog.tensors
     entries = [catalog.tensors[name] for name in names]
     content = report.to_dict(in_order(entries, sort) if sort else entries)
     if depth is not None:

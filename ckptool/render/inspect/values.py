@@ -112,7 +112,7 @@ def _atom(value: Any) -> str:
 def notable_values(entries: Iterable[ObjectEntry], most: int = 8) -> list[tuple[str, str]]:
     """Return the values that people look for first: short ones, then the optimizer's rates.
 
-    Progress, rates, seeds and sizes come before all others, and what is private to an object last.
+    Progress, rates, seeds and sizes come first; what an object keeps private is left out.
     Of an object with attributes, such as arguments, those are shown that are looked for.
     """
     found: list[tuple[int, int, str, Any]] = []
@@ -124,8 +124,8 @@ def notable_values(entries: Iterable[ObjectEntry], most: int = 8) -> list[tuple[
             found.append((_rank(entry.name), len(entry.path), entry.name, entry.value))
         else:
             found += _attributes(entry)
-    found.sort(key=itemgetter(0, 1))
-    values = [(name, preview(value)) for _, _, name, value in found[:most]]
+    shown = sorted((each for each in found if each[0] <= _ORDINARY), key=itemgetter(0, 1))
+    values = [(name, preview(value)) for _, _, name, value in shown[:most]]
     return values + _hyperparameters(optimizer)
 
 
