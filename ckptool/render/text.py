@@ -266,11 +266,23 @@ def without_inside(text: Text, width: int, head: float) -> Text:
         return text
     kept = width - 1
     while True:
-        before = round(kept * head)
+        before = _before_ellipsis(text.plain, kept, head)
         first, last = text[:before], text[len(text) - (kept - before) :]
         if first.cell_len + last.cell_len < width or not kept:
             return Text.assemble(first, ("…", "dim"), last)
         kept -= 1
+
+
+def _before_ellipsis(text: str, kept: int, head: float) -> int:
+    """Return how many of ``kept`` characters come first; ``{0..11}`` is not cut if possible."""
+    wanted = round(kept * head)
+
+    def has_whole_braces(before: int) -> bool:
+        ends = text[:before], text[len(text) - kept + before :]
+        return all(end.count("{") == end.count("}") for end in ends)
+
+    nearest = sorted(range(kept + 1), key=lambda before: abs(before - wanted))
+    return next(filter(has_whole_braces, nearest), wanted) if "{" in text else wanted
 
 
 def say(screen: Console, markup: str) -> None:

@@ -400,3 +400,13 @@ def test_a_sentence_is_wrapped_between_words(width: int) -> None:
 def test_nobody_watches_a_log(capsys: pytest.CaptureFixture[str]) -> None:
     say(console(), "words " * 100)
     assert capsys.readouterr().out.count("\n") == 1
+
+
+@pytest.mark.parametrize("head", [0.15, 0.5, 0.9])
+@pytest.mark.parametrize("width", range(12, 44))
+def test_numbers_in_braces_are_not_cut_inside(width: int, head: float) -> None:
+    name = "optim.state.layers.{0..11}.q_proj.weight.{…}"
+    shown = without_inside(Text(name), width, head).plain
+    assert len(shown) == width
+    first, _, last = shown.replace("{…}", "{}").partition("…")
+    assert [end.count("{") - end.count("}") for end in (first, last)] == [0, 0]
