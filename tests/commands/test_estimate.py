@@ -101,5 +101,5 @@ def test_a_benchmark_says_how_long_it_takes_once_it_has_written() -> None:
     settings: Any = SimpleNamespace(repeat=5, nbytes=1 << 30)
     prepared = PreparedBench(settings, [], ["a", "b"], None)  # type: ignore[arg-type]
     least, most = prepared.estimate({"write": float(1 << 28)}) or (0.0, 0.0)
-    assert (least, most) == (2 * (4 + 28), 2 * (20 + 5 * 28))
+    assert (least, most) == (2 * (4 + 28), 2 * (30 + 5 * 28))
     assert prepared.estimate({"write": None, "upload": None}) is None

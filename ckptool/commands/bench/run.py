@@ -34,7 +34,7 @@ _CPU_RANKS = 2
 _OLDEST_TORCH = (2, 9)
 """The first with ``torch.accelerator``'s memory and DCP's ``StagingOptions``."""
 
-_BESIDE = 4.0, 20.0
+_BESIDE = 4.0, 30.0
 """Seconds of each strategy beside its saves, at least and at most: to start ranks, to train."""
 _SLOWER = 5.0
 """How many times longer than a raw write a save, and the steps beside it, may well take."""
