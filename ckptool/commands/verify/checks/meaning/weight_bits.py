@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import numpy as np
@@ -65,6 +66,8 @@ class Weight:
         if self.first is not None:
             bits = np.array([self.first], f"u{self._dtype.itemsize}")
             value = float(decode(bits, self._dtype)[0])
+            if not math.isfinite(value):
+                return None  # that has a finding of its own
             code = "weight-constant" if self.first else "weight-zero"
             return code, f"all values are {value:g}" if self.first else "all values are zero"
         if self._nonzero >= _ENOUGH and self._denormal > _FLOOD * self._nonzero:
