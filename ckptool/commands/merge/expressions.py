@@ -151,7 +151,7 @@ def _require_alike(first: Operand, other: Operand) -> None:
             raise Unsupported(
                 f"{name}: {list(entry.shape)} in {first.opened.path},"
                 f" {list(twin.shape)} in {other.opened.path}",
-                hint=f"--drop '{name}' leaves it out",
+                hint=_hint_on_shapes(entry, twin),
             )
         if _is_summed(entry) and twin.dtype.kind != entry.dtype.kind:
             raise Unsupported(
@@ -159,6 +159,16 @@ def _require_alike(first: Operand, other: Operand) -> None:
                 f" {other.opened.path}",
                 hint=f"--drop '{name}' leaves it out",
             )
+
+
+def _hint_on_shapes(one: TensorEntry, other: TensorEntry) -> str:
+    """Return what makes two shapes one: rows for what one vocabulary has more than the other."""
+    left_out = f"--drop '{one.name}' leaves it out"
+    if one.shape[1:] != other.shape[1:] or len(one.shape) != 2:
+        return left_out
+    rows = max(one.shape[0], other.shape[0])
+    grown = f"`ckptool merge GROWN SRC --rows '{one.name}={rows}' --fill mean`"
+    return f"where they are vocabularies, {grown} gives the smaller one the same rows; {left_out}"
 
 
 def _require_same_ties(ties: Sequence[tuple[str, ...]], first: Operand, other: Operand) -> None:

@@ -202,6 +202,20 @@ def test_what_makes_no_merge_is_refused(
     assert not out.exists()
 
 
+def test_another_vocabulary_is_answered_with_rows(places: list[str], tmp_path: Path) -> None:
+    more = MODELS["b"] | {"embed.weight": torch.zeros(304, 64)}
+    other = str(tmp_path / "more.safetensors")
+    save_file(more, other)
+    words = ["merge", str(tmp_path / "o.pt"), "--average", places[0], other]
+    error = CliRunner().invoke(app, words).exception
+    assert isinstance(error, CkptoolError)
+    assert "embed.weight: [301, 64] in" in str(error)
+    assert "--rows 'embed.weight=304' --fill mean" in str(error.hint)
+    grow = ("--rows", "embed.weight=304", "--fill", "mean")
+    grown = merged(tmp_path / "grown.safetensors", places[0], *grow)
+    assert grown["embed.weight"].shape == (304, 64)
+
+
 def test_a_source_that_is_changed_meanwhile_is_noticed(places: list[str], tmp_path: Path) -> None:
     from ckptool.commands.merge import prepare_merge
     from ckptool.commands.options.merge import ExpressionOptions, MergeOptions
