@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import case
+from safetensors.torch import save_file
 from store_server import S3, s3, server
 
+import ckptool
 from ckptool.commands.convert import prepare
 from ckptool.commands.merge import prepare_merge
 from ckptool.commands.options.merge import ExpressionOptions, MergeOptions
@@ -165,6 +167,23 @@ def test_from_a_store_each_byte_comes_once(source: Path, s3: S3, tmp_path: Path)
     transfer.run()
     sent = sum(one.sent for one in s3.of("GetObject")) - begun
     assert sent <= 1.02 * nbytes(s3.get("in"))
+
+
+def test_a_lora_comes_once_from_a_store_whatever_the_tiles(s3: S3, tmp_path: Path) -> None:
+    """Each tile of the base is computed of all of A."""
+    base, adapter = tmp_path / "base.safetensors", tmp_path / "adapter"
+    adapter.mkdir()
+    save_file({"l.weight": torch.zeros(4096, 2048)}, base)
+    halves = {"A": torch.ones(16, 2048), "B": torch.ones(4096, 16)}
+    named = {f"base_model.model.l.lora_{half}.weight": t for half, t in halves.items()}
+    save_file(named, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 16}')
+    places = s3.put(base, "base.safetensors"), s3.put(adapter, "adapter")
+    begun = sum(one.sent for one in s3.of("GetObject"))
+    report = ckptool.merge(tmp_path / "m.safetensors", lora=places[1], onto=places[0])
+    sent = sum(one.sent for one in s3.of("GetObject")) - begun
+    assert report.read_bytes == 4 * (4096 * 2048 + 16 * 2048 + 4096 * 16)
+    assert sent - report.read_bytes < BESIDE
 
 
 def test_from_store_to_store_the_source_and_the_output_come_once_each(source: Path, s3: S3) -> None:
