@@ -222,6 +222,16 @@ def contiguous(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) 
     return True
 
 
+def start_of_run(box: Box, shape: Sequence[int]) -> int | None:
+    """Return the first element of a box of a tensor in row-major order; None if it is no run."""
+    if not is_run(box, Box.whole(shape)):
+        return None
+    start = 0
+    for low, size in zip(box.lo, shape, strict=True):
+        start = start * size + low
+    return start
+
+
 def is_run(part: Box, box: Box) -> bool:
     """Return whether a part of a box is one run of its elements in row-major order."""
     cut = [at for at, n in enumerate(part.shape) if n < box.hi[at] - box.lo[at]]

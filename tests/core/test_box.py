@@ -16,6 +16,7 @@ from ckptool.core.box import (
     is_grid,
     overlapping_pair,
     row_major_strides,
+    start_of_run,
 )
 
 
@@ -185,3 +186,10 @@ def test_a_flat_range_is_a_few_boxes_in_row_major_order(
 def test_a_flat_range_outside_the_tensor_is_refused(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match="of shape"):
         flat_range((2, 3), start, stop)
+
+
+def test_only_a_run_of_a_tensor_has_a_start() -> None:
+    assert start_of_run(Box((1, 2, 0), (2, 4, 6)), (4, 5, 6)) == 42
+    assert start_of_run(Box((1, 2, 3), (2, 3, 5)), (4, 5, 6)) == 45
+    assert start_of_run(Box((1, 2, 3), (2, 4, 6)), (4, 5, 6)) is None
+    assert start_of_run(Box((), ()), ()) == 0

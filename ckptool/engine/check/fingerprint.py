@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from ckptool.core.box import start_of_run
 from ckptool.core.dtype import DType
 from ckptool.engine.check.spans import Part
+from ckptool.engine.checksum import CrcPiece, crc32, join_crcs
 from ckptool.engine.read.numbers import Array
 from ckptool.engine.read.rounding import cast
 
@@ -57,6 +59,29 @@ class Printer:
         found = Fingerprint(_sum(rounded, first * units, part, units) & _MASK, bits.size)
         with self._lock:
             self.found.add(found)
+
+
+class RunPrinter:
+    """Takes a fingerprint in a third of the time, of a tensor whose parts are runs of it.
+
+    It is the CRC-32 of the numbers in order, joined of those of the runs.
+    """
+
+    def __init__(self, rounded: DType) -> None:
+        self._rounded = rounded
+        self._runs: list[CrcPiece] = []
+
+    @property
+    def found(self) -> tuple[int, int]:
+        """The bytes that were seen, and their checksum."""
+        return sum(nbytes for _, nbytes, _ in self._runs), join_crcs(self._runs)
+
+    def take(self, data: memoryview, part: Part, first: int) -> None:
+        """Add elements of a part, the first of which is its ``first``-th."""
+        bits = np.frombuffer(data, f"u{part.dtype.itemsize}")
+        rounded = cast(bits, part.dtype, self._rounded)
+        start = ((start_of_run(part.box, part.shape) or 0) + first) * rounded.itemsize
+        self._runs.append((start, rounded.nbytes, crc32(rounded)))
 
 
 def _sum(numbers: Array, start: int, part: Part, units: int) -> int:

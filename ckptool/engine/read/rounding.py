@@ -116,16 +116,15 @@ def _from_half(bits: Array) -> Array:
 
 
 def _to_bfloat16(single: Array, quiet: int) -> Array:
+    """Round floats of 32 bits; the halves are in the lower bits of as many words."""
     rounded = single >> np.uint32(16)
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)
     rounded += single
     rounded >>= np.uint32(16)
-    halves = rounded.astype(np.uint16)
-    nan = _is_nan(single)
-    if nan.any():
-        halves[nan] = quiet
-    return halves
+    if np.isnan(single.view(np.float32).max()):  # the largest is one if any is
+        rounded[_is_nan(single)] = quiet
+    return rounded
 
 
 def _to_half(single: Array) -> Array:

@@ -7,7 +7,6 @@ import pytest
 
 from ckptool.commands.verify.checks.meaning.zero_runs import (
     ZeroRange,
-    first_of,
     zero_ranges,
     zeros_at_ends,
 )
@@ -62,10 +61,3 @@ def test_zeros_at_the_ends_of_a_run() -> None:
     assert zeros_at_ends(np.array([1, 0, 2])) == []
     assert zeros_at_ends(np.array([0, 0, 2, 0])) == [(0, 2), (3, 4)]
     assert zeros_at_ends(np.array([0, 0])) == [(0, 2)]
-
-
-def test_only_a_run_of_a_tensor_has_a_first_element() -> None:
-    assert first_of((4, 5, 6), Box((1, 2, 0), (2, 4, 6))) == 42
-    assert first_of((4, 5, 6), Box((1, 2, 3), (2, 3, 5))) == 45
-    assert first_of((4, 5, 6), Box((1, 2, 3), (2, 4, 6))) is None
-    assert first_of((), Box((), ())) == 0

@@ -8,10 +8,10 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from ckptool.core.box import Box
+from ckptool.core.box import Box, flat_range
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.check import fingerprint
-from ckptool.engine.check.fingerprint import Fingerprint, Printer
+from ckptool.engine.check.fingerprint import Fingerprint, Printer, RunPrinter
 from ckptool.engine.check.spans import Part
 from ckptool.engine.read.numbers import Array
 from ckptool.engine.read.rounding import cast
@@ -88,3 +88,23 @@ def test_weights_of_columns_beyond_those_that_are_kept_are_of_the_same_kind() ->
     kept, further = fingerprint._of_words(65_000, 500), fingerprint._of_words(65_000, 1_000)
     assert (kept == further[:500]).all()
     assert len(set(further.tolist())) == 1_000
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rounded", ["float32", "bfloat16", "float16"])
+def test_that_of_runs_is_of_all_numbers_however_they_are_cut(
+    shape: tuple[int, ...], rounded: str
+) -> None:
+    bits, wanted = numbers(shape), BY_NAME[rounded]
+    whole = RunPrinter(wanted)
+    made = cast(bits, F32, wanted)
+    whole.take(memoryview(made.tobytes()), Part(shape, Box.whole(shape), wanted), 0)
+    for at in {0, bits.size // 3, bits.size}:
+        parts = [*flat_range(shape, at, bits.size), *flat_range(shape, 0, at)]
+        for other in (0, 1):
+            printer = RunPrinter(wanted)
+            for box in parts:
+                chunk = bits[tuple(map(slice, box.lo, box.hi))].copy()
+                chunk.reshape(-1)[-1] ^= other << 31
+                printer.take(memoryview(chunk.tobytes()), Part(shape, box, F32), 0)
+            assert (printer.found == whole.found) != other

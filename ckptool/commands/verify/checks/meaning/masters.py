@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.commands.verify.checks.elements import Elements
-from ckptool.core.box import Box
+from ckptool.core.box import Box, is_run
 from ckptool.core.catalog import Catalog, Place, TensorEntry
 from ckptool.core.quantization.master_names import Mastered, mastered
 from ckptool.core.text import list_some
@@ -26,7 +26,7 @@ from ckptool.errors import Problem
 
 if TYPE_CHECKING:
     from ckptool.commands.verify.checks.meaning.master_bits import Difference
-    from ckptool.engine.check.fingerprint import Printer
+    from ckptool.engine.check.fingerprint import Printer, RunPrinter
 
 _FEW = 2
 _AVERAGE = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])", re.IGNORECASE)
@@ -41,14 +41,16 @@ class _Pair(Struct, frozen=True):
     weight: str
     master: str
     index: tuple[int, ...]
-    printers: tuple[Printer, Printer]
+    printers: tuple[Printer | RunPrinter, Printer | RunPrinter]
 
     @classmethod
     def of(cls, found: Mastered) -> _Pair:
-        from ckptool.engine.check.fingerprint import Printer
+        from ckptool.engine.check.fingerprint import Printer, RunPrinter
 
-        dtype = found.weight.dtype
-        printers = Printer(dtype), Printer(dtype)
+        depth = len(found.at)
+        are_runs = _has_runs(found.weight, depth) and _has_runs(found.master, 0)
+        kind = RunPrinter if are_runs else Printer
+        printers = kind(found.weight.dtype), kind(found.weight.dtype)
         return cls(found.weight.name, found.master.name, found.at, printers)
 
     @property
@@ -83,7 +85,7 @@ class Masters:
     def probes(self) -> dict[str, Probe]:
         """What looks at each of the tensors while they are read."""
         probes: dict[str, Probe] = {pair.master: pair.printers[1] for pair in self._pairs}
-        stacks: dict[str, dict[tuple[int, ...], Printer]] = defaultdict(dict)
+        stacks: dict[str, dict[tuple[int, ...], Probe]] = defaultdict(dict)
         for pair in self._pairs:
             stacks[pair.weight][pair.index] = pair.printers[0]
         for name, printers in stacks.items():
@@ -143,6 +145,13 @@ def _is_one(found: Mastered) -> bool:
     return weight.dtype == master.dtype and _boxes(weight) == _boxes(master)
 
 
+def _has_runs(entry: TensorEntry, depth: int) -> bool:
+    """Return whether all parts of a tensor are runs of it, or of each that is stacked in it."""
+    boxes = (Box(chunk.box.lo[depth:], chunk.box.hi[depth:]) for chunk in entry.chunks)
+    whole = Box.whole(entry.shape[depth:])
+    return all(is_run(box, whole) for box in boxes)
+
+
 def _boxes(entry: TensorEntry) -> list[tuple[Box, Place]]:
     return [(chunk.box, chunk.at) for chunk in entry.chunks]
 
@@ -150,7 +159,7 @@ def _boxes(entry: TensorEntry) -> list[tuple[Box, Place]]:
 class _Stack:
     """Shows each of the tensors that are stacked in one to its own printer, by its index."""
 
-    def __init__(self, printers: Mapping[tuple[int, ...], Printer]) -> None:
+    def __init__(self, printers: Mapping[tuple[int, ...], Probe]) -> None:
         self._printers = printers
         self._depth = len(next(iter(printers)))
 

@@ -14,11 +14,10 @@ from ckptool.commands.verify.checks.meaning.zero_runs import (
     Range,
     Window,
     ZeroRange,
-    first_of,
     zero_ranges,
     zeros_at_ends,
 )
-from ckptool.core.box import Box
+from ckptool.core.box import Box, start_of_run
 from ckptool.core.catalog import TensorEntry
 from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, pair_jobs, same_bits
 from ckptool.engine.check.spans import Part
@@ -65,7 +64,7 @@ class Moment:
         itemsize = part.dtype.itemsize
         codes = np.frombuffer(data, f"u{itemsize}")
         zeros = zeros_at_ends(codes)
-        start = first_of(part.shape, part.box) if zeros else None
+        start = start_of_run(part.box, part.shape) if zeros else None
         negative = self._negative_in(codes, part) if self.is_square else None
         head = min(_HEAD, part.box.volume)
         starts_all = not first and not any(part.box.lo) and codes.size >= head

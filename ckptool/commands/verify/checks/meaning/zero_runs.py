@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from ckptool.core.box import Box
+from ckptool.core.box import Box, start_of_run
 from ckptool.core.catalog import TensorEntry
 from ckptool.engine.read.gather import Gatherer
 from ckptool.engine.read.numbers import Array, decode
@@ -45,15 +45,6 @@ class ZeroRange(NamedTuple):
         count = f"{self.stop - self.start:,} of {entry.elements:,}"
         message = f"{entry.name}: {count} values are zero, from {first} to {last}, which"
         return f"{message} {edge} where the part of a rank does"
-
-
-def first_of(shape: Sequence[int], box: Box) -> int | None:
-    """Return the first element of a box in row-major order; None if the box is no one run."""
-    sizes = box.shape
-    outer = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
-    if any(sizes[dim] != shape[dim] for dim in range(outer + 1, len(sizes))):
-        return None
-    return int(np.ravel_multi_index(box.lo, shape)) if shape else 0
 
 
 def zeros_at_ends(codes: Array) -> list[Range]:
@@ -90,7 +81,7 @@ def _borders(entry: TensorEntry) -> set[int] | None:
     """Return where the part of a rank ends and another's begins; None if parts are no runs."""
     parts: list[tuple[int, int, int | None]] = []
     for chunk in entry.chunks:
-        first = first_of(entry.shape, chunk.box)
+        first = start_of_run(chunk.box, entry.shape)
         if first is None:
             return None
         parts.append((first, first + chunk.box.volume, chunk.rank))
