@@ -18,6 +18,7 @@ from ckptool.api.tensors import (
     local_parts,
     local_tensors,
 )
+from ckptool.api.values import SIMPLE
 from ckptool.commands.convert import ConvertReport, prepare_save, writer_for
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
 from ckptool.commands.options.target import SaveOptions
@@ -31,8 +32,6 @@ from ckptool.storage.virtual.memory import MemoryFiles
 
 if TYPE_CHECKING:
     import torch
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @with_keywords(SaveKeywords)
@@ -175,7 +174,7 @@ def _require_plain(name: str, value: object) -> None:
     if isinstance(inner, list | tuple | set) and type(value) in (dict, list, tuple, set):
         for part in inner:
             _require_plain(name, part)
-    elif type(value) not in _PLAIN:
+    elif type(value) not in SIMPLE:
         raise Unsupported(
             f"{name}: a {type(value).__name__}, which is not plain data",
             hint="use numbers, text, and lists, tuples, sets or dicts of them",

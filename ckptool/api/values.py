@@ -23,7 +23,7 @@ from ckptool.serialization.state_dict.values import (
     type_name,
 )
 
-_SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 
 
 def archive(entry: ObjectEntry) -> bytes:
@@ -44,7 +44,7 @@ def archive(entry: ObjectEntry) -> bytes:
 
 def rebuild(entry: ObjectEntry) -> Any:
     """Return the value as a Python object; Unsupported if it is neither plain nor numpy data."""
-    if isinstance(entry.value, _SIMPLE):
+    if isinstance(entry.value, SIMPLE):
         return entry.value
     if collect_foreign_globals(entry.value) != {NUMPY}:
         return _load(entry)

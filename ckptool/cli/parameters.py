@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ckptool.storage.url import Location
 
 Command = Callable[..., None]
+RUN = "Runs (folders of steps)"
+"""The panel of the options about runs."""
 
 
 def with_options(command: Command) -> tuple[Command, dict[str, int]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from ckptool.cli.parameters import AsJson, Debug, Quiet, SourcePath, parse_place
+from ckptool.cli.parameters import RUN, AsJson, Debug, Quiet, SourcePath, parse_place
 from ckptool.commands.options.declaration import OptionGroup, changed
 from ckptool.commands.options.merge import MergeOptions
 from ckptool.commands.options.steps import StepChoice
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ckptool.storage.url import Location
 
 Report = TypeVar("Report", bound="TransferReport")
-RUN = "Runs (folders of steps)"
 
 
 def convert(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, NoReturn
 import typer
 
 from ckptool.cli.page import Html, require_page
-from ckptool.cli.parameters import AsJson, Debug, Silent, SourcePath, parse_place
+from ckptool.cli.parameters import RUN, AsJson, Debug, Silent, SourcePath, parse_place
 from ckptool.cli.verify_output import Answer, Output
 from ckptool.commands.options.declaration import OptionGroup, changed
 from ckptool.commands.options.rewrite import RewriteOptions
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 AGAINST = "Compare with another checkpoint, or with the model that it should be"
 REWRITING = "What of SRC to compare, as `ckptool convert` would write it"
 BESIDE = "Manifests, and what is left of damage"
-RUN = "Runs (folders of steps)"
 
 
 def verify(

@@ -44,7 +44,7 @@ STATES = frozenset(
     " acc_delta worker_error server_error".split()
 )
 """The names of a parameter's state in DeepSpeed's and torch's optimizers."""
-_STEP = "step"
+STEP = "step"
 _QUANT_STATE, _CODES = "__bnb_optimizer_quant_state__", {"qmap1", "absmax1"}
 _FEWEST = 16
 _PIECE = 1 << 20
@@ -223,7 +223,7 @@ def keep_own_scalars(source: Source, slots: Sequence[FlatSlot]) -> None:
     for kind in dict.fromkeys(kind for slot in slots for kind in slot.scalars):
         own = [slot for slot in slots if kind in slot.scalars]
         first, *others = (_scalar_bytes(source, slot.scalars[kind]) for slot in own)
-        if kind != _STEP and not all(same_value(first, other) for other in others):
+        if kind != STEP and not all(same_value(first, other) for other in others):
             for slot in own:
                 slot.other[kind] = slot.scalars.pop(kind)
 

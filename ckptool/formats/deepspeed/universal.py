@@ -34,7 +34,7 @@ from ckptool.formats.deepspeed.checkpoint import (
     find_tag_folder,
     read_checkpoint,
 )
-from ckptool.formats.deepspeed.flat_runs import MASTER, STATES, FlatRun, RankContents, is_flat
+from ckptool.formats.deepspeed.flat_runs import MASTER, STATES, STEP, FlatRun, RankContents, is_flat
 from ckptool.formats.deepspeed.scan import assemble_contents, describe_checkpoint, read_contents
 from ckptool.formats.deepspeed.states import (
     CLIENT,
@@ -60,7 +60,6 @@ from ckptool.serialization.state_dict.tree import nest
 from ckptool.serialization.state_dict.values import note_stray_keys
 
 _MODEL_KINDS = ("module", "frozen", "buffer")
-_STEP = "step"
 _SUFFIX = ".pt"
 _FIELDS = frozenset("param cat_dim param_n_sub_params sub_param_shape vocab_tensor".split())
 """A parameter's state, and how it was cut for tensor parallelism, which is undone."""
@@ -135,12 +134,12 @@ def _add_common_step(contents: RankContents, optimizer: State, names: Iterable[s
     """Add the common step of ZeRO 3's parameters, from the rest of rank 0's optimizer."""
     try:
         group = optimizer.inner("optimizer_state_dict").inner("state").fields.get(0)
-        step = require_shallow_dict(group).get(_STEP)
+        step = require_shallow_dict(group).get(STEP)
     except Barred as error:
         step = error.refusal
     if step is not None and not any(n.startswith("step.") for n in contents.leaves.get(0, {})):
         for name in names:
-            contents.add_leaf((_STEP, name), optimizer.vector(step) or step, 0)
+            contents.add_leaf((STEP, name), optimizer.vector(step) or step, 0)
 
 
 def _list_state_files(source: Source, folder: str) -> list[tuple[str, str, str]]:
@@ -201,7 +200,7 @@ def _add_state(
         contents.notes += note_stray_keys(path, value.keys() - _FIELDS)
         value = value.get("param")
     vector = State(opened, {}, {}, {}).vector(value)
-    if name[0] == _STEP and (vector is None or not vector.shape):
+    if name[0] == STEP and (vector is None or not vector.shape):
         contents.add_leaf(name, vector or value, 0)
         return
     if vector is None:
@@ -248,9 +247,9 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         notes.append(f"written for ZeRO 3, as {version} loads it there; {other}")
     for name, states in parts.states.items():
         files += _lay_out_states(name, states, info, tag, rows, bare=bare)
-        step = values.get(_STEP, {}).get(name)
-        if step is not None and _STEP not in states:
-            files.append(_lay_out_file(f"{tag}/zero/{name}/{_STEP}.pt", step))
+        step = values.get(STEP, {}).get(name)
+        if step is not None and STEP not in states:
+            files.append(_lay_out_file(f"{tag}/zero/{name}/{STEP}.pt", step))
     files.append(_lay_out_file(f"{tag}/{OPTIMIZER_STATE}", _make_optimizer_state(values, parts)))
     model = _make_model_state(values, parts)
     files += [_lay_out_file(f"{tag}/{name}.pt", model) for name in _MODEL_FILES]
@@ -319,7 +318,7 @@ def _lay_out_states(
     """
     for kind, entry in states.items():
         path = f"{tag}/zero/{name}/{kind}.pt"
-        if kind == _STEP or not entry.shape:
+        if kind == STEP or not entry.shape:
             yield _lay_out_file(path, TensorRef.whole(entry))
             continue
         kept = count_kept_rows(name, entry.shape, info)
@@ -347,7 +346,7 @@ def _make_model_state(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any
     size = Global("torch", "Size")
     refs = {name: TensorRef.whole(entry) for name, entry in parts.module.items()}
     client = values.get(CLIENT)
-    kept = {k: v for k, v in values.items() if k not in (CLIENT, "optimizer", _STEP)}
+    kept = {k: v for k, v in values.items() if k not in (CLIENT, "optimizer", STEP)}
     defaults = {"lr_scheduler": None, "global_steps": 0, "global_samples": 0, "skipped_steps": 0}
     return {
         **(client if isinstance(client, dict) else {}),
@@ -385,11 +384,11 @@ def _make_optimizer_state(values: Mapping[str, Any], parts: _Parts) -> dict[str,
 def _find_step(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
     """Return the step of the first parameter, which ZeRO 3 uses for all."""
     name, states = next(iter(parts.states.items()))
-    entry = states.get(_STEP)
-    known = values.get(_STEP)
+    entry = states.get(STEP)
+    known = values.get(STEP)
     value = known.get(name) if isinstance(known, dict) else None
     step = TensorRef.whole(entry) if entry else value
-    return {} if step is None else {_STEP: step}
+    return {} if step is None else {STEP: step}
 
 
 def _make_loss_scaler(fields: Mapping[str, Any]) -> Call:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ckptool.serialization.pickle import row_reader
 from ckptool.serialization.pickle.memo import Memo
 from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global
-from ckptool.serialization.pickle.row_reader import RowReader
+from ckptool.serialization.pickle.row_reader import PLAIN, RowReader
 from ckptool.serialization.pickle.rows import RowClass, RowRun
 
 _REFERENCE = rb"(?:h.|j.{4})"
@@ -58,7 +58,6 @@ _KEY = 5
 """Bytes that identify a class: LONG_BINGET and its number, or BINGET's with EMPTY_TUPLE, NEWOBJ."""
 _SHORT, _TUPLE, _SHORT_TEXT = ord("h"), ord("t"), 0x8C
 _MARK, _EMPTY_LIST = ord("("), ord("]")
-_PLAIN = {ord("N"): None, 0x88: True, 0x89: False}
 _INTEGERS = {ord("K"): (1, False), ord("M"): (1, False), ord("J"): (1, True), 0x8A: (2, True)}
 """The offset of an integer's bytes, and whether they are signed."""
 
@@ -277,8 +276,8 @@ class _Values(dict[bytes, Any]):
             return self._tuple(piece)
         if kind == _EMPTY_LIST:
             return self._split(piece)
-        if kind in _PLAIN:
-            return _PLAIN[kind]
+        if kind in PLAIN:
+            return PLAIN[kind]
         if kind == _SHORT_TEXT:
             return self._text(piece)
         begin = 2 if kind == _SHORT else 5

@@ -45,7 +45,8 @@ APPENDS or SETITEMS, and MARK.
 BEGIN = b")\x81\x94}\x94("
 """EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK."""
 _SHORT_TEXT, _LONG1, _MEMOIZE = 0x8C, 0x8A, 0x94
-_PLAIN = {ord("N"): None, 0x88: True, 0x89: False}
+PLAIN = {ord("N"): None, 0x88: True, 0x89: False}
+"""The values that are an opcode alone."""
 _SIZE_END = b"\x85\x94R\x94"
 """TUPLE1, MEMOIZE, REDUCE, MEMOIZE."""
 
@@ -226,7 +227,7 @@ class RowReader:
             good &= end > at
             return Column(np.full(len(at), INTEGER, np.int8), numbers[:, None]), end
         kinds = np.full(len(at), OBJECT, np.int8)
-        if first in _PLAIN:
+        if first in PLAIN:
             good &= opcodes == first
             return Column(kinds, np.full((len(at), 1), -first)), at + 1
         wide = opcodes == ord("j")
@@ -362,7 +363,7 @@ class RowReader:
         """Return the index among the objects of a memo entry; None if there is none."""
         if reference not in self._codes:
             try:
-                value = _PLAIN[-reference] if reference < 0 else self._memo[reference]
+                value = PLAIN[-reference] if reference < 0 else self._memo[reference]
             except LookupError:
                 return None
             self._codes[reference] = len(self._objects)

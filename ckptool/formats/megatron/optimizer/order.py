@@ -27,7 +27,7 @@ from ckptool.errors import Undetermined
 from ckptool.formats.dcp import SavePlan
 from ckptool.formats.megatron.model import is_buffer
 
-_EXPERTS = "mlp.experts.experts."
+EXPERTS = "mlp.experts.experts."
 _NESTED = "transformer_layer."
 _QKV_NORM, _FC1_NORM = "self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_"
 _PROJECTION = "self_attention.linear_proj.weight"
@@ -85,7 +85,7 @@ _BEFORE_NESTED, _AFTER_NESTED = (
 
 def is_stacked_expert(inner: str) -> bool:
     """Return whether a layer's key is one of experts."""
-    return inner.removeprefix(_NESTED).startswith(_EXPERTS)
+    return inner.removeprefix(_NESTED).startswith(EXPERTS)
 
 
 def order_outer(keys: Iterable[str]) -> tuple[list[str], list[str], list[str]]:

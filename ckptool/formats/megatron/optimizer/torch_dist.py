@@ -29,6 +29,7 @@ from ckptool.formats.megatron.optimizer.buckets import (
     read_buckets,
 )
 from ckptool.formats.megatron.optimizer.order import (
+    EXPERTS,
     Layer,
     group_layers,
     is_local,
@@ -61,7 +62,6 @@ _BY_BUCKET = "the optimizer's state is kept by bucket, for its parameters are no
 _EMBEDDING = "embedding.word_embeddings.weight"
 _EMBEDDINGS = (_EMBEDDING, "embedding.position_embeddings.weight")
 _PREDICTION = "mtp.layers."
-_EXPERTS = "mlp.experts.experts."
 
 
 def name_state(source: Source, catalog: Catalog, plans: list[SavePlan]) -> Catalog:
@@ -263,7 +263,7 @@ class Stages(Struct, dict=True):
             else [(key, n) for n in numbers for key in keys]
         )
         for key, number in pairs:
-            outer, _, last = key.partition(_EXPERTS)
+            outer, _, last = key.partition(EXPERTS)
             inner = f"{last}{number}" if grouped else f"local_experts.{number}.{last}"
             name = f"{layer.prefix}{layer.number}.{outer}mlp.experts.{inner}"
             stored = layer.keys[key]
