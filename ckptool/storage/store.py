@@ -37,6 +37,7 @@ from ckptool.storage.clients.retry import RetryPolicy, Unaccepted, retry, status
 from ckptool.storage.clients.schemes import AZURE, GOOGLE, S3, WEB, redact_url, require_accepted
 from ckptool.storage.clients.unlisted import INDEXES, infos, is_file, names_below
 from ckptool.storage.clients.web import Web, WebClient
+from ckptool.storage.file_status import within_folder
 from ckptool.storage.planned_ranges import PlannedRanges
 
 _T = TypeVar("_T")
@@ -256,9 +257,7 @@ class Store:
 
         Where listing is denied, a store does not say either that a file is missing.
         """
-        head = f"{key}/"
-        hidden = self._hidden.items()
-        return {name.removeprefix(head): why for name, why in hidden if name.startswith(head)}
+        return within_folder(self._hidden, key)
 
     def _list_named(self, folder: str, query: str) -> dict[str, ObjectInfo]:
         """Return the files of a folder that cannot be listed, as far as they can be known."""

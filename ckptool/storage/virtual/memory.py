@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 
 from ckptool.errors import Problem
+from ckptool.storage.file_status import within_folder
 from ckptool.storage.files import FileReader, ReadPolicy, ReadSpan, read_exactly, too_short
 
 
@@ -43,9 +44,7 @@ class MemoryFiles:
 
     def narrowed(self, folder: str) -> MemoryFiles:
         """Return those below a folder, by their paths relative to it."""
-        head = f"{folder}/"
-        below = {n.removeprefix(head): b for n, b in self._buffers.items() if n.startswith(head)}
-        return MemoryFiles(below)
+        return MemoryFiles(within_folder(self._buffers, folder))
 
     def subfolders(self) -> Mapping[str, MemoryFiles]:
         """Return none: names are flat."""

@@ -28,6 +28,7 @@ from ckptool.serialization.safetensors import read_promised_size, read_safetenso
 from ckptool.serialization.source import EachRead, Source
 from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.serialization.zip import CENTRAL, DEFLATED, IN_EXTRA, LOCAL, STORED, ZipRecord
+from ckptool.storage.file_status import within_folder
 from ckptool.storage.files import Files
 
 _WIDE = struct.Struct("<2H3Q")
@@ -88,8 +89,7 @@ class ZeroPaddedSource:
 
     def narrowed(self, folder: str) -> ZeroPaddedSource:
         """Return the source narrowed to a folder."""
-        head = folder + "/"
-        inside = {n[len(head) :]: file for n, file in self._padded.items() if n.startswith(head)}
+        inside = within_folder(self._padded, folder)
         return ZeroPaddedSource(self._source.narrowed(folder), inside)
 
 
