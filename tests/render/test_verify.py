@@ -10,8 +10,9 @@ from xml.etree import ElementTree
 import pytest
 from conftest import case, run_verify
 
-from ckptool.commands.verify.codes import ALWAYS, CODES, Severity
+from ckptool.commands.verify.codes import ALWAYS, CODES
 from ckptool.commands.verify.findings import Finding, VerifyReport
+from ckptool.commands.verify.severity import Severity
 from ckptool.render.ci import Suite, annotation, print_junit, show_annotations
 
 

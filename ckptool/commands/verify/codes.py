@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import Enum
-from typing import NamedTuple
 
+from ckptool.commands.verify.comparison_codes import COMPARISON_CODES
+from ckptool.commands.verify.severity import AGAIN, MIXED, Code, Severity
 from ckptool.core.text import did_you_mean
 from ckptool.errors import UNCODED, CkptoolError, Damaged, UsageError
 
-
-class Severity(Enum):
-    """``error`` fails, ``warning`` fails with --strict, ``info`` only informs."""
-
-    ERROR = "error"
-    WARNING = "warning"
-    INFO = "info"
-
-
 _ERROR, _WARNING, _INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
-_AGAIN = "use another copy of the file, or the previous checkpoint"
-_MIXED = "the save was interrupted, or files were lost or mixed with those of another save"
-
-
-class Code(NamedTuple):
-    """The severity of a code, what it means, and the next step."""
-
-    severity: Severity
-    meaning: str
-    hint: str | None = None
 
 
 _CODES: dict[str, dict[str, Code]] = {
     "files": {
-        "file-missing": Code(_ERROR, "a file named by the metadata is missing", _MIXED),
-        "file-empty": Code(_ERROR, "a data file is empty", _AGAIN),
-        "file-truncated": Code(_ERROR, "a file is shorter than its metadata says", _AGAIN),
-        "file-type-mismatch": Code(_ERROR, "a file is not of the type that its name says", _AGAIN),
+        "file-missing": Code(_ERROR, "a file named by the metadata is missing", MIXED),
+        "file-empty": Code(_ERROR, "a data file is empty", AGAIN),
+        "file-truncated": Code(_ERROR, "a file is shorter than its metadata says", AGAIN),
+        "file-type-mismatch": Code(_ERROR, "a file is not of the type that its name says", AGAIN),
         "file-unreadable": Code(_ERROR, "a file cannot be read"),
         "file-changed": Code(
             _ERROR,
@@ -69,7 +50,7 @@ _CODES: dict[str, dict[str, Code]] = {
             "harmless by itself: a longer file was overwritten, or bytes were appended",
         ),
         "zeros-at-end": Code(
-            _WARNING, "a file ends in zeros from a page boundary, as after a crash", _AGAIN
+            _WARNING, "a file ends in zeros from a page boundary, as after a crash", AGAIN
         ),
         "path-outside": Code(
             _ERROR, "metadata names a path outside the checkpoint", "do not load it"
@@ -92,15 +73,15 @@ _CODES: dict[str, dict[str, Code]] = {
             "a later save into the same folder was interrupted: use another checkpoint",
         ),
         "data-newer": Code(_INFO, "a data file was modified after the metadata that describes it"),
-        "metadata-unreadable": Code(_ERROR, "a metadata file cannot be parsed", _AGAIN),
-        "rank-missing": Code(_ERROR, "data of a rank is missing", _MIXED),
+        "metadata-unreadable": Code(_ERROR, "a metadata file cannot be parsed", AGAIN),
+        "rank-missing": Code(_ERROR, "data of a rank is missing", MIXED),
         "sharding-unrecorded": Code(
             _INFO,
             "the files do not record how the ranks' shards fit together",
             "set it with --tp-rule 'NAME=column'",
         ),
         "copy-damaged": Code(
-            _WARNING, "one copy of a rank's file is damaged; another copy is used", _AGAIN
+            _WARNING, "one copy of a rank's file is damaged; another copy is used", AGAIN
         ),
         "config-mismatch": Code(
             _ERROR, "the model's config does not match its tensors", "use the config of this model"
@@ -109,61 +90,57 @@ _CODES: dict[str, dict[str, Code]] = {
             _INFO, "config.json not found", "transformers needs it to load the model"
         ),
         "base-model-missing": Code(_INFO, "an adapter without its base model"),
-        "rank-copied": Code(_ERROR, "a rank's file was written by another rank", _AGAIN),
-        "saves-mixed": Code(_ERROR, "the folder contains files of several saves", _MIXED),
+        "rank-copied": Code(_ERROR, "a rank's file was written by another rank", AGAIN),
+        "saves-mixed": Code(_ERROR, "the folder contains files of several saves", MIXED),
         "world-size-unrecorded": Code(_INFO, "the files do not record the number of ranks"),
     },
     "structure": {
-        "zip-structure": Code(_ERROR, "a zip directory is damaged or contradicts itself", _AGAIN),
-        "zip-headers": Code(_ERROR, "a zip directory and a record's header differ", _AGAIN),
-        "archive-content": Code(_ERROR, "a zip that torch.save would not write", _AGAIN),
+        "zip-structure": Code(_ERROR, "a zip directory is damaged or contradicts itself", AGAIN),
+        "zip-headers": Code(_ERROR, "a zip directory and a record's header differ", AGAIN),
+        "archive-content": Code(_ERROR, "a zip that torch.save would not write", AGAIN),
         "archive-flat": Code(
             _WARNING,
             "a torch.save file that was packed again without its folder",
             "torch.load cannot read it: `ckptool convert` writes one that it can",
         ),
         "tar-structure": Code(
-            _ERROR, "a tar archive is damaged, or has members that are not plain files", _AGAIN
+            _ERROR, "a tar archive is damaged, or has members that are not plain files", AGAIN
         ),
-        "crc-mismatch": Code(_ERROR, "data does not match its checksum", _AGAIN),
-        "sha256-mismatch": Code(_ERROR, "a file does not match its listed SHA-256", _AGAIN),
-        "sha1-mismatch": Code(_ERROR, "a file does not match its listed SHA-1", _AGAIN),
+        "crc-mismatch": Code(_ERROR, "data does not match its checksum", AGAIN),
+        "sha256-mismatch": Code(_ERROR, "a file does not match its listed SHA-256", AGAIN),
+        "sha1-mismatch": Code(_ERROR, "a file does not match its listed SHA-1", AGAIN),
         "download-changed": Code(
             _WARNING, "a small file was changed since it was downloaded from the Hub"
         ),
-        "md5-mismatch": Code(_ERROR, "a file does not match its listed MD5", _AGAIN),
-        "codec-corrupt": Code(_ERROR, "compressed data cannot be decoded", _AGAIN),
+        "md5-mismatch": Code(_ERROR, "a file does not match its listed MD5", AGAIN),
+        "codec-corrupt": Code(_ERROR, "compressed data cannot be decoded", AGAIN),
         "transform-unknown": Code(
             _ERROR, "data uses an unsupported transform and cannot be checked"
         ),
-        "legacy-stream": Code(_ERROR, "a legacy torch.save stream contradicts itself", _AGAIN),
+        "legacy-stream": Code(_ERROR, "a legacy torch.save stream contradicts itself", AGAIN),
         "storage-mismatch": Code(
-            _ERROR, "a storage is missing, or has another size than its pickle says", _AGAIN
+            _ERROR, "a storage is missing, or has another size than its pickle says", AGAIN
         ),
-        "safetensors-header": Code(
-            _ERROR, "a safetensors header breaks the format's rules", _AGAIN
-        ),
+        "safetensors-header": Code(_ERROR, "a safetensors header breaks the format's rules", AGAIN),
         "safetensors-dtype": Code(_ERROR, "a safetensors header names an unknown element type"),
-        "safetensors-gap": Code(_ERROR, "a safetensors file has bytes that no tensor uses", _AGAIN),
-        "safetensors-overlap": Code(
-            _ERROR, "two tensors of a safetensors file share bytes", _AGAIN
-        ),
+        "safetensors-gap": Code(_ERROR, "a safetensors file has bytes that no tensor uses", AGAIN),
+        "safetensors-overlap": Code(_ERROR, "two tensors of a safetensors file share bytes", AGAIN),
         "safetensors-unaligned": Code(
             _INFO, "tensors of a safetensors file are not aligned to their element size"
         ),
-        "index-unreadable": Code(_ERROR, "an index is not JSON with a weight_map", _AGAIN),
-        "index-mismatch": Code(_ERROR, "an index and the files beside it disagree", _MIXED),
+        "index-unreadable": Code(_ERROR, "an index is not JSON with a weight_map", AGAIN),
+        "index-mismatch": Code(_ERROR, "an index and the files beside it disagree", MIXED),
         "index-total-size": Code(_WARNING, "the total size in an index is wrong"),
         "index-unlisted": Code(_WARNING, "an index does not list all tensors"),
     },
     "tensors": {
-        "chunk-gap": Code(_ERROR, "chunks do not cover a tensor", _MIXED),
-        "chunk-overlap": Code(_ERROR, "two chunks of a tensor share elements", _MIXED),
-        "chunk-outside": Code(_ERROR, "a chunk lies outside the tensor's shape", _MIXED),
-        "data-missing": Code(_ERROR, "metadata without data", _MIXED),
-        "data-unused": Code(_ERROR, "data that no chunk of the metadata claims", _MIXED),
-        "items-overlap": Code(_ERROR, "two items share bytes of a file", _MIXED),
-        "item-mismatch": Code(_ERROR, "the data of an item does not match the metadata", _MIXED),
+        "chunk-gap": Code(_ERROR, "chunks do not cover a tensor", MIXED),
+        "chunk-overlap": Code(_ERROR, "two chunks of a tensor share elements", MIXED),
+        "chunk-outside": Code(_ERROR, "a chunk lies outside the tensor's shape", MIXED),
+        "data-missing": Code(_ERROR, "metadata without data", MIXED),
+        "data-unused": Code(_ERROR, "data that no chunk of the metadata claims", MIXED),
+        "items-overlap": Code(_ERROR, "two items share bytes of a file", MIXED),
+        "item-mismatch": Code(_ERROR, "the data of an item does not match the metadata", MIXED),
         "frozen-excluded": Code(
             _WARNING,
             "frozen parameters are not in the checkpoint",
@@ -173,8 +150,8 @@ _CODES: dict[str, dict[str, Code]] = {
         "frozen-unrecorded": Code(
             _INFO, "the files do not record whether frozen parameters were excluded"
         ),
-        "sharding-unknown": Code(_ERROR, "where a shard belongs is not recorded", _MIXED),
-        "ranks-disagree": Code(_ERROR, "ranks differ in a tensor's shape, type or kind", _MIXED),
+        "sharding-unknown": Code(_ERROR, "where a shard belongs is not recorded", MIXED),
+        "ranks-disagree": Code(_ERROR, "ranks differ in a tensor's shape, type or kind", MIXED),
         "replicas-differ": Code(
             _ERROR,
             "replicas of a tensor differ between ranks",
@@ -190,7 +167,7 @@ _CODES: dict[str, dict[str, Code]] = {
             "what changed since another version of a model, not its weights",
             "apply it with what wrote it to the weights of its base version",
         ),
-        "tensor-record": Code(_ERROR, "a tensor's record contradicts itself", _AGAIN),
+        "tensor-record": Code(_ERROR, "a tensor's record contradicts itself", AGAIN),
         "tensor-unsupported": Code(
             _WARNING, "a tensor of an unsupported kind; only its bytes are checked"
         ),
@@ -284,85 +261,9 @@ _CODES: dict[str, dict[str, Code]] = {
         ),
         "pickle-bomb": Code(_ERROR, "a pickle expands to far more than its size", "do not load it"),
         "value-suspicious": Code(_WARNING, "a value that no writer produces", "do not load it"),
-        "pickle-malformed": Code(_ERROR, "a pickle is malformed", _AGAIN),
+        "pickle-malformed": Code(_ERROR, "a pickle is malformed", AGAIN),
     },
-    "comparison": {
-        "tensor-missing": Code(_ERROR, "a tensor that is only in A"),
-        "tensor-extra": Code(_ERROR, "a tensor that is only in B"),
-        "shape-differs": Code(_ERROR, "the shapes of a tensor differ"),
-        "dtype-differs": Code(
-            _ERROR,
-            "the element types of a tensor differ",
-            "use --cast to compare model weights after casting, or --rtol and --atol",
-        ),
-        "tensor-differs": Code(_ERROR, "the values of a tensor differ"),
-        "value-missing": Code(_ERROR, "a non-tensor value that is only in A"),
-        "value-extra": Code(_ERROR, "a non-tensor value that is only in B"),
-        "value-differs": Code(_ERROR, "a non-tensor value differs"),
-        "tensor-not-compared": Code(
-            _ERROR,
-            "a tensor of an unsupported kind, so not compared",
-            "exclude it with --drop NAME",
-        ),
-        "value-not-compared": Code(
-            _WARNING, "of an unsupported kind, so not compared", "exclude it with --drop NAME"
-        ),
-        "companion-missing": Code(_WARNING, "a file of the model that is only in A"),
-        "companion-differs": Code(_WARNING, "a file of the model differs"),
-        "values-unsupported": Code(
-            _ERROR,
-            "non-tensor values that the other format cannot store",
-            "compare the model with --model-only, or exclude values with --drop 'NAME'",
-        ),
-        "metadata-differs": Code(
-            _ERROR,
-            "the __metadata__ of safetensors files differs",
-            "exclude it with --drop-metadata KEY, or say with --metadata KEY=TEXT what B should"
-            " have",
-        ),
-        "like-missing": Code(
-            _ERROR, "a tensor that the model it should be has, and it lacks", _MIXED
-        ),
-        "like-extra": Code(_WARNING, "a tensor that the model it should be does not have"),
-        "like-shape": Code(_ERROR, "a tensor has another shape than in the model it should be"),
-        "like-unnamed": Code(
-            _ERROR,
-            "most names are not those of the model it should be, so nothing was compared",
-            "give it these names with --map (and --hf-assets or --dim), --strip-prefix or --rename",
-        ),
-        "like-unchanged": Code(
-            _ERROR,
-            "a tensor that should have changed is equal to the other's",
-            "it was frozen, had no gradient, or was saved from the model that training began with",
-        ),
-        "like-changed": Code(
-            _ERROR,
-            "a tensor that should be equal to the other's is not",
-            "`ckptool diff --values` shows how much what changed",
-        ),
-        "excluded": Code(_INFO, "excluded by the options: not compared"),
-        "nothing-compared": Code(
-            _ERROR,
-            "no tensor could be compared",
-            "--model-only, --strip-prefix and --rename change names",
-        ),
-    },
-    "manifest": {
-        "manifest-missing": Code(_ERROR, "in the manifest, not in the checkpoint"),
-        "manifest-extra": Code(_ERROR, "in the checkpoint, not in the manifest"),
-        "manifest-differs": Code(_ERROR, "differs from the manifest"),
-        "manifest-unchecked": Code(
-            _ERROR, "cannot be checked: the manifest has no digest of it, and the files differ"
-        ),
-        "manifest-incomplete": Code(
-            _WARNING,
-            "not covered by a digest of a tensor or value",
-            "only identical files can be checked, not copies in another format",
-        ),
-        "manifest-other-files": Code(
-            _INFO, "files differ from those of the manifest; tensors and values are compared"
-        ),
-    },
+    **COMPARISON_CODES,
     "limits": {
         "access-denied": Code(_ERROR, "a store refuses to be read; nothing was checked"),
         "no-answer": Code(_ERROR, "a store does not answer; nothing was checked"),
@@ -377,7 +278,7 @@ _CODES: dict[str, dict[str, Code]] = {
         ),
         "value-not-written": Code(_INFO, "a value that convert does not write in other formats"),
         "note": Code(_INFO, "additional information"),
-        "damaged": Code(_ERROR, "the files contradict each other", _MIXED),
+        "damaged": Code(_ERROR, "the files contradict each other", MIXED),
     },
 }
 CODES = {name: code for codes in _CODES.values() for name, code in codes.items()}

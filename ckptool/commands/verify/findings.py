@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from ckptool.commands.document import Report
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.verify.codes import CODES, Severity
+from ckptool.commands.verify.codes import CODES
+from ckptool.commands.verify.severity import Severity
 from ckptool.core.catalog import Catalog, places
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Problem

@@ -41,8 +41,9 @@ from ckptool.commands.verify.checks.meaning.table import (
 from ckptool.commands.verify.checks.pickles import odd_values
 from ckptool.commands.verify.checks.sample import DataPart, DataSample
 from ckptool.commands.verify.checks.training import differing_step_values, optimizer_problems
-from ckptool.commands.verify.codes import CODES, Severity, require_codes
+from ckptool.commands.verify.codes import CODES, require_codes
 from ckptool.commands.verify.findings import DAMAGE, Findings, VerifyReport, summarize
+from ckptool.commands.verify.severity import Severity
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.names import packed_names
 from ckptool.engine.check.content import ContentReport, check_spans

@@ -11,7 +11,7 @@ from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, require_sou
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.rewrite import rewrite
-from ckptool.commands.verify.codes import CODES, Severity, require_codes
+from ckptool.commands.verify.codes import CODES, require_codes
 from ckptool.commands.verify.compare.coverage import (
     Amount,
     excluded_by_rewrite,
@@ -28,6 +28,7 @@ from ckptool.commands.verify.manifest.schema import (
     require_replaceable,
     write_manifest,
 )
+from ckptool.commands.verify.severity import Severity
 from ckptool.commands.verify.verify import Started, examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import plural
