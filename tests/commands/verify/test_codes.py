@@ -32,3 +32,16 @@ def test_the_table_holds_every_code_that_is_used() -> None:
     }
     assert used <= CODES.keys()
     assert len(used) > 40
+
+
+def test_the_docs_show_an_example_of_each_code_of_what_is_meant() -> None:
+    """Those that a check of meaning, of training state or of likeness gives to problems."""
+    checks = PACKAGE / "commands" / "verify"
+    modules = [*(checks / "checks" / "meaning").glob("*.py"), checks / "checks" / "training.py"]
+    modules += [checks / "checks" / "nonfinite.py", checks / "compare" / "like.py"]
+    used = {code for module in modules for code in codes_in(ast.parse(module.read_text()))}
+    used |= {code for code in CODES if code.startswith(("weight-", "like-"))} - {"weight-delta"}
+    page = (PACKAGE / "docs" / "verify.md").read_text()
+    table = page.partition("## What sound bytes can hide")[2].partition("\n## ")[0]
+    assert len(used) > 20
+    assert {code for code in used if f"`{code}`" not in table} == set()
