@@ -306,8 +306,8 @@ def _with_beside(only: Candidate, path: Location, source: Files) -> Candidate:
 def detect_folder(source: Files) -> Format | None:
     """Return the format of a folder as a whole; None if it only has a single-file checkpoint."""
     if len(source.files) == 1 and "/" not in next(iter(source.files)):
-        of_one_file = (FORMATS["dcp"], FORMATS["hf"])
-        return next((row for row in of_one_file if row.matches(source)), None)
+        dcp = FORMATS["dcp"]
+        return dcp if dcp.matches(source) else None
     row = detect(source)
     if row is None or not row.detection.suffixes:
         return row
