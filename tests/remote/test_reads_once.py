@@ -100,6 +100,33 @@ def test_a_reshard_reads_once(
     assert 0 <= reads[str(source)] - transfer.plan.read_bytes < BESIDE
 
 
+def test_the_source_is_read_in_its_own_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever files its rows go to: what a disk reads ahead is still there when it is wanted."""
+    save_file({f"w{n}": torch.zeros(64, 4096) for n in range(4)}, tmp_path / "m.safetensors")
+    real, offsets = LocalReader.read_some, list[int]()
+
+    def read_some(self: LocalReader, file: str, offset: int, buffer: memoryview) -> int:
+        if file == "m.safetensors":
+            offsets.append(offset)
+        return real(self, file, offset, buffer)
+
+    monkeypatch.setattr(LocalReader, "read_some", read_some)
+    run = RunOptions(workers=1, fsync=False)
+    options = ReshardOptions(
+        parse_mesh("4"),
+        rules=(parse_rule("*=Shard(0)"),),
+        to="dcp",
+        transfer=TransferOptions(run=run, verify=False),
+    )
+    transfer = prepare_reshard(tmp_path / "m.safetensors", tmp_path / "m", options)
+    offsets.clear()
+    transfer.run()
+    assert len(offsets) >= 16
+    assert offsets == sorted(offsets)
+
+
 @pytest.mark.parametrize("meshes", ["8 2", "8 3", "3 8", "32 2"])
 def test_columns_of_the_output_are_read_once_too(
     meshes: str, tmp_path: Path, reads: dict[str, int]

@@ -101,9 +101,11 @@ class Plan:
     def groups(self, files: Iterable[tuple[int, Sequence[Part]]], limit: int) -> list[Group]:
         """Group the tensor parts of some files: those that share the rows of a tensor.
 
-        ``files`` are indices in the layout with their parts, ``limit`` the bytes of a tile.
+        One tensor comes after the other, whatever files its rows go to: the source is then read in
+        its own order, and what a disk reads ahead is used. ``files`` are indices in the layout with
+        their parts, ``limit`` the bytes of a tile.
         """
-        by_rows: dict[object, list[LayoutPart]] = {}
+        by_tensor: dict[str, dict[object, list[LayoutPart]]] = {}
         tensors, small = self.catalog.tensors, dict[str, bool]()
         for number, parts in files:
             offset = 0
@@ -113,12 +115,14 @@ class Plan:
                     place, name = LayoutPart(number, position, offset, part), part.name
                     if name not in small:
                         small[name] = is_small(tensors[name], limit)
+                    by_rows = by_tensor.setdefault(name, {})
                     by_rows.setdefault(name if small[name] else rows_of(place), []).append(place)
                 offset += nbytes
         return [
             group
-            for key, places in by_rows.items()
-            for group in self._groups(places, limit, at_once=isinstance(key, str))
+            for name, by_rows in by_tensor.items()
+            for places in by_rows.values()
+            for group in self._groups(places, limit, at_once=small[name])
         ]
 
     def groups_of(self, name: str, table: WrittenChunks, limit: int) -> list[Group]:
