@@ -26,7 +26,7 @@ from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.engine.write import send
-from ckptool.errors import Damaged, SourceError
+from ckptool.errors import Damaged, SourceError, Unsupported
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.multipart import Upload
 from ckptool.storage.url import RemotePath, location
@@ -180,6 +180,28 @@ def test_old_files_do_not_pass_for_new_ones(
         assert is_refused(target)
         assert stopped_at(trial, monkeypatch, planned(kind, target, **again).run)
         planned(kind, target, **again).run()
+        assert {name: (target / name).read_bytes() for name in in_store(target.url).listing} == new
+
+
+def test_a_run_that_was_to_overwrite_is_continued_once_the_old_one_is_gone(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then only --overwrite starts over: the note permits nothing by itself."""
+    planned("hf", out / "m").run()
+    new = files_of(out / "m")
+    for removal in (1, 2, None):
+        target = place()
+        planned("dcp", target).run()
+        work, again = planned("hf", target, overwrite=True).run, {"resume": True}
+        if removal is None:
+            killed_at(1, monkeypatch, work)
+        else:
+            assert stopped_at(removal, monkeypatch, work)
+            with pytest.raises(Unsupported) as caught:
+                planned("hf", target, resume=True).run()
+            assert "--overwrite starts over" in (caught.value.hint or "")
+            again = {"overwrite": True}
+        planned("hf", target, **again).run()
         assert {name: (target / name).read_bytes() for name in in_store(target.url).listing} == new
 
 

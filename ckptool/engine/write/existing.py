@@ -266,15 +266,17 @@ def already_in_store(target: object, names: Sequence[str], hint: str) -> Unsuppo
     return Unsupported(f"{target} already exists ({some})", hint=hint)
 
 
-def not_known(note: object, folder: object, names: Sequence[str]) -> Unsupported:
+def not_known(note: object, folder: object, names: Sequence[str], *, resumes: bool) -> Unsupported:
     """Return the error for files that a store's note speaks of, and that nothing else knows.
 
-    Anybody who may write to the store may have written the note.
+    Anybody who may write to the store may have written the note, so whoever ``resumes`` by it has
+    not asked for what it says to be replaced.
     """
+    again = "--overwrite starts over, if that is a checkpoint; or " if resumes else ""
     return Unsupported(
         f"{note}: speaks of {list_some(names)}, which this run does not write, and which is not"
         " known to be a checkpoint's; nothing was removed",
-        hint=f"write elsewhere; or check what it is, and remove all that is in {folder}",
+        hint=f"{again}write elsewhere; or check what it is, and remove all that is in {folder}",
     )
 
 

@@ -143,7 +143,8 @@ class StoreTarget(Target):
         if there - known and (self._options.resume or self._options.overwrite):
             known |= frozenset(self._options.find_own() or ())
             if unknown := sorted(there - known):
-                raise not_known(self._notes.run, self._folder, unknown)
+                resumes = self._options.resume
+                raise not_known(self._notes.run, self._folder, unknown, resumes=resumes)
         self._old = frozenset(there & known)
 
     def _require_replaceable(self, existing: Collection[str], *, begun: bool) -> None:

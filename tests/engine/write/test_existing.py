@@ -412,7 +412,7 @@ def test_what_is_there_in_a_store_is_counted() -> None:
     assert already_in_store("s3://b/m", ["x", "y"], "hint").message == (
         "s3://b/m already exists (2 files, such as x)"
     )
-    error = not_known("s3://b/m/note", "s3://b/m", ["x"])
+    error = not_known("s3://b/m/note", "s3://b/m", ["x"], resumes=False)
     assert error.message.startswith("s3://b/m/note: speaks of x, which this run does not write")
     assert "remove all that is in s3://b/m" in str(error.hint)
     assert "at most 1,234 bytes of s3://b/m/x (parts" in charged_note({"s3://b/m/x": 1234})
