@@ -130,10 +130,10 @@ class Bench:
         """Begin each strike with a run killed at ``call``; the calls that --resume then makes."""
         self.first = call
         self.begin()
-        self.trial = replace(self.trial, words=[*self.trial.words, "--resume"])
+        self.trial = replace(self.trial, words=resuming(self.trial.words))
         ended = self.run(self.trial.words)
         if ended.code == 4:  # killed before anything was staged: on each machine at another call
-            assert "no partial output to resume" in ended.words
+            assert "already exist" in ended.words
             assert self.trial.seen() == self.old
             self.end(f"killed at {call}")
             return []
@@ -144,10 +144,10 @@ class Bench:
         """What stands before a strike: made anew, for a commit knows folders by their inodes."""
         fresh(self.base, self.trial.place)
         if self.first is not None:
-            words = [word for word in self.trial.words if word != "--resume"]
+            words = resuming(self.trial.words, not_any_more=True)
             assert self.run(words, "KILL", self.first).code == -9
 
-    def strike(self, fault: str, call: Call, *more: str) -> None:
+    def strike(self, fault: str, call: Call, *, resumes: bool = False) -> None:
         """Let one call meet a fault, look what stands, run again, look again."""
         trial = self.trial
         self.begin()
@@ -157,7 +157,7 @@ class Bench:
         if not ended.elsewhere:
             self.look(fault, ended, what)
         assert sorted(trial.strangers()) == sorted(Path(name).name for name in self.foreign), what
-        self.end(what, *more)
+        self.end(what, resumes=resumes)
 
     def look(self, fault: str, ended: Ended, what: str) -> None:
         """The old one stands or the new one, as the command says."""
@@ -174,29 +174,36 @@ class Bench:
             is_new = without_list(seen) == new
             assert stands == is_new or (self.first and is_new), what  # the killed run put it there
 
-    def end(self, what: str, *more: str) -> None:
+    def end(self, what: str, *, resumes: bool = False) -> None:
         trial = self.trial
-        again = run([*trial.words, *more], self.log)
-        if again.code == 4 and "--resume" in (*trial.words, *more):  # nothing begun, or all done
-            again = run([word for word in trial.words if word != "--resume"], self.log)
+        words = resuming(trial.words) if resumes else trial.words
+        again = run(words, self.log)
+        if again.code == 4 and "--resume" in words:  # nothing begun, or all done
+            again = run(resuming(words, not_any_more=True), self.log)
         assert again.code == 0, f"{what}\nthen: {again.words}"
         assert trial.seen() == self.new, what
         assert trial.leftovers() == [], what
         for name, data in self.foreign.items():
             assert (trial.place / name).read_bytes() == data, what
 
-    def sweep(self, calls: Sequence[Call], faults: Sequence[str], *more: str) -> None:
+    def sweep(self, calls: Sequence[Call], faults: Sequence[str], *, resumes: bool = False) -> None:
         """Strike each call with each fault; the failures of all, at the end."""
         failures, struck = [], 0
         for number, fault in enumerate(faults):
             for call in picked(calls, 2 * number):
                 struck += 1
                 try:
-                    self.strike(fault, call, *more)
+                    self.strike(fault, call, resumes=resumes)
                 except AssertionError as error:
                     failures.append(str(error).partition("\nassert")[0])
         print(f"{struck} faults met")
         assert not failures, f"{len(failures)} of {struck} failed:\n" + "\n\n".join(failures)
+
+
+def resuming(words: list[str], *, not_any_more: bool = False) -> list[str]:
+    """The same command, that goes on with what it began, or starts over."""
+    old, new = ("--resume", "--overwrite") if not_any_more else ("--overwrite", "--resume")
+    return [new if word == old else word for word in words]
 
 
 def without_list(seen: dict[str, bytes]) -> dict[str, bytes]:
@@ -235,7 +242,7 @@ def test_resumed_it_ends_as_the_new_one(
     kind: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     bench = Bench(kind, sources, tmp_path, there=True)
-    bench.sweep(bench.calls, ("KILL", "EIO"), "--resume")
+    bench.sweep(bench.calls, ("KILL", "EIO"), resumes=True)
 
 
 @pytest.mark.skipif(not EVERY, reason="a part of make faults")
