@@ -253,7 +253,7 @@ def go_on(place: Place, how: dict[str, Any], truth: dict[str, bytes]) -> str:
     """What follows: it refuses, or ends with the right output and nothing left."""
     before, refusal = place.mine(), None
     try:
-        place.work(overwrite=True, **how).run()
+        place.work(**({"overwrite": True, **how} if "resume" not in how else how)).run()
     except CkptoolError as error:
         refusal = error
     place.require_sound(before)
