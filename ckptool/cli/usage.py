@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import pairwise
 from operator import itemgetter
 from shlex import quote
 from typing import Any, NoReturn
@@ -47,6 +48,7 @@ OTHERS_WORDS = {
     "--values": "--metadata --hyperparameters --config",
     "--sort size": "--top --largest --by-size",
     "--all": "--recursive --all-steps -r",
+    "--latest-good": "--resumable --can-resume --resume --good --latest",
     "--all-steps": "--recursive --all -r",
     "--quiet": "--silent -s",
     "--debug": "--verbose --traceback -v",
@@ -105,6 +107,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words of the command line; UsageError if they are wrong."""
         with answering(ctx):
+            _require_values(self, args)
             return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -127,6 +130,18 @@ def show_all_help(ctx: typer.Context, asked: bool) -> None:
         ctx.meta[_SHOWS_ALL] = True
         typer.echo(ctx.get_help())
         raise typer.Exit
+
+
+def _require_values(command: Any, args: Sequence[str]) -> None:
+    """Raise UsageError where a flag stands in the place of an option's value, as typer allows."""
+    flags = {flag: each for each in command.params for flag in (*each.opts, *each.secondary_opts)}
+    words = args[: args.index("--")] if "--" in args else args
+    for word, value in pairwise(words):
+        option = flags.get(word) if word.startswith("--") else None
+        if option is not None and not option.is_flag and value in flags and value.startswith("--"):
+            raise UsageError(
+                f"{word} needs a value", hint=f"{word} {option.metavar}: {option.help}"
+            )
 
 
 @contextmanager

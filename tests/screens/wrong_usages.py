@@ -30,6 +30,8 @@ WRONG_USAGES: dict[str, tuple[str, ...]] = {
         "verify dcp_base dcp_fsdp2",
         "convert run out --all",
         "inspect dcp_base w --rows 0:3",
+        "inspect dcp_base --shards --mesh 2x4",
+        "verify run --resumable",
         "convert dcp_base out --to",
         "convert dcp_base out.pt --overwrit",
         "convert dcp_base out.pt --no-optim",

@@ -197,7 +197,9 @@ def _base(sources: Sequence[Location], options: ExpressionOptions) -> Location:
     """Return the one checkpoint into which an adapter is folded, or of which parts are replaced."""
     bases = [*sources, *([] if options.onto is None else [_place(options.onto, "--onto")])]
     if options.lora is None and not (options.take or options.rows):
-        raise UsageError("nothing to do", hint=f"say {_WAYS}: `ckptool help merge` has examples")
+        raise UsageError(
+            "no operation is given", hint=f"say {_WAYS}: `ckptool help merge` has examples"
+        )
     if len(bases) != 1:
         way = f"{'--take' if options.take else '--rows'}: needs one SRC, whose tensors it changes"
         if options.lora is not None:

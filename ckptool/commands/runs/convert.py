@@ -52,10 +52,9 @@ class ConvertedStep(Struct, frozen=True):
 
 
 class ConvertRunReport(Report, frozen=True):
-    """The steps of a run that were asked for, newest first; true if all of them are converted.
+    """The steps of a run that were asked for, newest first; true if all good ones are converted.
 
-    One that is not good is none of them if it was ``passed_over`` on the way to the newest N good
-    ones. ``notes`` are those on each conversion, without repetitions.
+    ``notes`` are those on each conversion, without repetitions.
     """
 
     computed: ClassVar = ("ok",)
@@ -65,14 +64,12 @@ class ConvertRunReport(Report, frozen=True):
     steps: tuple[ConvertedStep, ...]
     notes: tuple[str, ...] = ()
     total: int = field(default=0, name="totals.steps")
-    passed_over: bool = field(default=False, name="_passed_over")
 
     schema: ClassVar = "convert-run"
 
     @property
     def ok(self) -> bool:
-        bad = self.of_state("failed") or (self.of_state("not good") and not self.passed_over)
-        return not bad and any(step.target is not None for step in self.steps)
+        return not self.of_state("failed") and any(step.target is not None for step in self.steps)
 
     def of_state(self, state: State) -> list[ConvertedStep]:
         """Return the steps in this state."""
@@ -126,14 +123,7 @@ def convert_run(
         numbers = [str(step.number) for step in opened.steps if step.number is not None]
         listed = list_some(numbers, 4) if numbers else "not numbered"
         raise UsageError(f"--every {choice.every}: no step of {run} is a multiple of it: {listed}")
-    return ConvertRunReport(
-        run,
-        target,
-        tuple(made),
-        conversion.notes,
-        len(opened.steps),
-        passed_over=good == choice.last,
-    )
+    return ConvertRunReport(run, target, tuple(made), conversion.notes, len(opened.steps))
 
 
 def _require_several(run: Run) -> None:

@@ -86,8 +86,8 @@ class PruneReport(Report, frozen=True):
         how = "remove it yourself"
         if all(map(on_disk, paths)):
             how = f"`rm -r {' '.join(quote(str(path)) for path in paths)}` does"
-        why = "prune removes no step that is not good while its save may be under way"
-        return f"{why}; if none is, {how}"
+        why = "prune removes no step that is not good: its save may be under way, or it shows what"
+        return f"{why} went wrong; {how}"
 
     def of_fate(self, fate: Fate) -> list[StepFate]:
         """Return the steps that have this fate."""

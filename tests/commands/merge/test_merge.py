@@ -163,7 +163,7 @@ def test_dry_run_says_what_each_tensor_is(places: list[str], tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ((), "nothing to do"),
+        ((), "no operation is given"),
         (("--average", "{a}"), "--average: needs two SRC or more, 1 is given"),
         (("--average", "{a}", "{b}", "--weights", "1"), "--weights: 1 for 2 SRC"),
         (("--average", "{a}", "{b}", "--weights", "1,-1"), "--weights: they add up to 0"),

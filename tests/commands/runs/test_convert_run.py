@@ -32,8 +32,8 @@ def states(run: Path, *words: str, code: int = 0) -> dict[str, str]:
 def test_each_good_step_is_converted_under_its_own_name(tmp_path: Path) -> None:
     run = run_of(tmp_path, 100, 200, 300)
     (run / "step-200" / ".metadata").unlink()
-    done = convert(run, "--all-steps", "--to", "hf", "--model-only", code=1)
-    assert "FAILED: 2 written, 1 not good" in done.stdout
+    done = convert(run, "--all-steps", "--to", "hf", "--model-only")
+    assert "OK: 2 written, 1 not good" in done.stdout
     assert "there is no .metadata" in done.stdout
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["step-100", "step-300"]
     assert open_checkpoint(tmp_path / "out" / "step-300").format.name == "hf"
@@ -72,7 +72,7 @@ def test_a_step_is_good_if_verify_calls_it_so(tmp_path: Path) -> None:
     run.mkdir()
     for number, value in ((1, 1.0), (2, float("nan"))):
         torch.save({"model": {"w": torch.tensor([value])}}, run / f"step-{number}.pt")
-    found = convert(run, "--all-steps", code=1)
+    found = convert(run, "--all-steps")
     assert "not-finite: model.w: 1 NaN" in found.stdout
     assert not (tmp_path / "out" / "step-2.pt").exists()
     accepted = states(run, "--all-steps", "--allow-nonfinite")
