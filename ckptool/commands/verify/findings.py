@@ -37,12 +37,8 @@ _ONE_SIDED = ("tensor-missing", "tensor-extra", "value-missing", "value-extra")
 _OF_BOTH = ("shape-differs", "dtype-differs", "value-differs", "value-not-compared")
 _OF_LIKENESS = ("missing", "extra", "shape", "unchanged", "changed")
 _BY_MANIFEST = ("missing", "extra", "differs", "unchecked", "incomplete")
-_ALIKE = frozenset(
-    [
-        *(*_ONE_SIDED, *_OF_BOTH),
-        *(f"like-{word}" for word in _OF_LIKENESS),
-        *(f"manifest-{word}" for word in _BY_MANIFEST),
-    ]
+_ALIKE = frozenset((*_ONE_SIDED, *_OF_BOTH)).union(
+    (f"like-{word}" for word in _OF_LIKENESS), (f"manifest-{word}" for word in _BY_MANIFEST)
 )
 """The codes with one finding for several names that show the same."""
 _MOMENTS = ("moments-negative", "moments-zero", "moments-copied")
@@ -56,6 +52,7 @@ _SEVERAL = ("file-missing", "rank-missing")
 _RANKS = "rank-missing", None
 """The code and file of the problem that ranks are missing: all that lacks their data follows."""
 _MOST_NAMED = 3
+NOTHING_COMPARED = "nothing-compared"
 SIDES = ("A", "B")
 """The names of the two sides of a comparison in findings and reports."""
 
@@ -159,7 +156,9 @@ class VerifyReport(Report, frozen=True):
 
     def count_failures(self, strict: bool) -> int:
         """Return how many tensors, values and other things are wrong."""
-        return sum(finding.count for finding in self.fails(strict))
+        counts = [(finding.code, finding.count) for finding in self.fails(strict)]
+        follows = len(counts) > 1  # that nothing was compared, from the others
+        return sum(count for code, count in counts if code != NOTHING_COMPARED or not follows)
 
     @property
     def ignored_text(self) -> str:

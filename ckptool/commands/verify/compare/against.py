@@ -27,7 +27,6 @@ from ckptool.commands.verify.compare.coverage import (
 )
 from ckptool.commands.verify.compare.difference import DifferingTensor, differing_tensor
 from ckptool.commands.verify.compare.names import (
-    NOTHING_COMPARED,
     common_values,
     differing_companions,
     differing_names,
@@ -334,8 +333,6 @@ class Comparison:
         )
         strict = self._options.strict
         failures = report.count_failures(strict)
-        if failures > 1:  # that nothing was compared follows from the others
-            failures -= sum(each.code == NOTHING_COMPARED for each in report.findings)
         coverage = self._coverage()
         summary = self._summary(failures, coverage, list_unread(report.fails(strict)))
         summary += report.ignored_text

@@ -19,12 +19,11 @@ from ckptool.commands.verify.compare.fit import Fit, find_fit
 from ckptool.commands.verify.compare.lineup import config_folder
 from ckptool.commands.verify.compare.model import is_model, open_other
 from ckptool.commands.verify.compare.names import (
-    NOTHING_COMPARED,
     differ_in_type_alone,
     differing_companions,
 )
 from ckptool.commands.verify.compare.runs import is_argument, newest_of_both
-from ckptool.commands.verify.findings import SIDES, Finding
+from ckptool.commands.verify.findings import NOTHING_COMPARED, SIDES, Finding
 from ckptool.commands.verify.severity import Severity
 from ckptool.commands.verify.verify import Started
 from ckptool.core.catalog import Catalog, TensorEntry

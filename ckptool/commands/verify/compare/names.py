@@ -16,6 +16,7 @@ from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.rewrite import only_model
 from ckptool.commands.verify.compare.values import difference, short_text, value_digest
+from ckptool.commands.verify.findings import NOTHING_COMPARED
 from ckptool.core.casts import can_cast, stored_tensors
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
@@ -33,8 +34,6 @@ from ckptool.formats.companions import companion_targets
 from ckptool.serialization.safetensors_metadata import texts_of
 from ckptool.serialization.state_dict.values import Repeated
 from ckptool.storage.files import Files
-
-NOTHING_COMPARED = "nothing-compared"
 
 
 class Counterpart(Struct, frozen=True):
