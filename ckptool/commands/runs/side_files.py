@@ -64,7 +64,7 @@ def _broken_archive(file: Location, name: str, options: VerifyOptions) -> Iterat
         is_odd = role_of(name) == "optimizer" and spoils(finding, examined.surveyed.catalog)
         if finding.code in _NOT_WHOLE or (is_odd and not _accepted(finding, options)):
             head = f"{name.rpartition('/')[2]}: "
-            accepts = " (--allow-nonfinite accepts it)" if is_odd else ""
+            accepts = " (--allow-nonfinite counts it as good)" if is_odd else ""
             yield f"{finding.code}: {name}: {finding.first_line(head)}{accepts}"
             return
 

@@ -91,7 +91,7 @@ def test_the_newest_finite_step_is_the_good_one(where: str, how: str, tmp_path: 
     assert [step.path.name for step in report.steps] == ["step-4", "step-3", "step-2"]
     for passed in report.steps[:2]:
         assert "not-finite: " in passed.reasons[0]
-        assert passed.reasons[0].endswith("(--allow-nonfinite accepts it)")
+        assert passed.reasons[0].endswith("(--allow-nonfinite counts it as good)")
     assert fates(pruned(tmp_path))["step-2"] == "keep"
     assert fates(pruned(tmp_path, allow_nonfinite=True))["step-2"] == "remove"
 
@@ -122,5 +122,5 @@ def test_the_optimizer_beside_a_model_is_read_too(
     if newest == 1:
         (reason,) = report.steps[0].reasons
         assert reason.startswith("not-finite: optimizer.pt: state.0.exp_avg_sq: 1 NaN")
-        assert reason.endswith("(--allow-nonfinite accepts it)")
+        assert reason.endswith("(--allow-nonfinite counts it as good)")
     assert ckptool.verify_run(tmp_path, allow_nonfinite=True).steps[0].ok
