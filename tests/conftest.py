@@ -31,6 +31,7 @@ from fork_server import Forked, share
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from ckptool.commands.inspect import InspectReport
     from ckptool.storage.url import Location
 
 TESTS = Path(__file__).parent
@@ -120,6 +121,17 @@ CASES = [Case(path.parent.name) for path in sorted(FIXTURES.glob("*/truth.json")
 GOOD = [case for case in CASES if case.expect in ("ok", "part")]
 READ = ("ok", "part", "conflict", "incomplete")
 REFUSED = [case for case in CASES if case.expect not in READ]
+
+
+def inspect_one(path: Any) -> InspectReport:
+    """Inspect what is one checkpoint."""
+    import ckptool
+    from ckptool.commands.inspect import InspectReport
+
+    report = ckptool.inspect(path)
+    if not isinstance(report, InspectReport):
+        raise TypeError(f"{path} is a run")
+    return report
 
 
 def case(name: str) -> Case:

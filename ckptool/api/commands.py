@@ -41,7 +41,7 @@ from ckptool.commands.reshard.reshard import ReshardReport, prepare_reshard
 from ckptool.engine.ranks import join_ranks
 from ckptool.errors import Several, UsageError
 from ckptool.formats import list_formats as list_formats
-from ckptool.storage.place import on_disk
+from ckptool.storage.place import full_name, on_disk
 from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
@@ -100,11 +100,11 @@ def _place(path: AnyPath | Checkpoint, options: Mapping[str, Any]) -> tuple[Loca
 @with_keywords(ReadKeywords)
 def inspect(
     path: AnyPath | Checkpoint, *, values: bool | None = None, **options: Unpack[ReadKeywords]
-) -> InspectReport:
-    """Describe the checkpoint at ``path`` from its metadata alone.
+) -> InspectReport | RunSummary:
+    """Describe the checkpoint at ``path``, or the steps of a run there, from metadata alone.
 
     ``values`` stored among the data are read from a disk; from a URL only if True. Raises NotFound,
-    Unrecognized, Damaged or Hostile, as every function here does. ``list_steps`` describes a run.
+    Unrecognized, Damaged or Hostile, as every function here does. ``open`` is for one checkpoint.
     """
     opened = _opened(path, options)
     if opened is not None:
@@ -114,9 +114,10 @@ def inspect(
     read = Keywords("inspect", options, ReadKeywords).options(ReadOptions, values=values)
     try:
         return _inspect.inspect(place, read)
-    except Several as error:
-        error.add_hint(f"ckptool.list_steps({str(place)!r}) describes each of them")
-        raise
+    except Several:
+        if not place.is_dir():
+            raise
+        return list_steps(full_name(place), **options)
 
 
 @with_keywords(ReadKeywords)

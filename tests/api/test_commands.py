@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import case, read_back
+from conftest import case, inspect_one, read_back
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
@@ -104,7 +104,7 @@ def test_the_keywords_for_type_checkers_are_those_of_the_options() -> None:
 
 
 def test_inspect() -> None:
-    report = ckptool.inspect(SOURCE)
+    report = inspect_one(SOURCE)
     assert report.totals.tensors == len(case("dcp_fsdp2_tp").truth)
 
 
@@ -207,7 +207,7 @@ def test_commands_take_an_open_checkpoint(out: Path) -> None:
     """With the options that it was opened with."""
     one = ckptool.open(SOURCE, model_only=True, dtype="fp32")
     assert repr(ckptool.inspect(one)).startswith(f"<ckptool.InspectReport {SOURCE} dcp: ")
-    assert ckptool.inspect(one).totals.tensors == len(one.tensors)
+    assert inspect_one(one).totals.tensors == len(one.tensors)
     assert {item.entry.name for item in ckptool.stats(one)} == set(one.tensors)
     ckptool.convert(one, out / "m", to="dcp", fsync=False)
     written = ckptool.open(out / "m")

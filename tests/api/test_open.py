@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.core.mesh import Shard
-from ckptool.errors import Damaged, Several, Unsupported, UsageError
+from ckptool.errors import Damaged, Unsupported, UsageError
 
 
 def test_importing_costs_nothing() -> None:
@@ -272,12 +272,14 @@ def test_without_torch_numpy_is_read_and_said(
     assert np.array_equal(found, saved[1].numpy())
 
 
-def test_inspect_of_a_run_says_what_lists_its_steps(tmp_path: Path) -> None:
+def test_inspect_of_a_run_gives_its_steps(tmp_path: Path) -> None:
     for step in (1, 2):
         shutil.copytree(case("dcp_base").path, tmp_path / f"step-{step}")
-    with pytest.raises(Several) as several:
-        ckptool.inspect(tmp_path)
-    assert f"ckptool.list_steps({str(tmp_path)!r})" in (several.value.hint or "")
+    assert ckptool.inspect(tmp_path) == ckptool.list_steps(tmp_path)
+    steps = ckptool.list_steps(tmp_path)
+    assert [step.number for step in steps.steps] == [2, 1]
+    assert steps._repr_html_().count("<tr>") == 3
+    assert f"<td>{tmp_path / 'step-1'}</td>" in steps._repr_html_()
 
 
 def test_numpy_where_it_has_the_type(

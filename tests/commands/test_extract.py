@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import GOOD, Bits, Case, bits, by_name, case
+from conftest import GOOD, Bits, Case, bits, by_name, case, inspect_one
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -169,7 +169,7 @@ def test_only_the_bytes_that_are_asked_for_are_read(
 
 def test_what_ranks_disagree_on_is_damage() -> None:
     path = case("rank_differing").path
-    (name, *_) = ckptool.inspect(path).catalog.conflicts
+    (name, *_) = inspect_one(path).catalog.conflicts
     with pytest.raises(Damaged, match="differ in shape or type"):
         open_slices(path, [name], ExtractOptions())
 

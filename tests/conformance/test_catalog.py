@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import CASES, GOOD, REFUSED, UNREAD, Case, by_name, case
+from conftest import CASES, GOOD, REFUSED, UNREAD, Case, by_name, case, inspect_one
 
 import ckptool
 import ckptool.errors
@@ -124,7 +124,7 @@ def test_what_cannot_be_read_is_refused(one: Case, out) -> None:
     ],
 )
 def test_what_is_not_a_plain_tensor_is_named(name: str, unread: tuple[str, ...]) -> None:
-    notes = " ".join(ckptool.inspect(case(name).path).notes)
+    notes = " ".join(inspect_one(case(name).path).notes)
     assert all(one in notes for one in unread)
 
 

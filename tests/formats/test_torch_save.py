@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import inspect_one
 from unfilled import record_offset, save_unfilled
 
 import ckptool
@@ -55,7 +56,7 @@ def test_every_element_type_can_be_a_value(name: str, tmp_path: Path) -> None:
 
 def test_a_storage_by_itself_is_called_what_it_is(tmp_path: Path) -> None:
     torch.save({"s": torch.ones(3).untyped_storage()}, tmp_path / "s.pt")
-    (note,) = ckptool.inspect(tmp_path / "s.pt").notes
+    (note,) = inspect_one(tmp_path / "s.pt").notes
     assert note == "s: holds tensors that cannot be read (torch storage)"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import case
+from conftest import case, inspect_one
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -63,7 +63,7 @@ def test_a_whole_name_is_that_tensor_alone(tmp_path: Path) -> None:
 def test_tensors_by_size(path: str) -> None:
     sized = names(run(path, "--tensors", "*", "--sort", "size"))[1:]
     assert sized[:2] == ["model.embed.weight", "model.layers.10.mlp.w"]
-    entries = ckptool.inspect(path).catalog.tensors
+    entries = inspect_one(path).catalog.tensors
     assert sized[-1] == "head"
     assert [entries[n].nbytes for n in sized] == sorted(e.nbytes for e in entries.values())[::-1]
     tensors = json.loads("\n".join(run(path, "--json", "--sort", "size")))["tensors"]
@@ -135,7 +135,7 @@ def test_no_line_of_a_table_is_wider_than_the_terminal(
 @pytest.mark.parametrize("name", ["dcp_fsdp2_tp", "deepspeed_experts"])
 def test_no_line_of_a_listing_is_wider_than_the_terminal(name: str, width: int) -> None:
     screen = Console(file=StringIO(), force_terminal=True, width=width)
-    report = ckptool.inspect(case(name).path)
+    report = inspect_one(case(name).path)
     stats = ckptool.stats(case(name).path, "*")
     views = (
         overview(report, screen)[1:],  # the path comes first, whole

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import inspect_one
 from typer.testing import CliRunner
 
-import ckptool
 from ckptool.cli.app import app
 from ckptool.render.inspect.values import notable_values, preview
 from ckptool.serialization.pickle.records import Call, Global
@@ -73,7 +73,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_a_value_is_shown(name: str, saved: Path) -> None:
-    assert preview(ckptool.inspect(saved).catalog.objects[name].value) == VALUES[name][1]
+    assert preview(inspect_one(saved).catalog.objects[name].value) == VALUES[name][1]
 
 
 def test_json_has_what_the_values_hold(saved: Path) -> None:
@@ -100,7 +100,7 @@ def test_what_people_look_for_comes_first(tmp_path: Path) -> None:
         "step": 1000,
     }
     torch.save({"w": torch.ones(1), **held}, tmp_path / "v.pt")
-    entries = ckptool.inspect(tmp_path / "v.pt").catalog.objects.values()
+    entries = inspect_one(tmp_path / "v.pt").catalog.objects.values()
     first = ["step", "lr", "args.seed", "args.hidden_size"]
     rest = ["version", "scheduler.last_epoch"]
     assert [name for name, _ in notable_values(entries)] == [*first, *rest]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from html import escape
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -74,6 +75,14 @@ class RunSummary(Report, frozen=True):
     def more(self) -> Mapping[str, object]:
         """Return the steps."""
         return {"steps": [step.to_dict() for step in self.steps]}
+
+    def _repr_html_(self) -> str:
+        """Return a table of the steps for a notebook."""
+        shown = ("number", "path", "saved", "bytes", "complete", "optimizer")
+        steps = [[step.to_dict()[name] for name in shown] for step in self.steps]
+        rows = [f"<td>{'</td><td>'.join(escape(str(cell)) for cell in row)}</td>" for row in steps]
+        heads = f"<th>{'</th><th>'.join(shown)}</th>"
+        return f"<table><tr>{'</tr><tr>'.join([heads, *rows])}</tr></table>"
 
 
 def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:

@@ -46,12 +46,13 @@ def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
         named.append(f"steps are also named in {list_some(run.mentions, 3)}")
     result += [Text(), *(Text(f"  {visible(line)}") for line in named)] if named else []
     last = next((step for step in run.steps if step.complete), None)
-    if last is not None:
-        result += [Text(), Text(f"  ckptool inspect {visible(str(last.path))}", "dim")]
-    if last is not None and numbered:
+    if last is None:
+        return result
+    result.append(Text())
+    if numbered:
         latest = f"  ckptool verify {visible(str(run.path))} --latest-good  # reads the data, too"
         result.append(Text(latest, "dim"))
-    return result
+    return [*result, Text(f"  ckptool inspect {visible(str(last.path))}", "dim")]
 
 
 def _wrapped(reasons: Iterable[str], screen: Console) -> Iterator[str]:

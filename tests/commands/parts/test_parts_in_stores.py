@@ -91,11 +91,11 @@ def test_in_a_store_nothing_is_begun_afresh_while_a_part_is_written(
     real, mine = type(part)._move, os.getpid()
 
     def meanwhile(self: Any, *words: Any) -> None:
-        ways = {"overwrite": "another ckptool is writing a part", "resume": "of a run in 2 parts"}
-        for way, why in ways.items():
+        whys = {True: "another ckptool is writing a part of it", False: "of a run in 2 parts"}
+        for overwrite, why in whys.items():
             monkeypatch.setattr(os, "getpid", lambda: 1)
-            other = planned(source, location(place.url), asked(**{way: True}))
-            refused(other.run, why)
+            how = asked(overwrite=overwrite, resume=not overwrite)
+            refused(planned(source, location(place.url), how).run, why)
             monkeypatch.setattr(os, "getpid", lambda: mine)
         real(self, *words)
 

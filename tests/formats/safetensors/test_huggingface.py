@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import case, convert_to, read_back
+from conftest import case, convert_to, inspect_one, read_back
 from safetensors.numpy import save_file
 
 import ckptool
@@ -221,6 +221,6 @@ def test_tensors_of_a_missing_shard_stop_nothing_that_leaves_them_out(out: Path)
 
 def test_a_writer_is_named_only_if_a_file_says_so(tmp_path: Path) -> None:
     save_file({"w": np.ones(3)}, tmp_path / "model.safetensors")
-    report = ckptool.inspect(tmp_path)
+    report = inspect_one(tmp_path)
     assert report.catalog.format == "hf"
     assert report.catalog.info == {}
