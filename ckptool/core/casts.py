@@ -208,10 +208,10 @@ def narrows(entry: TensorEntry) -> bool:
 
     Computed numbers mostly have 32 bits before the cast; bf16 then has the same range.
     """
-    wanted, single = entry.dtype.largest, BY_NAME["float32"]
+    wanted, single = entry.dtype.part.largest, BY_NAME["float32"]
     types = [widest_type(at) for at in computed_places(entry)]
     if not types:
-        return wanted < entry.source_dtype.largest
+        return wanted < entry.source_dtype.part.largest
     return any(wanted < (BY_NAME["bfloat16"] if t == single else t).largest for t in types)
 
 
@@ -222,7 +222,7 @@ def beyond_notes(counts: RangeCounts) -> list[str]:
         names = sorted(name for name, *made in counts if made == [wanted, became])
         total = sum(counts[name, wanted, became] for name in names)
         was = "" if wanted == SATURATES else "finite before, "
-        narrow = BY_NAME[wanted].largest < BY_NAME["bfloat16"].largest
+        narrow = BY_NAME[wanted].part.largest < BY_NAME["bfloat16"].largest
         instead = "; --dtype bf16 keeps them finite" if narrow else ""
         notes.append(
             f"{plural(total, 'value')} of {_summarize(names)} became {became} in {wanted}:"

@@ -153,7 +153,8 @@ def _require_alike(first: Operand, other: Operand) -> None:
                 f" {list(twin.shape)} in {other.opened.path}",
                 hint=_hint_on_shapes(entry, twin),
             )
-        if _is_summed(entry) and twin.dtype.kind != entry.dtype.kind:
+        is_summed = _is_summed(entry) or _is_summed(twin)
+        if is_summed and twin.dtype.kind != entry.dtype.kind:
             raise Unsupported(
                 f"{name}: {entry.dtype} in {first.opened.path}, {twin.dtype} in"
                 f" {other.opened.path}",

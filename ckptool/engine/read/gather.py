@@ -216,14 +216,17 @@ class Gatherer:
     def _count_computed(
         self, beyond: RangeCheck, entry: TensorEntry, at: Computed, made: tuple[Array, Box]
     ) -> None:
-        """Count the computed numbers that exceed the range of their type; not complex ones."""
-        values, local = made
-        if entry.source_dtype.kind != "float" or not may_have_lost(values, entry.source_dtype):
+        """Count the computed numbers that exceed the range of their type; complex ones by parts."""
+        (values, local), is_complex = made, entry.source_dtype.kind == "complex"
+        dtype, wide = entry.source_dtype.part, widest_type(at)
+        parts = values.reshape(-1).view(unit(dtype.itemsize)) if is_complex else values
+        if dtype.kind != "float" or not may_have_lost(parts, dtype):
             return
-        wide = widest_type(at)
-        numbers: Array = np.empty(values.shape, unit(wide.itemsize))
-        self.fill_from(at, numbers, local, wide)
-        beyond.note(entry.name, numbers, wide, values, entry.source_dtype)
+        pair = BY_NAME["complex128"] if is_complex else wide
+        numbers: Array = np.empty(values.shape, unit(pair.itemsize))
+        self.fill_from(at, numbers, local, pair)
+        found = numbers.reshape(-1).view(unit(pair.part.itemsize)) if is_complex else numbers
+        beyond.note(entry.name, found, pair.part, parts, dtype)
 
     def _read_run(self, out: Array, at: Extent, start: int) -> None:
         """Read one run of bytes of a place, and note it."""

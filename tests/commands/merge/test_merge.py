@@ -535,9 +535,24 @@ def test_complex_numbers_are_summed_in_their_parts(tmp_path: Path, dtype: torch.
     found = torch.load(tmp_path / "out.pt")
     first, second = (term.to(part).double() for term in terms)
     assert bits(torch.view_as_real(found["freqs"])) == bits(((first + second * 2) / 3).to(part))
-    code, said = run(str(tmp_path / "no.pt"), "--average", a, real)
-    assert code == 4
-    assert f"freqs: {str(dtype)[6:]} in {a}, float64 in {real}" in said
+    for one, other, said in (
+        (a, real, f"{str(dtype)[6:]} in {a}"),
+        (real, a, f"float64 in {real}"),
+    ):
+        code, answer = run(str(tmp_path / "no.pt"), "--average", one, other)
+        assert code == 4
+        assert f"freqs: {said}" in answer
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float32])
+def test_numbers_that_a_sum_makes_infinite_are_counted(tmp_path: Path, dtype: torch.dtype) -> None:
+    torch.save({"w": torch.full((4,), 3e38, dtype=dtype)}, tmp_path / "a.pt")
+    words = ("--onto", str(tmp_path / "a.pt"), "--add", str(tmp_path / "a.pt"))
+    code, said = run(str(tmp_path / "out.pt"), *words)
+    assert code == 0
+    assert "4 values of 1 tensor (w) became infinite in" in said
+    assert "bf16" not in said
+    assert torch.load(tmp_path / "out.pt")["w"].real.isinf().all()
 
 
 def test_dry_run_folds_only_names_that_there_are(tmp_path: Path) -> None:
