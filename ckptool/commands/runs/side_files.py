@@ -15,7 +15,7 @@ from ckptool.commands.runs.trainers import LAST_RECORD
 from ckptool.commands.verify.findings import Finding
 from ckptool.commands.verify.verify import examine
 from ckptool.core.catalog import Catalog
-from ckptool.core.state_category import is_master, state_category
+from ckptool.core.state_category import state_category
 from ckptool.errors import CkptoolError, NoAnswer, Unrecognized
 from ckptool.storage.url import Location
 
@@ -26,6 +26,9 @@ _NOT_WHOLE = frozenset(
 )
 """Codes of a file that is not all there; what else is in it is its trainer's own."""
 _NOT_FINITE = "not-finite"
+_SQUARES = "(?:(?:max_)?exp_avg_sq|square_avg|exp_inf)"
+_OF_SQUARES = re.compile(rf"(?:(?:.+\.)?state\.)?{_SQUARES}\..+|.+\.{_SQUARES}")
+"""A mean of squares, or a largest one, which a step divides by: by kind, or by parameter."""
 _LARGEST = 64 << 20
 
 
@@ -76,8 +79,8 @@ def _accepted(finding: Finding, options: VerifyOptions) -> bool:
 def spoils(finding: Finding, catalog: Catalog | None) -> bool:
     """Return whether values that are not finite are in the model, or will be after a step.
 
-    NaN of an optimizer makes its parameters NaN, and masters become weights. Infinite moments only
-    end the training of theirs.
+    An optimizer makes its parameters so, and masters become weights. A step divides by means of
+    squares: infinite ones only end the training of theirs, if not in the scales of their codes.
     """
     if finding.code != _NOT_FINITE:
         return False
@@ -85,12 +88,16 @@ def spoils(finding: Finding, catalog: Catalog | None) -> bool:
     said = {each.tensor: each.message for each in finding.affected}
     said.setdefault(finding.tensor, finding.message)
     found = [(name, text) for name, text in said.items() if name in entries]
-    return not found or any(
-        state_category(entries[name]) == "model"
-        or is_master(name)
-        or not text.startswith(f"{name}: 0 NaN")
+    return not found or not all(
+        state_category(entries[name]) == "optimizer" and _ends_training(name, text)
         for name, text in found
     )
+
+
+def _ends_training(name: str, text: str) -> bool:
+    counts = text.removeprefix(f"{name}: ")
+    is_infinite = counts.startswith("0 NaN ") and ", first inf " in counts
+    return is_infinite and _OF_SQUARES.fullmatch(name) is not None
 
 
 def _broken_record(file: Location, size: int, name: str) -> Iterator[str]:

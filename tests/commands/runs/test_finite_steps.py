@@ -22,6 +22,7 @@ State = dict[str, Any]
 
 def state() -> State:
     moments = {"exp_avg": WEIGHT * 0.1, "exp_avg_sq": WEIGHT**2, "step": torch.tensor(5.0)}
+    moments["master_param"] = WEIGHT.clone()
     optimizer = {"state": {0: moments}, "param_groups": [{"lr": 1.0, "params": [0]}]}
     model = {"layers.0.w": WEIGHT.clone(), "scale": torch.tensor(1.0)}
     return {"model": model, "optimizer": optimizer, "step": 5}
@@ -64,6 +65,9 @@ SPOILED: dict[str, Callable[[State], object]] = {
     "an average of weights": lambda state: state.update(ema={"w": WEIGHT * NAN}),
     "a mean": in_moment("exp_avg", NAN),
     "a mean of squares": in_moment("exp_avg_sq", NAN),
+    "an infinite mean": in_moment("exp_avg", INF),
+    "a mean of squares below zero": in_moment("exp_avg_sq", -INF),
+    "infinite masters": in_moment("master_param", INF),
     "masters": lambda state: state["optimizer"].update(fp32_from_fp16=[WEIGHT * NAN]),
 }
 WRITERS: dict[str, Callable[[State, Path], object]] = {
@@ -104,15 +108,23 @@ def test_no_finite_step_is_removed_for_one_that_is_not(tmp_path: Path) -> None:
     assert "step-2" in names_in(tmp_path)
 
 
-@pytest.mark.parametrize(("value", "newest"), [(NAN, 1), (INF, 2), (1.0, 2)])
+@pytest.mark.parametrize(
+    ("kind", "value", "newest"),
+    [
+        ("exp_avg_sq", NAN, 1),
+        ("exp_avg_sq", INF, 2),  # a step divides by it
+        ("exp_avg_sq", 1.0, 2),
+        ("exp_avg", INF, 1),
+    ],
+)
 def test_the_optimizer_beside_a_model_is_read_too(
-    value: float, newest: int, tmp_path: Path
+    kind: str, value: float, newest: int, tmp_path: Path
 ) -> None:
     for step in (1, 2):
         made, folder = state(), tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         if step == 2:
-            in_moment("exp_avg_sq", value)(made)
+            in_moment(kind, value)(made)
         save_file(made["model"], folder / "model.safetensors")
         torch.save(made["optimizer"], folder / "optimizer.pt")
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
@@ -121,6 +133,6 @@ def test_the_optimizer_beside_a_model_is_read_too(
     assert report.latest_good.path.name == f"checkpoint-{newest}"
     if newest == 1:
         (reason,) = report.steps[0].reasons
-        assert reason.startswith("not-finite: optimizer.pt: state.0.exp_avg_sq: 1 NaN")
+        assert reason.startswith(f"not-finite: optimizer.pt: state.0.{kind}: ")
         assert reason.endswith("(--allow-nonfinite counts it as good)")
     assert ckptool.verify_run(tmp_path, allow_nonfinite=True).steps[0].ok

@@ -228,8 +228,8 @@ def test_a_step_whose_resume_is_another_model_is_not_good(tmp_path: Path) -> Non
     assert accepted.steps[0].ok
 
 
-def test_an_optimizer_with_such_values_does_not_matter(tmp_path: Path) -> None:
-    state = {0: {"exp_avg": torch.tensor([float("inf")]), "exp_avg_sq": torch.ones(1)}}
+def test_infinite_means_of_squares_do_not_matter(tmp_path: Path) -> None:
+    state = {0: {"exp_avg": torch.ones(1), "exp_avg_sq": torch.tensor([float("inf")])}}
     optimizer = {"state": state, "param_groups": [{"lr": 1.0, "params": [0]}]}
     torch.save({"model": {"w": WEIGHT}, "optimizer": optimizer}, tmp_path / "step-1.pt")
     assert ckptool.verify_run(tmp_path).ok
