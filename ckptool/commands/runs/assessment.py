@@ -18,7 +18,7 @@ from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run, written_after
 from ckptool.commands.runs.records import survey_readable
 from ckptool.commands.runs.search import as_one_step
-from ckptool.commands.runs.side_files import damaged_side_files, spoils
+from ckptool.commands.runs.side_files import damaged_side_files, spoiling
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.findings import Finding, VerifyReport
@@ -264,8 +264,9 @@ class Assessor:
     def _warnings(self, report: VerifyReport, catalog: Catalog | None) -> Iterator[str]:
         """Yield what no training should go on from, with the option that accepts it."""
         for finding in report.findings:
-            if spoils(finding, catalog) and not self._options.allow_nonfinite:
-                yield f"{_text_of(finding, report)} (--allow-nonfinite counts it as good)"
+            odd = None if self._options.allow_nonfinite else spoiling(finding, catalog)
+            if odd:
+                yield f"{_text_of(odd, report)} (--allow-nonfinite counts it as good)"
             elif finding.code in _ANOTHER:
                 yield f"{_text_of(finding, report)} (--ignore {finding.code} counts it as good)"
 

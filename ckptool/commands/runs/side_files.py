@@ -7,12 +7,14 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from msgspec import structs
+
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import role_of
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.runs.trainers import LAST_RECORD
-from ckptool.commands.verify.findings import Finding
+from ckptool.commands.verify.findings import Affected, Finding
 from ckptool.commands.verify.verify import examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
@@ -64,11 +66,12 @@ def _broken_archive(file: Location, name: str, options: VerifyOptions) -> Iterat
         yield f"{name}: {error}".replace(f"{name}: {file}: ", f"{name}: ")
         return
     for finding in report.findings:
-        is_odd = role_of(name) == "optimizer" and spoils(finding, examined.surveyed.catalog)
-        if finding.code in _NOT_WHOLE or (is_odd and not _accepted(finding, options)):
-            head = f"{name.rpartition('/')[2]}: "
-            accepts = " (--allow-nonfinite counts it as good)" if is_odd else ""
-            yield f"{finding.code}: {name}: {finding.first_line(head)}{accepts}"
+        catalog = examined.surveyed.catalog
+        odd = spoiling(finding, catalog) if role_of(name) == "optimizer" else None
+        if finding.code in _NOT_WHOLE or (odd and not _accepted(finding, options)):
+            text = (odd or finding).first_line(f"{name.rpartition('/')[2]}: ")
+            accepts = " (--allow-nonfinite counts it as good)" if odd else ""
+            yield f"{finding.code}: {name}: {text}{accepts}"
             return
 
 
@@ -76,22 +79,24 @@ def _accepted(finding: Finding, options: VerifyOptions) -> bool:
     return options.allow_nonfinite or finding.code in options.ignore
 
 
-def spoils(finding: Finding, catalog: Catalog | None) -> bool:
-    """Return whether values that are not finite are in the model, or will be after a step.
+def spoiling(finding: Finding, catalog: Catalog | None) -> Finding | None:
+    """Return a finding of values that are in the model, or will be after a step; None if none are.
 
-    An optimizer makes its parameters so, and masters become weights. A step divides by means of
-    squares: infinite ones only end the training of theirs, if not in the scales of their codes.
+    They are NaN or infinite, and it is said of the first such tensor. An optimizer makes its
+    parameters so, and masters become weights. A step divides by means of squares: infinite ones
+    only end the training of theirs, if not in the scales of their codes.
     """
     if finding.code != _NOT_FINITE:
-        return False
+        return None
     entries = {} if catalog is None else catalog.tensors
-    said = {each.tensor: each.message for each in finding.affected}
-    said.setdefault(finding.tensor, finding.message)
-    found = [(name, text) for name, text in said.items() if name in entries]
-    return not found or not all(
-        state_category(entries[name]) == "optimizer" and _ends_training(name, text)
-        for name, text in found
-    )
+    said = finding.affected or (Affected(finding.tensor, finding.message),)
+    for name, text in ((each.tensor or "", each.message) for each in said):
+        entry = entries.get(name)
+        if entry and state_category(entry) == "optimizer" and _ends_training(name, text):
+            continue
+        message = finding.message.replace(said[0].message, text, 1)
+        return structs.replace(finding, message=message)
+    return None
 
 
 def _ends_training(name: str, text: str) -> bool:

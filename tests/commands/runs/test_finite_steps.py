@@ -136,3 +136,15 @@ def test_the_optimizer_beside_a_model_is_read_too(
         assert reason.startswith(f"not-finite: optimizer.pt: state.0.{kind}: ")
         assert reason.endswith("(--allow-nonfinite counts it as good)")
     assert ckptool.verify_run(tmp_path, allow_nonfinite=True).steps[0].ok
+
+
+def test_a_reason_quotes_the_tensor_that_decides(tmp_path: Path) -> None:
+    def spoil(state: State) -> None:
+        moments = state["optimizer"]["state"]
+        moments[1] = {"exp_avg": WEIGHT * NAN, "exp_avg_sq": WEIGHT**2}
+        in_moment("exp_avg_sq", INF)(state)
+
+    run_with(spoil, WRITERS["torch"], tmp_path)
+    (reason,) = ckptool.verify_run(tmp_path).steps[0].reasons
+    assert reason.startswith("m.pt: not-finite: optimizer.state.1.exp_avg: 4 NaN ")
+    assert "; 2 tensors affected: optimizer.state.0.exp_avg_sq, " in reason
