@@ -161,6 +161,9 @@ def test_a_number_in_the_middle_may_be_rounded_either_way(tmp_path: Path) -> Non
     for add in (0, 0x8000):
         weight = cut(middle, torch.bfloat16, add)
         assert not found(written(tmp_path / f"{add}", weight, middle))
+        path = written(tmp_path / f"{add}-as-float", weight.float(), middle)
+        (finding,) = found(path, "weights-rounded-otherwise")
+        assert "rounded through bfloat16 from masters" in finding.message
 
 
 @pytest.mark.parametrize("dtype", TYPES)

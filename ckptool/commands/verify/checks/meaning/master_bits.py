@@ -143,7 +143,7 @@ def _count(
         counts.coarse = int(np.count_nonzero(error <= bound))
         bits = masters.reshape(-1)[wrong]
         counts.of_bf16, counts.of_fp16 = (
-            int(np.count_nonzero(value == _neighbors(bits, BY_NAME[name])[1]))
+            int(np.count_nonzero(_are_nearest(value, bits, BY_NAME[name])))
             for name in ("bfloat16", "float16")
         )
         size = np.abs(master)
@@ -157,6 +157,17 @@ def _count(
     inside = np.unravel_index(int(wrong[0]), tile.box.shape)
     index = tuple(int(at) + low for at, low in zip(inside, tile.box.lo, strict=True))
     return counts, First(index, float(value[0]), float(near[0]))
+
+
+def _are_nearest(values: Array, bits: Array, dtype: DType) -> Array:
+    """Return where values are masters in a type; those in the middle may be either number.
+
+    Transformer Engine, beside its remainders of 16 bits, rounds these away from zero.
+    """
+    exact, nearest, farther = _neighbors(bits, dtype)
+    in_middle = np.abs(farther - exact) == np.abs(nearest - exact)
+    found: Array = (values == nearest) | (in_middle & (values == farther))
+    return found
 
 
 def _neighbors(bits: Array, dtype: DType) -> tuple[Array, Array, Array]:
