@@ -92,7 +92,9 @@ def test_positions_of_a_replica_of_torchft(tmp_path: Path) -> None:
     assert said(tmp_path / "step-7") == []
 
 
-def of_trainer(path: Path, step: int, *, scheduler: Any, fp16: bool = False) -> Path:
+def of_trainer(
+    path: Path, step: int, *, scheduler: Any, fp16: bool = False, ranks: Any = (0, 1)
+) -> Path:
     path.mkdir()
     save_file({"model.norm.weight": torch.ones(2)}, path / "model.safetensors")
     (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
@@ -100,7 +102,7 @@ def of_trainer(path: Path, step: int, *, scheduler: Any, fp16: bool = False) -> 
     arguments = Arguments()
     arguments.fp16 = fp16
     torch.save(arguments, path / "training_args.bin")
-    for rank in (0, 1):
+    for rank in ranks:
         torch.save({}, path / f"rng_state_{rank}.pth")
     return path
 
@@ -130,12 +132,23 @@ def test_what_the_trainer_counts(
     assert all(text.startswith("counts-differ: ") and expected in text for text in found)
 
 
-def test_random_states_of_one_rank_are_lost(tmp_path: Path) -> None:
-    path = of_trainer(tmp_path / "checkpoint-2", 2, scheduler={"last_epoch": 2})
-    (path / "rng_state_1.pth").rename(path / "rng_state_2.pth")
-    assert said(path) == ["rank-missing: rng_state_1.pth: missing, of ranks up to 2"]
-    (path / "rng_state_0.pth").unlink()  # as on another node of a cluster
-    assert said(path) == []
+@pytest.mark.parametrize(
+    ("ranks", "missing"),
+    [
+        ((0, 1), ""),
+        ((2,), ""),  # of one node of a cluster, here and below
+        ((100, 101), ""),
+        ((1, 3, 5), ""),
+        ((0, 1, 3), "rng_state_2.pth: missing, of ranks up to 3"),
+        ((100, 101, 103), "rng_state_102.pth: missing, of ranks up to 103"),
+        ((1, 3, 7), "rng_state_5.pth: missing, of ranks up to 7"),
+    ],
+)
+def test_random_states_of_one_rank_are_lost(
+    ranks: tuple[int, ...], missing: str, tmp_path: Path
+) -> None:
+    path = of_trainer(tmp_path / "checkpoint-2", 2, scheduler={"last_epoch": 2}, ranks=ranks)
+    assert said(path) == ([f"rank-missing: {missing}"] if missing else [])
 
 
 def with_values(path: Path, values: dict[str, Any]) -> tuple[Survey, Catalog]:

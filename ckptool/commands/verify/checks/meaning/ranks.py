@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
+from math import gcd
 
 from ckptool.commands.open import Survey
 from ckptool.core.catalog import Catalog
@@ -20,8 +22,8 @@ _FEW = 4
 def rank_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     """Yield what is there of some ranks only, without which the others begin anew or end.
 
-    Nodes of a cluster may each have the random states of their own ranks, one after another, and
-    replicas of torchft the positions of theirs, without a model.
+    Nodes of a cluster may each have the random states of their own ranks, one after another or at
+    an equal distance, and replicas of torchft the positions of theirs, without a model.
     """
     loaders, degree = loader_ranks(catalog.objects)
     if loaders and catalog.tensors and (missing := find_missing_ranks(loaders, degree)):
@@ -29,10 +31,10 @@ def rank_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
         message = f"{list_some(names, _FEW)}: missing, of {plural(degree, 'data-parallel rank')}"
         yield Problem(message, "rank-missing", tensor=names[0])
     files = surveyed.source.files
-    random = {int(m[1]) for m in map(_RANDOM.fullmatch, files) if m}
-    if random and TRAINER_STATE in files:
-        inside = [r for r in find_missing_ranks(random, max(random)) if r > min(random)]
-        if inside:
-            names = [f"rng_state_{rank}.pth" for rank in inside]
-            message = f"{list_some(names, _FEW)}: missing, of ranks up to {max(random)}"
-            yield Problem(message, "rank-missing", file=names[0])
+    random = sorted(int(m[1]) for m in map(_RANDOM.fullmatch, files) if m)
+    distances = {after - before for before, after in pairwise(random)}
+    if len(distances) > 1 and TRAINER_STATE in files:
+        inside = sorted(set(range(random[0], random[-1], gcd(*distances))).difference(random))
+        names = [f"rng_state_{rank}.pth" for rank in inside]
+        message = f"{list_some(names, _FEW)}: missing, of ranks up to {random[-1]}"
+        yield Problem(message, "rank-missing", file=names[0])
