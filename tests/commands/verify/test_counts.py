@@ -93,41 +93,35 @@ def test_positions_of_a_replica_of_torchft(tmp_path: Path) -> None:
 
 
 def of_trainer(
-    path: Path, step: int, *, scheduler: Any, fp16: bool = False, ranks: Any = (0, 1)
+    path: Path, step: int, *, scheduler: Any, epoch: float | None = None, ranks: Any = (0, 1)
 ) -> Path:
     path.mkdir()
     save_file({"model.norm.weight": torch.ones(2)}, path / "model.safetensors")
-    (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": step, "epoch": epoch}))
     torch.save(scheduler, path / "scheduler.pt")
-    arguments = Arguments()
-    arguments.fp16 = fp16
-    torch.save(arguments, path / "training_args.bin")
     for rank in ranks:
         torch.save({}, path / f"rng_state_{rank}.pth")
     return path
 
 
-class Arguments:
-    fp16 = False
-
-
 @pytest.mark.parametrize(
-    ("name", "step", "made", "expected"),
+    ("name", "step", "epoch", "scheduler", "expected"),
     [
-        ("checkpoint-500", 500, {"scheduler": {"last_epoch": 500, "_step_count": 501}}, ""),
-        ("checkpoint-500", 500, {"scheduler": {"last_epoch": 4}}, ""),  # begun again
-        ("checkpoint-500", 500, {"scheduler": {"last_epoch": 0, "num_bad_epochs": 0}}, ""),
-        ("checkpoint-50", 50, {"scheduler": {"last_epoch": 0}, "fp16": True}, ""),  # all skipped
-        ("checkpoint-best", 40, {"scheduler": {"last_epoch": 40}}, ""),
-        ("checkpoint-500", 400, {"scheduler": {"last_epoch": 500}}, "global_step is 400"),
-        ("checkpoint-50", 50, {"scheduler": {"last_epoch": 0}}, "scheduler.last_epoch is 0"),
-        ("checkpoint-500", 500, {"scheduler": {"last_epoch": 0}, "fp16": True}, "last_epoch is 0"),
+        ("checkpoint-500", 500, 2.5, {"last_epoch": 500, "_step_count": 501}, ""),
+        ("checkpoint-500", 500, 2.5, {"last_epoch": 4}, ""),  # begun again
+        ("checkpoint-500", 500, 2.5, {"last_epoch": 0, "num_bad_epochs": 0}, ""),
+        ("checkpoint-50", 50, 2.5, {"last_epoch": 0}, ""),  # loss scaling may have skipped all
+        ("checkpoint-500", 500, 1, {"last_epoch": 0}, ""),  # a user counts epochs as they end
+        ("checkpoint-500", 500, None, {"last_epoch": 0}, ""),
+        ("checkpoint-best", 40, 2.5, {"last_epoch": 40}, ""),
+        ("checkpoint-500", 400, 2.5, {"last_epoch": 500}, "global_step is 400"),
+        ("checkpoint-500", 500, 2.5, {"last_epoch": 0}, "scheduler.last_epoch is 0"),
     ],
 )
 def test_what_the_trainer_counts(
-    name: str, step: int, made: dict[str, Any], expected: str, tmp_path: Path
+    name: str, step: int, epoch: float | None, scheduler: Any, expected: str, tmp_path: Path
 ) -> None:
-    found = said(of_trainer(tmp_path / name, step, **made))
+    found = said(of_trainer(tmp_path / name, step, epoch=epoch, scheduler=scheduler))
     assert len(found) == bool(expected)
     assert all(text.startswith("counts-differ: ") and expected in text for text in found)
 

@@ -17,8 +17,6 @@ from ckptool.commands.open import Survey
 from ckptool.core.catalog import Catalog
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.companions import TRAINER_STATE, read_json_object
-from ckptool.serialization.archive.read import read_torch_file
-from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.storage.files import Files
 
@@ -41,8 +39,9 @@ class Trainer(NamedTuple):
 
     ``sign`` is the writer or framework, or a file, that its checkpoints are known by, ``folder``
     the name of a step. On ``skipped`` steps no scheduler counts; where loss scaling may skip steps
-    that nobody counts, ``scaled`` says whether it is used. ``batch`` is how many ``samples`` a step
-    has, unless ``growth`` says that it changes.
+    that nobody counts, ``scaled`` says whether it is used. Where a user may count at the end of an
+    epoch only, ``epochs`` says how many there were. ``batch`` is how many ``samples`` a step has,
+    unless ``growth`` says that it changes.
     """
 
     source: str
@@ -52,13 +51,16 @@ class Trainer(NamedTuple):
     schedules: tuple[Schedule, ...] = ()
     skipped: str = ""
     scaled: str = ""
+    epochs: str = ""
     samples: str = ""
     batch: str = ""
     growth: str = ""
 
 
 _OF_RECORD = f"{TRAINER_STATE}: global_step"
-_SCHEDULE, _OF_TRAINING = "scheduler.pt", "training_args.bin"
+_SCHEDULE = "scheduler.pt"
+_UNSAID = "?"
+"""What no value says: training_args.fp16 is false, too, where accelerate's own settings scale."""
 TRAINERS = (
     Trainer(
         "torchtitan b5bcd76, trainer.py and components/optimizer/lr_scheduler.py",
@@ -96,7 +98,8 @@ TRAINERS = (
         step=_OF_RECORD,
         folder=r"checkpoint-(\d{1,18})",
         schedules=(Schedule("scheduler.last_epoch", of_steps=False),),
-        scaled="training_args.fp16",
+        scaled=_UNSAID,
+        epochs=f"{TRAINER_STATE}: epoch",
     ),
 )
 _FIRST = 2
@@ -120,22 +123,18 @@ def count_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
 
 
 def _values(source: Files, catalog: Catalog) -> Values:
-    """Return the values of a checkpoint, of its arguments, and of the Trainer's files beside it."""
+    """Return a checkpoint's values and arguments, and the Trainer's record and schedule beside."""
     values: dict[str, object] = {name: entry.value for name, entry in catalog.objects.items()}
     values |= {f"args.{name}": value for name, value in arguments_in(catalog).items()}
     if TRAINER_STATE not in source.files:
         return values
     with suppress(CkptoolError):
-        values[_OF_RECORD] = read_json_object(source, TRAINER_STATE).get("global_step")
+        record = read_json_object(source, TRAINER_STATE)
+        values |= {f"{TRAINER_STATE}: {name}": value for name, value in record.items()}
     if _SCHEDULE in source.files:
         with suppress(CkptoolError):
             leaves = read_file_leaves(source, _SCHEDULE, prefix=("scheduler",))
             values |= {name: leaf.value for name, leaf in leaves.items()}
-    if _OF_TRAINING in source.files:
-        with suppress(CkptoolError):
-            pickled = read_torch_file(source, _OF_TRAINING).inert
-            fields = pickled.fields if isinstance(pickled, Call) else {}
-            values["training_args.fp16"] = fields.get("fp16")
     return values
 
 
@@ -175,12 +174,18 @@ def _of_schedule(
         return
     steps, counted = step - skipped, count - schedule.begin
     may_skip = trainer.scaled and values.get(trainer.scaled) is not False
-    if counted == 0 and steps >= (_SCALINGS if may_skip else _FIRST):
+    may_wait = trainer.epochs and not _is_in_second(values.get(trainer.epochs))
+    if counted == 0 and not may_wait and steps >= (_SCALINGS if may_skip else _FIRST):
         message = f"{schedule.name} is {count:,}, as before the first step, but {trainer.step} is"
         yield Problem(f"{message} {step:,}: the learning rate would begin again", "counts-differ")
     elif schedule.of_steps and 0 < counted < steps:
         message = f"{schedule.name} has counted {counted:,} of {steps:,} steps: learning rates"
         yield Problem(f"{message} were begun again, or left out of a load", "counts-apart")
+
+
+def _is_in_second(epochs: object) -> bool:
+    """Return whether the first epoch ended before the last step: a save may precede its end."""
+    return isinstance(epochs, int | float) and epochs > 1
 
 
 def _of_data(trainer: Trainer, values: Values, step: int) -> Iterator[Problem]:
