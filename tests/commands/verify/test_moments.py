@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import FIXTURES
+from formats.rank_files.rank_writes import rank_of_a_job
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map
 from verify.verify_runs import checked
 
 from ckptool.commands.verify.checks.meaning.moment_bits import Moment
@@ -213,13 +218,37 @@ def zero_tail(state: State, count: int, *kinds: str) -> State:
     return state
 
 
+def saved_by_ranks(path: Path, state: State) -> Path:
+    """Save as two ranks of verl do, each half of the rows."""
+    path.mkdir()
+    parts = {"model": state["model"], "optim": {**state["optimizer"], "param_groups": []}}
+    for rank in range(2):
+        with rank_of_a_job(rank, 2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+            shard = partial(half_of, rank, mesh)
+            for part, content in parts.items():
+                of_rank = tree_map(shard, content)
+                torch.save(of_rank, path / f"{part}_world_size_2_rank_{rank}.pt")
+    return path
+
+
+def half_of(rank: int, mesh: DeviceMesh, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    return DTensor.from_local(value.chunk(2)[rank].clone(), mesh, [Shard(0)])
+
+
 def test_a_slice_that_ends_with_zeros(tmp_path: Path) -> None:
-    (finding,) = found(saved(tmp_path / "c", zero_tail(trained(), 50)))
+    state = zero_tail(trained(), 50)
+    assert not found(saved(tmp_path / "one", state))  # no rank begins or ends in it
+    (finding,) = found(saved_by_ranks(tmp_path / "c", state))
     assert (finding.code, finding.severity.value) == ("moments-zero", "warning")
     assert finding.message == (
-        "optimizer.state.layers.2.up.weight.exp_avg: 50 of 1,200 values are zero, from [38, 10] to"
+        "optim.state.layers.2.up.weight.exp_avg: 50 of 1,200 values are zero, from [38, 10] to"
         " [39, 29], which end where the part of a rank does"
     )
+    state["model"]["layers.2.up.weight"].view(-1)[-50:] = 0  # as padding is
+    assert not found(saved_by_ranks(tmp_path / "filled", state))
 
 
 def dead_columns(state: State) -> State:
@@ -250,7 +279,7 @@ def unseen(state: State) -> State:
     ],
 )
 def test_zeros_with_other_borders_are_none(state: State, tmp_path: Path) -> None:
-    assert not found(saved(tmp_path / "c", state))
+    assert not found(saved_by_ranks(tmp_path / "c", state))
 
 
 def test_all_moments_of_one_rank(tmp_path: Path) -> None:

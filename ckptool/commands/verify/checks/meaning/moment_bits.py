@@ -136,12 +136,22 @@ def are_equal(one: TensorEntry, other: TensorEntry, source: Files) -> bool:
     return equal
 
 
-def cut_ranges(entry: TensorEntry, moment: Moment, source: Files) -> Iterator[ZeroRange]:
-    """Yield the zeros of a moment that end or begin at a rank's border, and nowhere else."""
+def cut_ranges(
+    entry: TensorEntry, moment: Moment, weight: TensorEntry | None, source: Files
+) -> Iterator[ZeroRange]:
+    """Yield the zeros of a moment that end or begin at a rank's border, and nowhere else.
+
+    Where its weight is zero as well, it is filled up, and has no gradient.
+    """
     found = list(zero_ranges(entry, moment.runs))
     if not found:
         return
     with closing(Gatherer(source)) as gatherer:
         window = Window(gatherer)
         with suppress(CkptoolError):  # the reader of all data reports on it
-            yield from [each for each in found if window.is_cut(entry, each)]
+            for each in found:
+                known = weight if weight is not None and weight.shape == entry.shape else None
+                if known is not None and not window.read(known, each.start, each.stop).any():
+                    continue
+                if window.is_cut(entry, each):
+                    yield each

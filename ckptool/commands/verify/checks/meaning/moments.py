@@ -117,17 +117,22 @@ class Moments:
 
         In one alone a mean may be zero, which forgets, or a square too small for its type.
         """
-        for kinds in self._names.values():
-            if not all(name in seen and seen[name].runs for name in kinds.values()):
-                continue
+        located, source = elements.located, elements.source
+        ending = {
+            parameter: kinds
+            for parameter, kinds in self._names.items()
+            if all(name in seen and seen[name].runs for name in kinds.values())
+        }
+        weights = models_by_tail(located) if ending else {}
+        for parameter, kinds in ending.items():
             from ckptool.commands.verify.checks.meaning.moment_bits import cut_ranges
 
+            weight = weights.get(parameter) or located.get(f"fp32.{parameter}")
             found = [
-                {*cut_ranges(elements.located[name], seen[name], elements.source)}
-                for name in kinds.values()
+                {*cut_ranges(located[name], seen[name], weight, source)} for name in kinds.values()
             ]
             for each in sorted(set.intersection(*found)):
-                first = elements.located[next(iter(kinds.values()))]
+                first = located[next(iter(kinds.values()))]
                 yield Problem(each.describe(first), "moments-zero", tensor=first.name)
 
 

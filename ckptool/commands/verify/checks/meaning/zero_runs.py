@@ -61,10 +61,11 @@ def zeros_at_ends(codes: Array) -> list[Range]:
 def zero_ranges(entry: TensorEntry, runs: list[Range]) -> Iterator[ZeroRange]:
     """Yield the ranges of zeros at borders of ranks' parts, which are not those of rows.
 
-    Of a vector only borders inside it count: it may be longer than what is used of it.
+    Of a vector only borders inside it count: it may be longer than what is used of it. Without any
+    inside, the ends of a tensor are no borders of ranks, but those of what fills it up.
     """
     borders = _borders(entry)
-    if borders is None:
+    if not borders:
         return
     width, whole = _width(entry.shape), entry.elements
     inside = borders if width == whole else borders | {0, whole}
@@ -77,13 +78,13 @@ def zero_ranges(entry: TensorEntry, runs: list[Range]) -> Iterator[ZeroRange]:
             yield ZeroRange(start, stop, begins_at_border=True)
 
 
-def _borders(entry: TensorEntry) -> set[int] | None:
-    """Return where the part of a rank ends and another's begins; None if parts are no runs."""
+def _borders(entry: TensorEntry) -> set[int]:
+    """Return where the part of a rank ends and another's begins; nowhere if parts are no runs."""
     parts: list[tuple[int, int, int | None]] = []
     for chunk in entry.chunks:
         first = start_of_run(chunk.box, entry.shape)
         if first is None:
-            return None
+            return set()
         parts.append((first, first + chunk.box.volume, chunk.rank))
     ordered = sorted(parts)
     return {one[1] for one, other in pairwise(ordered) if one[2] != other[2] or one[2] is None}
