@@ -194,6 +194,11 @@ _CODES: dict[str, dict[str, Code]] = {
             _WARNING, "a weight is of denormal values, while those of most layers are not"
         ),
         "layers-equal": Code(_INFO, "a layer is another one bit for bit, as no training leaves it"),
+        "layers-fewer": Code(
+            _INFO,
+            "the last layers that arguments count are not there",
+            "a load with these arguments looks for them; they may be left out on purpose",
+        ),
         "weights-differ-from-masters": Code(
             _WARNING,
             "weights are not the optimizer's masters, rounded to the weights' type",

@@ -212,6 +212,25 @@ def test_arguments_that_contradict_tensors(
     assert all(text.startswith(expected) for text in found)
 
 
+@pytest.mark.parametrize(
+    ("layers", "code"),
+    [((0, 1, 2), ""), ((0, 1), "layers-fewer"), ((0, 2), "config-mismatch"), ((), "")],
+)
+def test_layers_that_are_not_there(layers: tuple[int, ...], code: str) -> None:
+    values = {"args.num_layers": 3, "args.hidden_size": None, "args.padded_vocab_size": None}
+    surveyed, catalog = with_values(FIXTURES / "megatron_torch" / "ckpt", values)
+    entry = next(iter(catalog.tensors.values()))
+    names = [f"decoder.layers.{layer}.mlp.linear_fc1.bias" for layer in layers]
+    catalog = replace(catalog, tensors={name: replace(entry, name=name) for name in names})
+    assert [each.code for each in argument_problems(surveyed, catalog)] == [code] * bool(code)
+
+
+def test_arguments_beside_a_part_of_the_tensors_are_a_record() -> None:
+    (path,) = (FIXTURES / "megatron_torch" / "ckpt").rglob("mp_rank_00/*.pt")
+    for said in ({"args.num_layers": 3}, {"args.padded_vocab_size": 9000}):
+        assert not list(argument_problems(*with_values(path, said)))
+
+
 def test_damage_is_not_reported_as_another_step(tmp_path: Path) -> None:
     path = torchtitan(tmp_path / "step-9")
     (path / "__0_0.distcp").write_bytes(b"")

@@ -1,6 +1,8 @@
 """Whether Megatron-LM's arguments describe the tensors beside them: sizes, layers, experts.
 
-A load builds the model of these arguments, and then finds tensors of other shapes.
+A load builds the model of these arguments, and then finds tensors of other shapes. That is so of
+the formats that Megatron loads: elsewhere, arguments are a record of where tensors came from, as in
+the file of one rank, which has a part of them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.errors import Problem
 from ckptool.formats.companions import size_in
 
+_LOADED = "megatron-"
+"""How the names of Megatron's formats begin."""
 _MODEL = r"(?:(?:model|module)\.)*"
 _LAYERS = rf"{_MODEL}decoder\.layers\.(?:\d+\.)?"
 _WORDS, _HEAD = rf"{_MODEL}embedding\.word_embeddings\.weight", rf"{_MODEL}output_layer\.weight"
@@ -50,7 +54,7 @@ _STACKED = re.compile(rf"{_MODEL}decoder\.layers\.(?!\d).+")
 def argument_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     """Yield where arguments contradict the tensors, once for each argument."""
     arguments = arguments_in(catalog)
-    if not arguments:
+    if not arguments or not surveyed.format.name.startswith(_LOADED):
         return
     for argument, tensors, dim in _SIZES:
         size, pattern = size_in(arguments, argument), re.compile(tensors)
@@ -63,7 +67,10 @@ def argument_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
 
 
 def _of_layers(arguments: Record, catalog: Catalog) -> Iterator[Problem]:
-    """Yield a problem if layers are more or fewer than the arguments say, or one is not there."""
+    """Yield a problem if layers are more or fewer than the arguments say, or one is not there.
+
+    The last ones may have been left out on purpose, as of a model that is made smaller.
+    """
     said = size_in(arguments, "num_layers")
     if said is None or any(arguments.get(name) for name in _OTHERWISE):
         return
@@ -75,7 +82,8 @@ def _of_layers(arguments: Record, catalog: Catalog) -> Iterator[Problem]:
             which = f", without {missing[0]}" if missing else ""
             message = f"args say num_layers {said:,}, but there are {len(numbers):,} of"
             message += f" decoder.layers{which}"
-            yield Problem(message, "config-mismatch")
+            is_shorter = numbers == set(range(len(numbers))) and len(numbers) < said
+            yield Problem(message, "layers-fewer" if is_shorter else "config-mismatch")
     for entry in [e for e in stacked if not numbers and e.shape[0] != said][:1]:
         message = f"args say num_layers {said:,}, but {entry.name} is {list(entry.shape)}"
         yield Problem(message, "config-mismatch", tensor=entry.name)
