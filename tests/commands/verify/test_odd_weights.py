@@ -91,7 +91,7 @@ def test_moments_of_experts_that_were_never_chosen_are_none(tmp_path: Path) -> N
 
 
 def test_one_value_in_the_last_tile_is_enough(tmp_path: Path) -> None:
-    state = {f"layers.{i}.w": torch.ones(3, 1 << 20) for i in range(3)}
+    state = {f"layers.{i}.w": torch.randn(3, 1 << 20) for i in range(3)}
     state["layers.3.w"] = torch.zeros(3, 1 << 20)
     state["layers.3.w"][2, -1] = -1
     save_file(state, tmp_path / "m.safetensors")
@@ -114,7 +114,10 @@ def small(count: int = 5, dtype: torch.dtype = torch.float32) -> States:
 ODD: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "weight-zero": (torch.zeros_like, "all values are zero, but of none of 4 others like"),
     "weight-constant": (lambda t: torch.full_like(t, 0.5), "all values are 0.5, but of none of 4"),
-    "weight-denormal": (lambda t: t * 2.0**-133, "100% of the values but zero are denormal, but"),
+    "weight-denormal": (
+        lambda t: t * 2.0**-133,
+        "100% of the sampled values but zero are denormal, but",
+    ),
 }
 
 
@@ -168,3 +171,45 @@ def test_a_layer_that_is_another(tmp_path: Path) -> None:
 def test_what_is_odd_of_most_layers_or_of_experts_is_none(state: States, tmp_path: Path) -> None:
     SAVES["dcp"](state, tmp_path / "c")
     assert not checked(tmp_path / "c").findings
+
+
+def changed(change: Callable[[torch.Tensor], torch.Tensor], *names: str, count: int = 5) -> States:
+    return {n: change(t) if n in names else t for n, t in small(count).items()}
+
+
+def scales(dtype: torch.dtype) -> States:
+    """Of blocks, and powers of two: those of one weight are often equal."""
+    many = {f"layers.{i}.w_scale": 2.0 ** -torch.randint(9, 12, (8, 16)) for i in range(5)}
+    many["layers.2.w_scale"] = torch.full((8, 16), 2.0**-10)
+    return {name: scale.to(dtype) for name, scale in many.items()}
+
+
+UPS = [f"layers.{layer}.mlp.up.weight" for layer in range(5)]
+QS = [f"layers.{layer}.attn.q.weight" for layer in range(5)]
+IN_16_BITS = {n: t.half() * 2.0**-11 for n, t in small().items()}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        scales(torch.float32),
+        scales(torch.float8_e8m0fnu),
+        {f"layers.{i}.m": torch.ones(9, 9).tril(i) for i in range(9)},  # masks
+        changed(torch.ones_like, QS[2]),  # a norm of several dims, not trained
+        changed(torch.zeros_like, UPS[1], UPS[3]),  # blocks that were added
+        changed(torch.zeros_like, UPS[0], QS[0], UPS[1], QS[1]),  # frozen, in a difference
+        IN_16_BITS | {QS[1]: IN_16_BITS[QS[1]] * 2.0**-10},  # hardly changed
+        changed(lambda t: t * torch.tensor([2.0**-133] + [1.0] * (t.shape[0] - 1))[:, None], QS[2]),
+    ],
+    ids=["scales", "scales-e8m0", "masks", "ones", "added", "frozen", "difference", "dead"],
+)
+def test_weights_that_may_be_right_are_none(state: States, tmp_path: Path) -> None:
+    SAVES["dcp"](state, tmp_path / "c")
+    assert not checked(tmp_path / "c").findings
+
+
+@pytest.mark.parametrize("names", [(UPS[2], QS[2], UPS[3], QS[3]), (UPS[0], QS[0]), (UPS[0],)])
+def test_layers_of_zeros_among_others_are_found(names: tuple[str, ...], tmp_path: Path) -> None:
+    SAVES["dcp"](changed(torch.zeros_like, *names, count=6), tmp_path / "c")
+    (finding,) = found(tmp_path / "c")
+    assert {each.tensor for each in finding.affected or [finding]} == {*names}

@@ -15,25 +15,29 @@ from ckptool.engine.read.numbers import decode
 _HEAD = 1 << 10
 """Elements of a tensor by whose checksum those that may be equal are found."""
 _SAMPLE = 1 << 9
-"""Elements of each run of which denormal ones are counted."""
+"""Elements of each run, all over it, of which denormal and different ones are counted."""
+_VARIED = 32
+"""Different values of those, as of what training moves; scales, masks and ones have few."""
 _FLOOD = 0.9
 """A share of denormal values, among those that are not zero, that no weights have."""
 _ENOUGH = 32
-_FULL = ("float32", "bfloat16", "float16")
-"""Types whose denormal numbers are too small for weights; of 8 bits they are most of them."""
+_FULL = ("float32", "bfloat16")
+"""Types whose denormal numbers are too small for weights; in float16 some changes are."""
 
 
 class Weight:
     """Looks at one matrix: is it of one value, and are most of its values denormal?
 
     ``first`` is the code of all of the ``elements`` so far, None if they differ. ``head`` is the
-    checksum of the first elements, None if these are stored in pieces.
+    checksum of the first elements, None if these are stored in pieces. Values are as different as
+    those of a weight that was trained if it ``is_varied``.
     """
 
     def __init__(self, dtype: DType) -> None:
         self.elements = 0
         self.first: int | None = None
         self.head: int | None = None
+        self.is_varied = False
         self._dtype = dtype
         self._is_one, self._nonzero, self._denormal = True, 0, 0
         self._lock = threading.Lock()
@@ -45,9 +49,11 @@ class Weight:
         value = int(codes[0])
         is_one = self._is_one and value == int(codes[-1])  # few get further
         is_one = is_one and self.first in (None, value) and not (codes != value).any()
+        sample = codes[:: codes.size // _SAMPLE | 1]  # odd: of no column alone
+        is_varied = self.is_varied or np.unique(sample).size >= _VARIED
         nonzero = denormal = 0
         if dtype.name in _FULL:
-            sizes = codes[:_SAMPLE] & codes.dtype.type((1 << (8 * dtype.itemsize - 1)) - 1)
+            sizes = sample & codes.dtype.type((1 << (8 * dtype.itemsize - 1)) - 1)
             nonzero = int(np.count_nonzero(sizes))
             denormal = nonzero - int(np.count_nonzero(sizes >> dtype.mantissa))
         head = min(_HEAD, part.box.volume)
@@ -56,6 +62,7 @@ class Weight:
             self.elements += codes.size
             self._is_one = is_one and self._is_one and self.first in (None, value)
             self.first = value if self._is_one else None
+            self.is_varied = self.is_varied or is_varied
             self._nonzero, self._denormal = self._nonzero + nonzero, self._denormal + denormal
             if starts_all:
                 self.head = crc32(data[: head * dtype.itemsize])
@@ -68,9 +75,11 @@ class Weight:
             value = float(decode(bits, self._dtype)[0])
             if not math.isfinite(value):
                 return None  # that has a finding of its own
+            if value == 1:
+                return None  # as norms and masks begin
             code = "weight-constant" if self.first else "weight-zero"
             return code, f"all values are {value:g}" if self.first else "all values are zero"
         if self._nonzero >= _ENOUGH and self._denormal > _FLOOD * self._nonzero:
             share = self._denormal / self._nonzero
-            return "weight-denormal", f"{share:.0%} of the values but zero are denormal"
+            return "weight-denormal", f"{share:.0%} of the sampled values but zero are denormal"
         return None

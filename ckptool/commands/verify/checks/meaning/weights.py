@@ -1,14 +1,16 @@
 """Weights that no training leaves: all zero or of one value, too small, those of another layer.
 
-What is odd is so beside most of its like: what differs by numbers alone, in one shape. Kinds that
-begin as zeros are so in all layers, and of two layers none is the odd one.
+What is odd is so beside most of its like: what differs by numbers alone, in one shape, and has the
+many values of what was trained. Kinds that begin as zeros are so in all layers, and of two layers
+none is the odd one.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise, takewhile
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.checks.elements import Elements
@@ -62,8 +64,9 @@ class Weights:
             kind, shape = abstract(name)[0], located[name].shape
             if kind and _BEGINS_ZERO not in name.lower():
                 kinds[kind, shape].append(name)
+        rightly = _rightly_zero(seen)
         for (kind, _), names in kinds.items():
-            yield from _odd(kind, names, seen)
+            yield from _odd(kind, names, seen, rightly)
         yield from _equal_layers(seen, elements)
 
 
@@ -72,19 +75,40 @@ def _is_matrix(entry: TensorEntry) -> bool:
     return is_matrix and entry.source_dtype.kind == "float" and state_category(entry) == "model"
 
 
-def _odd(kind: str, names: Sequence[str], seen: Seen) -> Iterator[Problem]:
+def _odd(
+    kind: str, names: Sequence[str], seen: Seen, rightly: Collection[str]
+) -> Iterator[Problem]:
     """Yield the few weights of a kind that are all zero, of one value, or nearly all denormal."""
     odd: dict[str, dict[str, str]] = defaultdict(dict)
     for name in names:
-        if oddity := seen[name].oddity:
+        if (oddity := seen[name].oddity) and name not in rightly:
             odd[oddity[0]][name] = oddity[1]
     for code, found in odd.items():
-        others = len(names) - len(found)
-        if others < 2 or others <= len(found):
+        others = sum(seen[name].is_varied for name in names if name not in found)
+        if others < 2 or 2 * others <= len(names):
             continue
         for name, what in found.items():
             message = f"{name}: {what}, but of none of {others:,} others like {kind}"
             yield Problem(message, code, tensor=name)
+
+
+def _rightly_zero(seen: Seen) -> set[str]:
+    """Return the matrices that may be zero for a reason.
+
+    Some of several layers, the same of each, as of blocks that are added to a model; and all of the
+    first few layers, which were frozen, in a difference of two models.
+    """
+    layers = _layers_of(seen)
+    zero = {
+        layer: frozenset(kind for kind, name in names.items() if seen[name].first == 0)
+        for layer, names in layers.items()
+    }
+    alike = Counter(kinds for layer, kinds in zero.items() if kinds != layers[layer].keys())
+    found = {layer for layer, kinds in zero.items() if alike[kinds] > 1}
+    for _, ordered in groupby(sorted(layers), key=itemgetter(0)):
+        frozen = list(takewhile(lambda layer: zero[layer] == layers[layer].keys(), ordered))
+        found.update(frozen if len(frozen) > 1 else ())
+    return {layers[layer][kind] for layer in found for kind in zero[layer]}
 
 
 def _equal_layers(seen: Seen, elements: Elements) -> Iterator[Problem]:
