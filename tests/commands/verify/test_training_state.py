@@ -70,6 +70,29 @@ def test_optimizer_state_of_another_shape(tmp_path: Path) -> None:
     assert "[4]" in found.message
 
 
+@pytest.mark.parametrize(
+    ("odd", "of", "count"),
+    [
+        ((2, 6), "abcd", 0),  # as GaLore and APOLLO project gradients
+        ((2, 6), "a", 2),
+        ((2, 5), "abcd", 8),  # of another model
+        ((9, 6), "abcd", 8),
+    ],
+)
+def test_moments_of_a_projection(odd: tuple[int, ...], of: str, count: int, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    model = {name: torch.ones(8, 6) for name in "abcd"} | {"norm": torch.ones(6)}
+    state = {
+        name: {
+            kind: torch.ones(odd if name in of else w.shape) for kind in ("exp_avg", "exp_avg_sq")
+        }
+        for name, w in model.items()
+    }
+    content = {"model": model, "optimizer": {"state": state}}
+    findings = checked(saved(tmp_path / "c", state=content), quick=True).findings
+    assert sum(len(found.affected) or 1 for found in findings) == count
+
+
 def test_nan_is_a_warning_and_finite_makes_it_an_error(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     values = torch.ones(1000, 3)

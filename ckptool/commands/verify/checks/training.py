@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ckptool.core.catalog import Catalog, Container, RankStep, TensorEntry
@@ -25,6 +26,8 @@ _WEIGHTS = frozenset(["module", "model", "fp32"])
 _KINDS_FIRST = frozenset([*_KINDS, *_WEIGHTS])
 _STEPS = ("step", "global_step", "iteration", "current_step", "epoch", "last_epoch")
 _SHOWN = 3
+_PROJECTED = 6
+"""Moments in another shape that are the way of an optimizer: those of a few matrices, and alike."""
 _FEW_VALUES = 8
 """Two saves, or parameters added later, give few values; more are not counters of a run."""
 
@@ -76,17 +79,36 @@ def _incomplete(states: Mapping[str, set[str]], conflicts: Collection[str]) -> I
 
 
 def _misshapen(catalog: Catalog, states: States) -> Iterator[Problem]:
+    """Yield state in another shape than its parameter has, but for what an optimizer projects."""
     by_tail = models_by_tail(catalog.tensors)
+    pairs: list[tuple[TensorEntry, TensorEntry]] = []
     for head, kinds in states.items():
         _, state, name = head.partition("state.")
         parameter = by_tail.get(name) if state and not name.isdigit() else None
         like = [kinds[kind] for kind in _LIKE_THE_PARAMETER if kind in kinds]
-        shape = parameter.shape if parameter else like[0].shape if like else None
-        for entry in like:
-            if entry.shape != shape:
-                of = parameter.name if parameter else like[0].name
-                message = f"{entry.name}: {list(entry.shape)}, but {of} is {list(shape or ())}"
-                yield Problem(message, "optimizer-shape", tensor=entry.name)
+        pairs += [(entry, parameter or like[0]) for entry in like]
+    rank = _projected_rank(pairs)
+    for entry, of in pairs:
+        if entry.shape != of.shape and (rank is None or _rank(entry, of) != rank):
+            message = f"{entry.name}: {list(entry.shape)}, but {of.name} is {list(of.shape)}"
+            yield Problem(message, "optimizer-shape", tensor=entry.name)
+
+
+def _projected_rank(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> int | None:
+    """Return the rank that GaLore and APOLLO project most matrices' gradients to, None if none."""
+    ranks = Counter(_rank(*pair) for pair in pairs if len(pair[1].shape) == 2)
+    rank, count = max(ranks.items(), key=itemgetter(1), default=(None, 0))
+    return rank if count >= _PROJECTED and 2 * count > ranks.total() else None
+
+
+def _rank(state: TensorEntry, parameter: TensorEntry) -> int | None:
+    """Return the one dim of a matrix's state that is smaller than the matrix's, None if none is."""
+    if len(state.shape) != len(parameter.shape):
+        return None
+    sizes = zip(state.shape, parameter.shape, strict=True)
+    differing = [(own, whole) for own, whole in sizes if own != whole]
+    own, whole = differing[0] if len(differing) == 1 else (0, 0)
+    return own if own < whole else None
 
 
 def models_by_tail(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
