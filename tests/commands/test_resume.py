@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import read_back
 from layered import save
 
@@ -95,6 +96,49 @@ def test_a_run_that_was_to_overwrite_is_continued_without_saying_so_again(
     assert read_back("dcp", out / "r") == old
     assert len(os.listdir(out / "r")) > len(files)
     assert os.listdir(out) == ["r"]
+
+
+@pytest.mark.parametrize(("to", "suffix"), [("dcp", ""), ("safetensors", ".safetensors")])
+@pytest.mark.parametrize("change", ["moved there", "copied", "written to", "came"])
+def test_only_what_was_there_when_it_was_asked_to_overwrite_is_replaced(
+    change: str, to: str, suffix: str, tmp_path: Path, out: Path
+) -> None:
+    source, away = tmp_path / "s.pt", out / "away"
+    target, other = (out / f"{name}{suffix}" for name in ("r", "other"))
+    torch.save({str(number): torch.ones(96, 96) for number in range(4)}, source)
+    for path in (other,) if change == "came" else (target, other):
+        ready_to_convert(source, path, to).run()
+    one = ready_to_convert(source, target, to, overwrite=True)
+    with pytest.raises(Stop):
+        one.run(stop_after(one.plan.layout.nbytes // 2))
+    if change == "written to":
+        os.utime(target / ".metadata" if target.is_dir() else target)
+    elif change == "copied":  # with its times, as archives do
+        target.rename(away)
+        (shutil.copytree if away.is_dir() else shutil.copy2)(away, target)
+    else:
+        if target.exists():
+            target.rename(away)
+        other.rename(target)
+    before = stamps_of(out)
+    again = ready_to_convert(source, target, to, resume=True)
+    assert "not the checkpoint that the interrupted --overwrite" in (again.obstacle() or "")
+    with pytest.raises(Unsupported, match="was to replace: it came, or changed, since") as caught:
+        again.run()
+    assert "--overwrite in place of --resume starts over" in (caught.value.hint or "")
+    assert stamps_of(out) == before
+    if target.is_dir():
+        shutil.rmtree(target)  # nothing is lost by what replaces nothing
+    else:
+        target.unlink()
+    ready_to_convert(source, target, to, resume=True).run()
+    assert not [name for name in os.listdir(out) if name.startswith(".")]
+
+
+def stamps_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """The inodes and times of all files below a folder."""
+    found = {str(path): path.lstat() for path in folder.rglob("*") if path.is_file()}
+    return {path: (status.st_ino, status.st_mtime_ns) for path, status in found.items()}
 
 
 def test_what_came_to_the_target_of_another_run_meanwhile_stays(

@@ -32,11 +32,17 @@ from ckptool.engine.write.journal import Journal
 from ckptool.engine.write.journals import Journals
 from ckptool.engine.write.parts import PartState, run_head, unfinished_parts
 from ckptool.engine.write.run import run
-from ckptool.engine.write.schemas import FileMark, JournalHead, PartEnd, require_same_run
+from ckptool.engine.write.schemas import (
+    FileMark,
+    JournalHead,
+    PartEnd,
+    require_same_old,
+    require_same_run,
+)
 from ckptool.engine.write.stage import WHOLE, Role, Target
 from ckptool.engine.write.work import Work
 from ckptool.errors import Unsupported, refused_hint
-from ckptool.storage.commit_note import CommitNote, NoteFile, staging_folder
+from ckptool.storage.commit_note import CommitNote, NoteFile, Stamp, staging_folder
 from ckptool.storage.disk import (
     first_stranger,
     folder_identity,
@@ -96,6 +102,8 @@ class DiskTarget(Target):
             require_space(self.path.parent, self._layout.nbytes, self.folder, self._sizes)
         elif not self.is_partial():
             raise nothing_to_resume(self.path)
+        elif options.overwrite and self._note.read() is None:  # else a commit was begun
+            require_same_old(self.path, self._journals.heads().get(0), *self._old())
 
     def _require_ours(self) -> None:
         """Raise Unsupported if a needed name is too long, or not ckptool's."""
@@ -110,6 +118,11 @@ class DiskTarget(Target):
             require_own_folder(self.folder)
         if os.path.lexists(aside_of(self.path)):
             raise in_the_way(aside_of(self.path))
+
+    def _old(self) -> tuple[int | None, dict[str, Stamp]]:
+        """Return the inode of what is at the target, and the stamps of its checkpoint's files."""
+        folder = self.path if self._layout.folder else self.path.parent.resolve()
+        return identity(self.path), stamps(folder, sorted(self._options.own or ()))
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
@@ -158,7 +171,7 @@ class DiskTarget(Target):
             if number:
                 path.unlink()
         self.is_new = True
-        first.begin(self._head(files=self._sizes, state=self._options.source_state))
+        first.begin(self._first_head())
         journals.require_idle()
         self.folder.mkdir()
 
@@ -168,7 +181,7 @@ class DiskTarget(Target):
         journals.require_idle()
         if not self._options.verify:
             journals.require_untouched(state, journals.there())
-        head, first = self._head(files=self._sizes, state=state), journals.hold(0)
+        head, first = self._first_head(), journals.hold(0)
         first.resume(head, journals.there().values())
         first.close()
         journals.require_idle()  # no part begins from here on
@@ -182,7 +195,7 @@ class DiskTarget(Target):
         if not self._options.verify:
             self._journals.require_untouched(state, [number])
         self._journal = self._journals.hold(number)
-        self._journal.resume(self._head(parts=part.size, files=self._sizes, state=state))
+        self._journal.resume(self._first_head(parts=part.size))
         refuse_existing(self.path, self._layout, self._options)
         self._require_no_link()
 
@@ -203,10 +216,16 @@ class DiskTarget(Target):
         if is_first:
             require_no_foreign(self.folder, self._sizes)
 
+    def _first_head(self, **more: Any) -> JournalHead:
+        """Return the first line of the journal of a run's first process, or of a part."""
+        options = self._options
+        old, own = self._old() if options.overwrite else (None, {})
+        more |= {"overwrite": options.overwrite, "old": old, "own": own}
+        return self._head(files=self._sizes, state=options.source_state, **more)
+
     def _head(self, **more: Any) -> JournalHead:
         """Return the first line of a journal of this run."""
-        options = self._options
-        return JournalHead(options.plan, options.source, overwrite=options.overwrite, **more)
+        return JournalHead(self._options.plan, self._options.source, **more)
 
     def _require_no_link(self) -> None:
         """Make the folder; raise Unsupported if a link in it would be written through."""
@@ -303,9 +322,7 @@ class DiskTarget(Target):
     def _new_note(self) -> CommitNote:
         options, names = self._options, list(self._sizes)
         staged = self.folder if self._layout.folder else self.folder / names[-1]
-        new, old = identity(staged) or 0, identity(self.path)
-        folder = self.path if self._layout.folder else self.path.parent.resolve()
-        own = {} if options.own is None else stamps(folder, sorted(options.own))
+        new, (old, own) = identity(staged) or 0, self._old()
         files = stamps(self.folder, names)
         return CommitNote(options.plan, options.source, self._layout.folder, new, old, own, files)
 

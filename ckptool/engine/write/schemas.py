@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ckptool.errors import Unsupported
+from ckptool.storage.commit_note import Stamp
 from ckptool.storage.note import Crc, Size, Text, Time, require_plain
 
 SCHEMA = "ckptool.journal/1"
@@ -63,7 +64,8 @@ class JournalHead(_Note, frozen=True, tag_field="schema", tag=SCHEMA):
 
     The first process's journal has the files to be written, with their sizes in bytes, and the
     state of the source; those of parts, into how many the run is shared. ``overwrite`` says that
-    the run was asked to replace what is at the target.
+    the run was asked to replace what was at the target then: ``old`` is its inode, ``own`` are the
+    files of its checkpoint.
     """
 
     plan: Text
@@ -72,9 +74,11 @@ class JournalHead(_Note, frozen=True, tag_field="schema", tag=SCHEMA):
     files: dict[str, Size] | None = None
     state: Text | None = None
     overwrite: bool = False
+    old: Size | None = None
+    own: dict[str, Stamp] = {}
 
     def __post_init__(self) -> None:
-        require_plain(self.files or ())
+        require_plain([*(self.files or ()), *self.own])
 
 
 class FinishedFile(_Note, frozen=True):
@@ -147,6 +151,18 @@ class RemovalNote(_Note, frozen=True, tag_field="schema", tag="ckptool.removal/1
 def json_of(note: Struct) -> Mapping[str, Any]:
     """Return a note as it is written as JSON."""
     return msgspec.to_builtins(note)  # type: ignore[no-any-return]
+
+
+def require_same_old(
+    target: object, head: JournalHead | None, old: int | None, own: Mapping[str, Stamp]
+) -> None:
+    """Raise Unsupported if something else is at a target now than a run was asked to replace."""
+    if head is None or old not in (None, head.old) or not own.items() <= head.own.items():
+        raise Unsupported(
+            f"{target}: is not the checkpoint that the interrupted --overwrite was to replace: it"
+            " came, or changed, since",
+            hint="--overwrite in place of --resume starts over, and replaces what is there now",
+        )
 
 
 def require_same_run(path: object, head: Struct | None, expected: Mapping[str, object]) -> None:
