@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ def leave_unfinished(s3: S3) -> dict[str, Any]:
     s3.heal()
     note: dict[str, Any] = json.loads(s3.get("m")[UNFINISHED])
     return note
+
+
+def empty(s3: S3) -> None:
+    for name in s3.get("m"):
+        s3.remove(f"m/{name}")
 
 
 def noted(s3: S3, note: dict[str, Any], **writer: object) -> None:
@@ -119,6 +125,34 @@ def test_what_comes_while_a_run_begins_is_not_overwritten(
     s3.heal()
     assert s3.get(main)[""] == b"another's"
     assert not s3.get(note)
+
+
+@pytest.mark.parametrize("left", ["model-00001-of-00003.safetensors", "__0_0.distcp"])
+def test_what_a_run_left_that_began_and_ended_meanwhile_is_not_taken_for_a_checkpoint(
+    left: str, s3: S3, out: Path
+) -> None:
+    """Its note stays for as long as what it left, as if it had ended before this run."""
+    torch.save({name: torch.ones(300) for name in "abc"}, out / "s.pt")
+    note = leave_unfinished(s3) | {"files": [left]}
+    empty(s3)
+    options = ConvertOptions("hf", max_shard_size=1200)
+    prepare(out / "s.pt", location(s3.url("m")), options).run()
+    whole = s3.get("m")
+    options = replace(options, transfer=TransferOptions(overwrite=True))
+    prepared = prepare(out / "s.pt", location(s3.url("m")), options)
+
+    def another_comes() -> None:
+        empty(s3)
+        noted(s3, note, host="elsewhere")
+        s3.write(f"m/{left}", bytes(9))
+
+    if left in whole:
+        prepared.run(begun=another_comes)
+        assert s3.get("m") == whole
+        return
+    with pytest.raises(Unsupported, match=f"speaks of {left}.* nothing was removed"):
+        prepared.run(begun=another_comes)
+    assert s3.get("m").keys() == {UNFINISHED, left}
 
 
 def test_a_file_that_is_listed_and_gone(s3: S3, out: Path) -> None:

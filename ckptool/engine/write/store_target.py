@@ -73,6 +73,7 @@ class StoreTarget(Target):
         self._finished: frozenset[str] = frozenset()
         self._old: frozenset[str] = frozenset()
         self._existing: dict[str, ObjectInfo] = {}
+        self._seen: StoreNote | None = None
         self._sent: Mapping[str, ObjectMark] = {}
         """The sizes and versions of files that this writer was done with before."""
         self._read_back: dict[str, ObjectInfo] = {}
@@ -87,7 +88,7 @@ class StoreTarget(Target):
         """Raise Unsupported if what is there must not be replaced, or nothing can be continued."""
         require_writable(self.path)
         self._existing = self._list_existing()
-        note = self._notes.read()
+        note = self._seen = self._notes.read()
         if self._role.part is not None:
             self._require_part_possible(self._role.part, note)
         elif self._role.finishes:
@@ -205,7 +206,8 @@ class StoreTarget(Target):
         The note names the old files until they are removed: a resumed run removes them first, as
         one of the size of a new file would pass for it.
         """
-        self._notes.require_left(self._notes.read())
+        if self._notes.read() != self._seen:  # another run has begun, or ended
+            self.require_possible()
         self._notes.write(old=sorted(self._old))
         if not self._options.resume:
             self._require_unchanged()
