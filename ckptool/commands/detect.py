@@ -118,7 +118,10 @@ def require_finished(source: Files) -> None:
     """Raise Damaged if ckptool has not finished writing a folder."""
     problem = unfinished_problem(source)
     if problem is not None:
-        hint = "if no ckptool command is writing it, run the same command with --resume"
+        hint = (
+            "if no ckptool command is writing it, run the same command with --resume, in place of"
+            " --overwrite if it had that"
+        )
         raise Damaged(problem, hint=hint)
 
 

@@ -157,6 +157,7 @@ def test_an_error_after_the_commit_says_that_the_new_one_stands(
         with pytest.raises(Committed, match="complete, but cleaning up failed") as caught:
             ready(*words, overwrite=True).run()
     assert caught.value.exit_code == 5
+    assert "the same with --resume in place of --overwrite" in (caught.value.hint or "")
     assert read_back("dcp", target) == case("dcp_base").truth
     ready(*words, resume=True).run()
     assert foreign_of(target) == FOREIGN

@@ -306,7 +306,7 @@ class DiskTarget(Target):
                 sync_folder(self.path.parent)
             self._forget()
         except OSError as error:
-            raise left_behind(self.path, error) from None
+            raise left_behind(self.path, error, self._options) from None
         return remark
 
     def is_published(self) -> bool:
@@ -349,7 +349,7 @@ class DiskTarget(Target):
             else:
                 self._note.remove()
         except OSError as error:
-            raise left_behind(self.path, error, done=done) from None
+            raise left_behind(self.path, error, self._options, done=done) from None
         finally:
             first.close()
         asked = (self._options.plan, self._options.source)

@@ -309,10 +309,15 @@ def not_replaced(path: object, target: object) -> Unsupported:
     return Unsupported(message, hint=f"write elsewhere, or move it away: mv {path} ELSEWHERE")
 
 
-def left_behind(target: Path, error: OSError, *, done: bool = True) -> TransferError:
+def left_behind(
+    target: Path, error: OSError, options: StageOptions, *, done: bool = True
+) -> TransferError:
     """Return the error after the commit, or while one that was interrupted is rolled back."""
     reason = error.strerror or error
-    hint = "the next command that writes there, such as the same with --resume, finishes it"
+    again = "--resume"
+    if options.overwrite and not options.resume:
+        again = "--resume in place of --overwrite"
+    hint = f"the next command that writes there, such as the same with {again}, finishes it"
     if done:
         message = f"{target}: the new one is complete, but cleaning up failed: {reason}"
         return Committed(message, hint=hint)

@@ -420,7 +420,8 @@ def test_what_is_there_in_a_store_is_counted() -> None:
 
 def test_cleaning_up_that_failed_is_an_error_after_the_commit_or_before(tmp_path: Path) -> None:
     failed = OSError(errno.EACCES, "Permission denied")
-    after, before = left_behind(tmp_path, failed), left_behind(tmp_path, failed, done=False)
+    after = left_behind(tmp_path, failed, options())
+    before = left_behind(tmp_path, failed, options(), done=False)
     assert isinstance(after, Committed)
     assert "the new one is complete, but cleaning up failed: Permission denied" in after.message
     assert not isinstance(before, Committed)
