@@ -6,18 +6,19 @@ import math
 import threading
 
 import numpy as np
+from xxhash import xxh3_64_intdigest as checksum
 
 from ckptool.core.dtype import DType
 from ckptool.engine.check.spans import Part
-from ckptool.engine.checksum import crc32
 from ckptool.engine.read.numbers import decode
 
 _HEAD = 1 << 10
 """Elements of a tensor by whose checksum those that may be equal are found."""
 _SAMPLE = 1 << 9
 """Elements of each run, all over it, of which denormal and different ones are counted."""
-_VARIED = 32
-"""Different values of those, as of what training moves; scales, masks and ones have few."""
+_SPREAD, _VARIED = 64, 32
+"""Of so many of those so many are different, as of what training moves; scales, masks and ones have
+few values."""
 _FLOOD = 0.9
 """A share of denormal values, among those that are not zero, that no weights have."""
 _ENOUGH = 32
@@ -50,7 +51,8 @@ class Weight:
         is_one = self._is_one and value == int(codes[-1])  # few get further
         is_one = is_one and self.first in (None, value) and not (codes != value).any()
         sample = codes[:: codes.size // _SAMPLE | 1]  # odd: of no column alone
-        is_varied = self.is_varied or np.unique(sample).size >= _VARIED
+        spread = sample[:: sample.size // _SPREAD | 1].tolist()
+        is_varied = self.is_varied or len(set(spread)) >= _VARIED
         nonzero = denormal = 0
         if dtype.name in _FULL:
             sizes = sample & codes.dtype.type((1 << (8 * dtype.itemsize - 1)) - 1)
@@ -65,7 +67,7 @@ class Weight:
             self.is_varied = self.is_varied or is_varied
             self._nonzero, self._denormal = self._nonzero + nonzero, self._denormal + denormal
             if starts_all:
-                self.head = crc32(data[: head * dtype.itemsize])
+                self.head = checksum(data[: head * dtype.itemsize])
 
     @property
     def oddity(self) -> tuple[str, str] | None:

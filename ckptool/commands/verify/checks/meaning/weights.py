@@ -53,6 +53,8 @@ class Weights:
 
     def problems(self, elements: Elements) -> Iterator[Problem]:
         """Yield the weights that are odd beside their like."""
+        if not self._may_be_odd():
+            return  # names are not looked at, of which there may be a hundred thousand
         located = elements.located
         seen = {
             name: weight
@@ -68,6 +70,12 @@ class Weights:
         for (kind, _), names in kinds.items():
             yield from _odd(kind, names, seen, rightly)
         yield from _equal_layers(seen, elements)
+
+    def _may_be_odd(self) -> bool:
+        """Return whether a weight looks odd by itself, or begins as another one does."""
+        looked = self._found.values()
+        heads = [each.head for each in looked if each.head is not None and each.first is None]
+        return len(set(heads)) < len(heads) or any(each.oddity for each in looked)
 
 
 def _is_matrix(entry: TensorEntry) -> bool:
