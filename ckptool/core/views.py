@@ -211,6 +211,13 @@ def unstack(entry: TensorEntry, dim: int = 0) -> list[TensorEntry]:
     return [with_chunks(entry, shape, chunks) for chunks in parts]
 
 
+def part_at(entry: TensorEntry, index: Sequence[int], dim: int = 0) -> TensorEntry:
+    """Return the tensor at an index of as many dims, from ``dim`` on, without these."""
+    for at in index:
+        entry = unstack(narrow(entry, dim, at, at + 1), dim)[0]
+    return entry
+
+
 def insert_dim(entry: TensorEntry, dim: int, size: int = 1) -> TensorEntry:
     """Insert a dim of ``size`` indices that all have the same elements."""
 
@@ -250,7 +257,7 @@ def pad(entry: TensorEntry, dim: int, size: int) -> TensorEntry:
         )
     if not more:
         return entry
-    last = unstack(narrow(entry, dim, entry.shape[dim] - 1, entry.shape[dim]), dim)[0]
+    last = part_at(entry, [entry.shape[dim] - 1], dim)
     return join([entry, insert_dim(last, dim, more)], dim)
 
 

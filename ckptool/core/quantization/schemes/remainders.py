@@ -19,7 +19,7 @@ from ckptool.core.catalog import Catalog, Chunk, Computed, Gather, StridedPart, 
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.quantization.master_names import Mastered, mastered
 from ckptool.core.quantization.model import Kind, Quantized, Scheme, Surroundings
-from ckptool.core.views import unstack
+from ckptool.core.views import part_at
 from ckptool.errors import Unsupported
 
 _KIND = Kind("remainders of 16 bits")
@@ -42,10 +42,7 @@ def find(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
 
 
 def _weight_of(found: Mastered) -> TensorEntry:
-    weight = found.weight
-    for index in found.at:
-        weight = unstack(weight)[index]
-    return replace(weight, name=found.weight.name)
+    return replace(part_at(found.weight, found.at), name=found.weight.name)
 
 
 def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:

@@ -20,7 +20,7 @@ from ckptool.core.box import Box, is_run
 from ckptool.core.catalog import Catalog, Place, TensorEntry
 from ckptool.core.quantization.master_names import Mastered, mastered
 from ckptool.core.text import list_some
-from ckptool.core.views import unstack
+from ckptool.core.views import part_at
 from ckptool.engine.check.spans import Part, Probe
 from ckptool.errors import Problem
 
@@ -65,10 +65,8 @@ class _Pair(Struct, frozen=True):
 
     def find(self, located: Mapping[str, TensorEntry]) -> tuple[TensorEntry, TensorEntry]:
         """Return the weight and its master."""
-        weight, master = located[self.weight], located[self.master]
-        for at in self.index:
-            weight = unstack(weight)[at]
-        return replace(weight, name=self.name), master
+        weight = part_at(located[self.weight], self.index)
+        return replace(weight, name=self.name), located[self.master]
 
 
 class Masters:
