@@ -21,6 +21,7 @@ from ckptool.engine.check.spans import Part
 from ckptool.engine.checksum import CrcPiece, crc32, join_crcs
 from ckptool.engine.read.numbers import Array
 from ckptool.engine.read.rounding import cast
+from ckptool.engine.read.sums import checksum
 
 _KEPT = 1 << 16
 """Columns whose weights are kept, of words; there are seldom more."""
@@ -29,6 +30,8 @@ _UNIT = 2
 _WORD = 2
 """Units that are one number of 32 bits, which counts as its units do, in half the time."""
 _MASK = (1 << 64) - 1
+_HEAD = 1 << 10
+"""Elements of a tensor by whose checksum those that may be equal are found."""
 
 
 class Fingerprint(Struct):
@@ -82,6 +85,17 @@ class RunPrinter:
         rounded = cast(bits, part.dtype, self._rounded)
         start = ((start_of_run(part.box, part.shape) or 0) + first) * rounded.itemsize
         self._runs.append((start, rounded.nbytes, crc32(rounded)))
+
+
+def head_in(data: memoryview, part: Part, first: int) -> int | None:
+    """Return the checksum of a tensor's first elements; None if a part's, from ``first``, lack one.
+
+    Tensors whose first elements differ are not equal.
+    """
+    nbytes = min(_HEAD, part.box.volume) * part.dtype.itemsize
+    if first or any(part.box.lo) or len(data) < nbytes:
+        return None
+    return checksum(data[:nbytes])
 
 
 def _sum(numbers: Array, start: int, part: Part, units: int) -> int:

@@ -19,9 +19,9 @@ from ckptool.commands.verify.checks.meaning.zero_runs import (
 )
 from ckptool.core.box import Box, start_of_run
 from ckptool.core.catalog import TensorEntry
+from ckptool.engine.check.fingerprint import head_in
 from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, pair_jobs, same_bits
 from ckptool.engine.check.spans import Part
-from ckptool.engine.checksum import crc32
 from ckptool.engine.read.gather import Gatherer
 from ckptool.engine.read.numbers import decode
 from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
@@ -31,9 +31,6 @@ from ckptool.storage.files import Files
 
 if TYPE_CHECKING:
     from ckptool.engine.read.numbers import Array
-
-_HEAD = 1 << 10
-"""Elements of a tensor by whose checksum those that may be equal are found."""
 
 
 class Moment:
@@ -66,16 +63,14 @@ class Moment:
         zeros = zeros_at_ends(codes)
         start = start_of_run(part.box, part.shape) if zeros else None
         negative = self._negative_in(codes, part) if self.is_square else None
-        head = min(_HEAD, part.box.volume)
-        starts_all = not first and not any(part.box.lo) and codes.size >= head
+        head = head_in(data, part, first)
         with self._lock:
             self.elements += codes.size
             if zeros == [(0, codes.size)]:
                 self.zeros[part.box] += codes.size
             if start is not None:
                 self.runs += [(start + first + lo, start + first + hi) for lo, hi in zeros]
-            if starts_all:
-                self.head = crc32(data[: head * itemsize])
+            self.head = self.head if head is None else head
             if negative is not None and negative.size:
                 self._note(negative, first, part.box)
 

@@ -6,14 +6,12 @@ import math
 import threading
 
 import numpy as np
-from xxhash import xxh3_64_intdigest as checksum
 
 from ckptool.core.dtype import DType
+from ckptool.engine.check.fingerprint import head_in
 from ckptool.engine.check.spans import Part
 from ckptool.engine.read.numbers import decode
 
-_HEAD = 1 << 10
-"""Elements of a tensor by whose checksum those that may be equal are found."""
 _SAMPLE = 1 << 9
 """Elements of each run, all over it, of which denormal and different ones are counted."""
 _SPREAD, _VARIED = 64, 32
@@ -58,16 +56,14 @@ class Weight:
             sizes = sample & codes.dtype.type((1 << (8 * dtype.itemsize - 1)) - 1)
             nonzero = int(np.count_nonzero(sizes))
             denormal = nonzero - int(np.count_nonzero(sizes >> dtype.mantissa))
-        head = min(_HEAD, part.box.volume)
-        starts_all = not first and not any(part.box.lo) and codes.size >= head
+        head = head_in(data, part, first)
         with self._lock:
             self.elements += codes.size
             self._is_one = is_one and self._is_one and self.first in (None, value)
             self.first = value if self._is_one else None
             self.is_varied = self.is_varied or is_varied
             self._nonzero, self._denormal = self._nonzero + nonzero, self._denormal + denormal
-            if starts_all:
-                self.head = checksum(data[: head * dtype.itemsize])
+            self.head = self.head if head is None else head
 
     @property
     def oddity(self) -> tuple[str, str] | None:
