@@ -113,10 +113,9 @@ def _misshapen(catalog: Catalog, states: States) -> Iterator[Problem]:
         keys = [*keys_of(parameter), (f"fp32.{parameter}", ())]
         found = ((catalog.tensors.get(key), len(index)) for key, index in keys)
         shapes = {entry.name: entry.shape[depth:] for entry, depth in found if entry}
+        known = {*shapes.values(), *((math.prod(shape),) for shape in shapes.values())}
         for entry in own if shapes else ():
-            flat = {(math.prod(shape),) for shape in shapes.values()}
-            is_known = entry.shape in flat | {*shapes.values()}
-            if not is_known and entry.name.endswith(parameter):
+            if entry.shape not in known and entry.name.endswith(parameter):
                 of, shape = next(iter(shapes.items()))
                 message = f"{entry.name}: {list(entry.shape)}, but {of} is {list(shape)}"
                 yield Problem(message, "optimizer-shape", tensor=entry.name)

@@ -43,7 +43,9 @@ def meaning_problems(elements: Elements) -> Iterator[Problem]:
     senses = elements.content.senses
     for sense in senses:
         yield from sense.problems(elements)
+    if elements.is_all:
+        return
     names = {name for sense in senses for name in sense.probes}
-    if not elements.is_all and not all(elements.are_sound(name) for name in names):
+    if not all(map(elements.are_sound, names)):
         message = "weights, masters and moments of which several parts have a share: not judged,"
         yield Problem(f"{message} as only verify in one process can", "parts-not-judged")
