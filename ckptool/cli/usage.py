@@ -139,9 +139,7 @@ def _require_values(command: Any, args: Sequence[str]) -> None:
     for word, value in pairwise(words):
         option = flags.get(word) if word.startswith("--") else None
         if option is not None and not option.is_flag and value in flags and value.startswith("--"):
-            raise UsageError(
-                f"{word} needs a value", hint=f"{word} {option.metavar}: {option.help}"
-            )
+            raise UsageError(f"{word} needs a value", hint=_described(option))
 
 
 @contextmanager
@@ -181,8 +179,7 @@ def _hint(error: Any, wrong: str, ctx: Any) -> str:
     name = getattr(error, "option_name", None)
     option = getattr(error, "param", None) or _option(name, ctx)
     if option is not None and option.opts[0].startswith("-"):
-        takes = f" {option.metavar}" if option.metavar else ""
-        usage = f"{option.opts[0]}{takes}: {option.help}"
+        usage = _described(option)
     example = min(EXAMPLES.get(ctx.info_name, ()), key=len, default="")
     lacks = type(error).__name__.startswith("Missing")
     if instead := _word_too_many(error, ctx):
@@ -192,6 +189,12 @@ def _hint(error: Any, wrong: str, ctx: Any) -> str:
     # Help ends as a sentence, but what may be repeated ends in an ellipsis
     said = usage if usage.endswith("...") else usage.removesuffix(".")
     return f"{said}; such as `{example}`"
+
+
+def _described(option: Any) -> str:
+    """Return an option as it is typed, and what it does."""
+    takes = f" {option.metavar}" if option.metavar else ""
+    return f"{option.opts[0]}{takes}: {option.help}"
 
 
 def _word_too_many(error: Any, ctx: Any) -> str | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from rich.console import Console
 
 from ckptool.commands.document import document
 from ckptool.errors import UNCODED, CkptoolError, Damaged
@@ -71,9 +72,9 @@ def show_interrupted(left: Iterable[str]) -> None:
     say(console(stderr=True), f"[yellow]interrupted[/]{rest}")
 
 
-def show_step(text: str) -> None:
-    """Show the current step of a long command."""
-    say(console(stderr=True), f"[dim]{escaped(text)}[/]")
+def show_step(text: str, screen: Console | None = None) -> None:
+    """Show the current step of a long command, on a ``screen`` with a bar if there is one."""
+    say(screen or console(stderr=True), f"[dim]{escaped(text)}[/]")
 
 
 def print_json(content: Mapping[str, Any]) -> None:

@@ -276,13 +276,15 @@ def without_inside(text: Text, width: int, head: float) -> Text:
 def _before_ellipsis(text: str, kept: int, head: float) -> int:
     """Return how many of ``kept`` characters come first; ``{0..11}`` is not cut if possible."""
     wanted = round(kept * head)
+    if "{" not in text:
+        return wanted
 
     def has_whole_braces(before: int) -> bool:
         ends = text[:before], text[len(text) - kept + before :]
         return all(end.count("{") == end.count("}") for end in ends)
 
     nearest = sorted(range(kept + 1), key=lambda before: abs(before - wanted))
-    return next(filter(has_whole_braces, nearest), wanted) if "{" in text else wanted
+    return next(filter(has_whole_braces, nearest), wanted)
 
 
 def say(screen: Console, markup: str) -> None:

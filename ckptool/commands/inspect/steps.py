@@ -7,6 +7,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from html import escape
 from itertools import chain
+from operator import itemgetter
 from typing import Any, ClassVar
 
 from msgspec import Struct, field
@@ -79,7 +80,7 @@ class RunSummary(Report, frozen=True):
     def _repr_html_(self) -> str:
         """Return a table of the steps for a notebook."""
         shown = ("number", "path", "saved", "bytes", "complete", "optimizer")
-        steps = [[step.to_dict()[name] for name in shown] for step in self.steps]
+        steps = map(itemgetter(*shown), (step.to_dict() for step in self.steps))
         rows = [f"<td>{'</td><td>'.join(escape(str(cell)) for cell in row)}</td>" for row in steps]
         heads = f"<th>{'</th><th>'.join(shown)}</th>"
         return f"<table><tr>{'</tr><tr>'.join([heads, *rows])}</tr></table>"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptool.commands.options.declaration import COUNT, FLAG, RARE, OptionSet, option
+from ckptool.commands.options.declaration import COUNT, FLAG, RARE, OptionSet, changed, option
 from ckptool.commands.options.target import ConvertOptions
 from ckptool.commands.options.verify import (
     VerifyOptions,
@@ -54,8 +54,7 @@ class StepChoice(OptionSet):
 
     def require_one_way(self, options: ConvertOptions) -> None:
         """Raise UsageError for options that cannot be combined."""
-        values = (self.all_steps, self.last, self.every)
-        flags = [flag for flag, value in zip(_FLAGS, values, strict=True) if value]
+        flags = [flag for flag in changed(self) if flag in _FLAGS]
         if len(flags) > 1:
             raise UsageError(f"{' and '.join(flags)}: one at a time")
         if not flags:

@@ -202,7 +202,7 @@ def summarize(report: VerifyReport, options: VerifyOptions) -> str:
     return f"OK: {', '.join([read, *counts])}{ignored}{limits}"
 
 
-_NEVER_IGNORED = {"nothing-compared"}
+_NEVER_IGNORED = {NOTHING_COMPARED}
 """Codes that leave no answer, so that they cannot be ignored."""
 
 

@@ -16,8 +16,9 @@ from ckptool.commands.bench.report import BROKEN, BenchReport, Measured
 from ckptool.commands.bench.words import advice, seconds, share
 from ckptool.core.text import duration, duration_range, plural
 from ckptool.render.bench.bars import draw_bars, rate
+from ckptool.render.messages import show_step
 from ckptool.render.progress import is_live
-from ckptool.render.text import columns, console, emit, escaped, say, size, visible
+from ckptool.render.text import columns, console, emit, size, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.launch import Emit
@@ -74,12 +75,11 @@ def bench_progress(prepared: PreparedBench, *, quiet: bool) -> Iterator[Emit]:
 def _show_line(
     prepared: PreparedBench, event: Mapping[str, Any], screen: Console | None = None
 ) -> None:
-    screen = screen or console(stderr=True)
     if event["event"] == "begin":
-        say(screen, f"[dim]measuring {escaped(event['name'])}[/]")
+        show_step(f"measuring {event['name']}", screen)
     elif event["event"] == "limits" and (took := prepared.estimate(event["limits"] or {})):
         ways = f"{plural(len(prepared.names), 'way')} to save"
-        say(screen, f"[dim]about {duration_range(*took)}: {ways}, one after the other[/]")
+        show_step(f"about {duration_range(*took)}: {ways}, one after the other", screen)
 
 
 _LONGEST = 24

@@ -11,7 +11,7 @@ from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.compare.coverage import align, amount, rewritten_coverage
 from ckptool.commands.verify.compare.names import Counterpart, holds_no_values
-from ckptool.commands.verify.findings import VerifyReport
+from ckptool.commands.verify.findings import NOTHING_COMPARED, VerifyReport
 from ckptool.commands.verify.manifest.build import (
     contents_text,
     excluded_text,
@@ -61,7 +61,7 @@ def check_manifest(
     alike = [name for name in recorded.tensors if name in measured.tensors]
     values = len(recorded.values.keys() & measured.values.keys())
     if not alike and (measured.tensors or not values):
-        problems.append(Problem("no name is in both", "nothing-compared"))
+        problems.append(Problem("no name is in both", NOTHING_COMPARED))
     report = verification.report(problems, compared=made.catalog, nbytes=nbytes)
     if not report.ok:
         count = plural(report.count_failures(options.strict), "problem")
