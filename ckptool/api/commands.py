@@ -23,6 +23,7 @@ from ckptool.api.keywords import (
 from ckptool.commands import inspect as _inspect
 from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.inspect import InspectReport
+from ckptool.commands.options.declaration import TEXTS
 from ckptool.commands.options.diff import DiffOptions
 from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.prune import PruneOptions
@@ -235,15 +236,15 @@ def convert_run(
     progress: Progress | None = None,
     **options: Unpack[ConvertKeywords],
 ) -> ConvertRunReport:
-    """Convert the good steps of a run, each under its own name in ``target``; true if all are good.
+    """Convert the good steps of a run, each under its own name in ``target``.
 
-    All of them, the ``last`` N, or those whose number is a multiple of ``every``. Same as ``ckptool
-    convert RUN DST --all-steps``.
+    All of them, the ``last`` N, or those whose number is a multiple of ``every``. The report is
+    true if there are any, and none failed. Same as ``ckptool convert RUN DST --all-steps``.
     """
     from ckptool.commands.runs.convert import convert_run as _convert_run
 
     parsed = Keywords("convert_run", options, ConvertKeywords).options(ConvertOptions, to=to)
-    accepted = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    accepted = TEXTS.parse(ignore, "ignore")
     choice = StepChoice(last is None is every, last, every, allow_nonfinite, accepted)
     places = location(run), location(target)
     return _convert_run(*places, choice, parsed, started=started_progress(progress))

@@ -77,7 +77,7 @@ def _convert_steps(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Convert steps of a run and show what became of each; exit 1 if one fails or is not good."""
+    """Convert steps of a run and show what became of each; exit 1 if one fails or none is good."""
     import os
 
     from ckptool.commands.runs.convert import convert_run
