@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -334,23 +334,19 @@ class Store:
         """Return whether a read that names this version fails if another is there."""
         return self.client.pins and version.startswith('"')
 
-    def make_folder(self, key: str, what: str) -> None:
-        """Make a folder if the store has folders."""
-        self.ask(what, lambda: self.client.make_folder(key))
-
     def put(self, key: str, data: bytes | bytearray, what: str) -> None:
         """Write a small file."""
         self.ask(what, lambda: self.client.put(key, data))
 
-    def upload(self, key: str, pieces: Iterator[bytearray], upload: Upload) -> None:
+    def upload(self, key: str, pieces: Pieces, upload: Upload) -> None:
         """Write a file from its pieces; what the store refuses to discard is in ``remains``."""
-        url, counted = self.url(key), Pieces(pieces)
+        url = self.url(key)
 
         def send() -> None:
             try:
-                self.client.upload(key, counted, upload)
+                self.client.upload(key, pieces, upload)
             except PartsRemain:
-                self.remains[url] = counted.sent
+                self.remains[url] = pieces.sent
                 raise
 
         retry(replace(self.policy, attempts=1), url, send)

@@ -21,12 +21,12 @@ from ckptool.commands.convert import prepare
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
 from ckptool.engine.share import Share
-from ckptool.engine.write import store_notes
+from ckptool.engine.write import send, store_notes
 from ckptool.engine.write.removal import leftovers
 from ckptool.engine.write.store_target import StoreTarget
 from ckptool.errors import CkptoolError, Unsupported
+from ckptool.storage import multipart
 from ckptool.storage.commit_note import UNFINISHED
-from ckptool.storage.multipart import Upload
 from ckptool.storage.url import RemotePath, location
 
 CASES = 500
@@ -92,15 +92,15 @@ class Bucket:
 
 def killed(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is killed at its third file, or its last."""
-    closed, real = [], Upload.close
+    begun: list[RemotePath] = []
 
-    def close(upload: Upload) -> None:
-        closed.append(upload)
-        if len(closed) == (1 if bucket.target.name != "m" else 3):
+    def upload(place: RemotePath, *more: Any) -> None:
+        begun.append(place)
+        if len(begun) == (1 if bucket.target.name != "m" else 3):
             raise KeyboardInterrupt
-        real(upload)
+        multipart.upload(place, *more)
 
-    monkeypatch.setattr(Upload, "close", close)
+    monkeypatch.setattr(send, "upload", upload)
     with pytest.raises(KeyboardInterrupt):
         bucket.work().run()
 

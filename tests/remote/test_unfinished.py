@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.engine.write import send
 from ckptool.errors import Damaged, SourceError, Unsupported
+from ckptool.storage import multipart
 from ckptool.storage.commit_note import UNFINISHED
-from ckptool.storage.multipart import Upload
 from ckptool.storage.url import RemotePath, location
 
 SOURCE = case("dcp_fsdp2_tp").path
@@ -52,18 +53,19 @@ def place() -> RemotePath:
 
 def killed_at(close: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> None:
     """Do the work until this file would appear."""
-    closed = []
-    real = Upload.close
+    closed: list[None] = []
 
-    def counting(upload: Upload) -> None:
-        closed.append(upload)
+    def killed() -> Iterator[bytes]:
+        closed.append(None)
         if len(closed) > close:
-            upload._pieces.fail(OSError("killed"))  # else its thread waits for more at exit
             raise KeyboardInterrupt
-        real(upload)
+        yield b""
+
+    def counting(place: RemotePath, nbytes: int, contents: Iterable[bytes], capacity: int) -> None:
+        multipart.upload(place, nbytes, chain(contents, killed()), capacity)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Upload, "close", counting)
+        patched.setattr(send, "upload", counting)
         with pytest.raises(KeyboardInterrupt):
             work()
 

@@ -8,7 +8,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from ckptool.errors import TransferError
-from ckptool.storage.multipart import Upload
+from ckptool.storage.multipart import upload
 from ckptool.storage.url import RemotePath, location
 
 
@@ -41,7 +41,7 @@ class Losing(Stream):
         super().close()
 
 
-def upload(kind: type[Stream], monkeypatch: pytest.MonkeyPatch) -> RemotePath:
+def written_by(kind: type[Stream], monkeypatch: pytest.MonkeyPatch) -> RemotePath:
     """Write three bytes to a stream of this kind."""
 
     def opened(fs: MemoryFileSystem, path: str, *words: object, **named: object) -> Stream:
@@ -51,22 +51,20 @@ def upload(kind: type[Stream], monkeypatch: pytest.MonkeyPatch) -> RemotePath:
     assert isinstance(target, RemotePath)
     with monkeypatch.context() as patched:
         patched.setattr(MemoryFileSystem, "open", opened)
-        sent = Upload(target, 3)
-        sent.write(b"abc")
-        sent.close()
+        upload(target, 3, [b"abc"])
     return target
 
 
 def test_a_stream_that_does_not_say_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert upload(Stream, monkeypatch).read_bytes() == b"abc"
+    assert written_by(Stream, monkeypatch).read_bytes() == b"abc"
 
 
 def test_a_stream_that_is_refused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TransferError, match="access is denied") as caught:
-        upload(Refusing, monkeypatch)
+        written_by(Refusing, monkeypatch)
     assert caught.value.message.code == "access-denied"
 
 
 def test_a_file_that_appears_shorter_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TransferError, match="has 2 bytes, not 3"):
-        upload(Losing, monkeypatch)
+        written_by(Losing, monkeypatch)

@@ -14,9 +14,9 @@ from pathlib import Path
 from ckptool.engine.write.schemas import RemovalNote, json_of
 from ckptool.engine.write.store_notes import read_note
 from ckptool.errors import NotFound, TransferError, Unsupported
+from ckptool.storage.clients.client import hidden_name
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.disk import is_real_folder, sync_folder
-from ckptool.storage.multipart import hidden_name
 from ckptool.storage.note import require_own_folder
 from ckptool.storage.place import by_place, on_disk
 from ckptool.storage.url import Location, RemotePath

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
@@ -24,7 +24,7 @@ from ckptool.engine.write.run import fetched_ahead, read_verbatim
 from ckptool.engine.write.work import Work
 from ckptool.errors import Unsupported
 from ckptool.storage.files import SPAN, Files
-from ckptool.storage.multipart import Upload, memory_of_part
+from ckptool.storage.multipart import memory_of_part, upload
 from ckptool.storage.remote import AT_ONCE
 from ckptool.storage.url import RemotePath
 
@@ -56,42 +56,29 @@ def send(
     records = work.check_records(done, joined)
     contents = _FileContents(work.plan, source, records, work.sums, capacity.readers)
     work.progress(sum(files[number].nbytes for number in done))
-    uploads: list[Upload] = []
-
-    def upload(number: int, pieces: Iterator[memoryview]) -> None:
-        file = files[number]
-        sent = _upload(Upload(folder / file.path, file.nbytes, capacity.parts), pieces)
-        if number == len(files) - 1:
-            uploads.append(sent)
-        else:
-            sent.close()
-
     last = [number for number in todo if number == len(files) - 1]
-    others = [contents.job(number) for number in todo if number not in last]
-    read_tiles(contents, others, upload, capacity.files, work.progress)
-    try:
-        read_tiles(contents, map(contents.job, last), upload, 1, work.progress)
+
+    def check() -> None:
         records.read_unseen(source, options.workers or source.policy.workers)
         require_intact(records.problems())
         if last:
             require_unchanged(work.plan.catalog, source)
-    except BaseException:
-        for final in uploads:
-            final.abort()
-        raise
-    for final in uploads:
-        final.close()
+
+    def write(number: int, pieces: Iterator[memoryview]) -> None:
+        file, contents = files[number], _checked(pieces, check) if number in last else pieces
+        upload(folder / file.path, file.nbytes, contents, capacity.parts)
+
+    others = [contents.job(number) for number in todo if number not in last]
+    read_tiles(contents, others, write, capacity.files, work.progress)
+    read_tiles(contents, map(contents.job, last), write, 1, work.progress)
+    if not last:
+        check()
 
 
-def _upload(upload: Upload, pieces: Iterator[memoryview]) -> Upload:
-    """Write all pieces; on failure discard what was sent."""
-    try:
-        for data in pieces:
-            upload.write(data)
-    except BaseException:
-        upload.abort()
-        raise
-    return upload
+def _checked(pieces: Iterator[memoryview], check: Callable[[], None]) -> Iterator[memoryview]:
+    """Yield all pieces of a file, and check before they end: until then it does not appear."""
+    yield from pieces
+    check()
 
 
 def within_budget(

@@ -18,9 +18,9 @@ from ckptool.engine.share import Share
 from ckptool.engine.write.parts import unfinished_parts
 from ckptool.engine.write.schemas import PartNote, RemovalNote, StoreNote, Writer, json_of
 from ckptool.errors import Denied, NotFound, TransferError, Unsupported
+from ckptool.storage.clients.client import hidden_name
 from ckptool.storage.clients.schemes import WEB
 from ckptool.storage.commit_note import UNFINISHED
-from ckptool.storage.multipart import hidden_name
 from ckptool.storage.note import LARGEST, not_a_note, parse_note
 from ckptool.storage.url import RemotePath
 
@@ -116,7 +116,6 @@ class StoreNotes:
         self, target: RemotePath, layout: Layout, options: StageOptions, part: Share | None
     ) -> None:
         self.target = target
-        self.folder = target if layout.folder else target.parent
         beside = target.with_name(f".{target.name}.partial.journal")
         self.run = self.claim = target / UNFINISHED if layout.folder else beside
         self.writer: Writer | None = None
@@ -166,10 +165,6 @@ class StoreNotes:
         self._put(self.claim, PartNote(self._options.plan, self._options.source, size, **more))
 
     def _put(self, place: RemotePath, note: StoreNote | PartNote) -> None:
-        store, folder = self.target.store, self.folder
-        if not store.atomic_put:
-            with naming(self.target):
-                store.make_folder(folder.key, str(folder))
         with naming(self.target):
             place.write_bytes(json.dumps(json_of(note)).encode())
 

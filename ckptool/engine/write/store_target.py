@@ -35,9 +35,8 @@ from ckptool.engine.write.store_notes import (
 )
 from ckptool.engine.write.work import Work
 from ckptool.errors import CkptoolError, NoAnswer, NotFound, TransferError, Unsupported
-from ckptool.storage.clients.client import ObjectInfo
+from ckptool.storage.clients.client import ObjectInfo, hidden_name
 from ckptool.storage.commit_note import side_name
-from ckptool.storage.multipart import hidden_name
 from ckptool.storage.remote import RemoteSource
 from ckptool.storage.url import RemotePath
 

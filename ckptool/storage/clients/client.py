@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
+
+_PIECE = 1 << 20
+"""Bytes that are handed to a client together, which joins them to parts."""
 
 
 class ObjectInfo(NamedTuple):
@@ -22,19 +25,38 @@ class ObjectVersion(NamedTuple):
 
 
 class Pieces:
-    """The pieces of a file in order; ``sent`` are the bytes of those that were taken."""
+    """The contents of a file as pieces of its own, in order, of about ``_PIECE`` bytes.
 
-    def __init__(self, pieces: Iterator[bytearray]) -> None:
-        self._pieces = pieces
+    ``sent`` are the bytes of those that were taken, ``error`` is what the contents raised.
+    """
+
+    def __init__(self, contents: Iterable[memoryview | bytes]) -> None:
+        self._contents = iter(contents)
         self.sent = 0
+        self.error: BaseException | None = None
 
     def __iter__(self) -> Iterator[bytearray]:
         return self
 
     def __next__(self) -> bytearray:
-        piece = next(self._pieces)
+        piece = bytearray()
+        try:
+            while len(piece) < _PIECE:
+                piece += next(self._contents)
+        except StopIteration:
+            if not piece:
+                raise
+        except BaseException as error:
+            self.error = error
+            raise
         self.sent += len(piece)
         return piece
+
+
+def hidden_name(path: str) -> str:
+    """Return a file's name until it is complete, for stores that show unfinished files."""
+    folder, slash, name = path.rpartition("/")
+    return f"{folder}{slash}.{name}.partial"
 
 
 class Client(Protocol):
@@ -80,18 +102,12 @@ class Client(Protocol):
     def upload(self, key: str, pieces: Pieces, upload: Upload) -> None:
         """Make or replace a file from its pieces in order, tried again as far as the client can.
 
-        If that fails, or the iterator raises, what was sent is discarded. Raises PartsRemain if
-        that is refused.
+        It appears once it is complete. If that fails, or the pieces raise, what was sent is
+        discarded; PartsRemain if that is refused.
         """
 
     def remove(self, key: str) -> None:
         """Remove a file."""
-
-    def make_folder(self, key: str) -> None:
-        """Make a folder if the store has folders."""
-
-    def move(self, key: str, target: str) -> None:
-        """Give a file another key. Used where ``atomic_put`` is not."""
 
 
 class Upload(NamedTuple):

@@ -12,7 +12,13 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ckptool.errors import Unsupported, UsageError, error_text
-from ckptool.storage.clients.client import ObjectInfo, ObjectVersion, Pieces, Upload
+from ckptool.storage.clients.client import (
+    ObjectInfo,
+    ObjectVersion,
+    Pieces,
+    Upload,
+    hidden_name,
+)
 from ckptool.storage.clients.retry import unreachable
 from ckptool.storage.clients.schemes import redact_url, unaccepted
 
@@ -115,14 +121,33 @@ class FsspecClient:
         """Make or replace a small file; of one that fails, nothing is left."""
         from fsspec import AbstractFileSystem
 
+        self._make_folder(key)
         if self.fs.async_impl or type(self.fs).pipe_file is not AbstractFileSystem.pipe_file:
             self.fs.pipe_file(key, bytes(data))
         else:
             self._write(self.fs.open(key, "wb"), iter([data]))
 
     def upload(self, key: str, pieces: Pieces, upload: Upload) -> None:
-        """Make or replace a file with fsspec's own stream, which alone could repeat a request."""
-        self._write(self.fs.open(key, "wb", block_size=upload.part), pieces)
+        """Make or replace a file with fsspec's own stream, which alone could repeat a request.
+
+        It has a hidden name until it is complete, where it would show before.
+        """
+        name = key if self.atomic_put else hidden_name(key)
+        self._make_folder(key)
+        try:
+            self._write(self.fs.open(name, "wb", block_size=upload.part), pieces)
+            if name != key:
+                self.fs.mv(name, key)
+        except BaseException:
+            if name != key:
+                with suppress(Exception):
+                    self.fs.rm_file(name)
+            raise
+
+    def _make_folder(self, key: str) -> None:
+        """Make the folder of a file, if the store has folders."""
+        if not self.atomic_put:
+            self.fs.makedirs(self.fs._parent(key), exist_ok=True)
 
     def _write(self, stream: Any, pieces: Iterator[bytes | bytearray]) -> None:
         """Write a file's pieces, and close it."""
@@ -137,14 +162,6 @@ class FsspecClient:
     def remove(self, key: str) -> None:
         """Remove a file."""
         self.fs.rm_file(key)
-
-    def make_folder(self, key: str) -> None:
-        """Make a folder if the store has folders."""
-        self.fs.makedirs(key, exist_ok=True)
-
-    def move(self, key: str, target: str) -> None:
-        """Give a file another key."""
-        self.fs.mv(key, target)
 
     @cached_property
     def _is_plain(self) -> bool:

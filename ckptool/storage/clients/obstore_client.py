@@ -179,13 +179,6 @@ class ObstoreClient:
         """Remove a file."""
         self._ask(key, lambda obstore, store, name: obstore.delete(store, name))
 
-    def make_folder(self, key: str) -> None:
-        """Do nothing: keys need no folders."""
-
-    def move(self, key: str, target: str) -> None:
-        """Raise NotImplementedError: files appear under their own keys."""
-        raise NotImplementedError
-
     def _ask(
         self, key: str, work: Callable[[Any, Any, str], _T], settings: Settings | None = None
     ) -> _T:

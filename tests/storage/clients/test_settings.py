@@ -78,7 +78,7 @@ def test_a_small_file_that_cannot_be_sent_leaves_nothing(tmp_path: Path) -> None
             return Stream()
 
     client = FsspecClient.__new__(FsspecClient)
-    client.fs = Hub()
+    client.fs, client.atomic_put = Hub(), True
     with pytest.raises(OSError, match="503"):
         client.put("m.json", b"{}")
     assert not kept.exists()
