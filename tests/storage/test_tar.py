@@ -162,7 +162,7 @@ HOSTILE: dict[str, tuple[Members, str]] = {
     "device": (member("a", kind=tarfile.CHRTYPE), "a member of type b'3'"),
     "pipe": (member("a", kind=tarfile.FIFOTYPE), "a member of type b'6'"),
     "twice": ([*member("a", b"x"), *member("./a", b"y")], "a second one of this name"),
-    "size": (member("a", b"x", pax_headers={"size": "-512"}), "a size that is no number"),
+    "size": (member("a", b"x", pax_headers={"size": "-512"}), "of a negative size"),
     "beyond": (member("a", b"x", pax_headers={"size": "99999999"}), "it is truncated"),
     "no name": (member("a", b"x", pax_headers={"path": ""}), "no name"),
 }
@@ -205,13 +205,19 @@ def changed_header(data: bytearray) -> bytes:
     return bytes(data)
 
 
+def changed_second_header(data: bytearray) -> bytes:
+    data[1024 + 3 : 1024 + 4] = b"x"
+    return bytes(data)
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (negative_size, "a size that is no number"),
+        (negative_size, "of a negative size"),
         (huge_size, "it is truncated"),
         (long_name_without_end, "1,073,741,824 bytes before a member"),
-        (changed_header, "no header of a member, or one that was changed"),
+        (changed_header, "no header of a member: bad checksum"),
+        (changed_second_header, "no header of a member: it was changed"),
     ],
 )
 def test_a_spoiled_header(spoil: Callable[[bytearray], bytes], said: str, tmp_path: Path) -> None:

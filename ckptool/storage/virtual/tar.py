@@ -1,33 +1,31 @@
 """The files in a tar archive, read in place: nothing is unpacked.
 
-Supports the three dialects that Python's ``tarfile`` and GNU tar write: ustar, pax (long names and
-sizes from 8 GiB in records before a member) and GNU's (long names before, sizes in base 256).
+``tarfile`` reads the headers, as it does for NeMo. It takes what is no header for the end, and
+allows links and names outside the folder: that is refused here.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.errors import Damaged, Problem
 from ckptool.storage.file_status import by_folder, within_folder
 from ckptool.storage.files import FileReader, Files, ReadSpan, read_exactly, too_short
 
+if TYPE_CHECKING:
+    from tarfile import TarInfo
+
 BLOCK = 512
 MAGIC_AT = 257
 MAGIC = b"ustar"
 _REGULAR = (b"0", b"\0", b"7")
-_FOLDER = b"5"
-_PAX, _PAX_OF_ALL = b"x", b"g"
-_LONG_NAME, _LONG_LINK = b"L", b"K"
 _KINDS = {b"1": "a hard link", b"2": "a symbolic link", b"S": "a sparse file"}
 _LONGEST = 1 << 16
 """Bytes of a name or of pax records before a member: paths have up to 4,096."""
 _MOST = 1 << 18
-"""Headers of an archive that are read."""
-_PAX_RECORD = re.compile(rb"([1-9][0-9]{0,5}) ([^=\n]{1,256})=")
+"""Members of an archive that are listed."""
 
 
 class Span(NamedTuple):
@@ -150,133 +148,80 @@ class TarReader:
         return span.offset + offset
 
 
-class _Header(NamedTuple):
-    """The block before a member. ``at`` is the offset of its data."""
+class _Headers:
+    """An archive as tarfile reads it: the headers, and the little that comes before some."""
 
-    kind: bytes
-    name: str
-    nbytes: int
-    at: int
+    def __init__(self, reader: FileReader, archive: str, size: int) -> None:
+        self._reader = reader
+        self._archive = archive
+        self._size = size
+        self._at = 0
+
+    def tell(self) -> int:
+        """Return the offset of the next read."""
+        return self._at
+
+    def seek(self, offset: int) -> None:
+        """Read from an offset on."""
+        self._at = offset
+
+    def read(self, nbytes: int) -> bytes:
+        """Return the next bytes. Raises Damaged if they are not there, or too many."""
+        if nbytes > _LONGEST:
+            raise _refused(self._archive, self._at, f"{nbytes:,} bytes before a member")
+        if self._at + nbytes > self._size:
+            raise _cut(self._archive, self._at + nbytes, self._size)
+        data = bytearray(nbytes)
+        self._reader.read_into(self._archive, self._at, memoryview(data))
+        self._at += nbytes
+        return bytes(data)
 
 
 def _list_members(holder: Files, archive: str) -> dict[str, Span]:
     """Return the place of each regular file; Damaged for any that cannot be read in place."""
+    import tarfile
+
     spans: dict[str, Span] = {}
-    for_all: dict[str, str] = {}
-    own: dict[str, str] = {}
-    size, at = holder.files[archive], 0
+    size = holder.files[archive]
     with closing(holder.reader()) as reader:
-
-        def read(offset: int, nbytes: int) -> bytes:
-            if offset + nbytes > size:
-                raise _cut(archive, offset + nbytes, size)
-            data = bytearray(nbytes)
-            reader.read_into(archive, offset, memoryview(data))
-            return bytes(data)
-
-        for _ in range(_MOST):
-            block = read(at, BLOCK)
-            if not any(block) and not own:
-                return spans
-            header = _parse_header(archive, block, at)
-            if header.kind in (_PAX, _PAX_OF_ALL, _LONG_NAME, _LONG_LINK):
-                if header.nbytes > _LONGEST:
-                    raise _refused(archive, at, f"{header.nbytes:,} bytes before a member")
-                data = read(header.at, header.nbytes)
-                known = for_all if header.kind == _PAX_OF_ALL else own
-                _note(archive, at, header.kind, data, known)
-            else:
-                said, own = for_all | own, {}
-                header = _amend(archive, at, header, said)
-                _add(archive, at, header, spans, size)
-            at = header.at + -(-header.nbytes // BLOCK) * BLOCK
-    raise _refused(archive, at, f"more than {_MOST:,} members")
+        headers: Any = _Headers(reader, archive, size)
+        try:
+            tar: Any = tarfile.TarFile(fileobj=headers, encoding="utf-8")
+            for _ in range(_MOST):
+                if (member := tar.next()) is None:
+                    break
+                tar.members.clear()
+                _add(archive, member, spans, size)
+        except (tarfile.TarError, ArithmeticError, LookupError, ValueError) as error:
+            raise _refused(archive, headers.tell(), f"no header of a member: {error}") from None
+        headers.seek(tar.offset)
+        if any(headers.read(BLOCK)):  # tarfile takes it for the end
+            raise _refused(archive, tar.offset, "no header of a member: it was changed")
+    return spans
 
 
-def _parse_header(archive: str, block: bytes, at: int) -> _Header:
-    """Parse a block of POSIX.1-1988 (ustar), or of GNU tar. Raises Damaged."""
-    checksum = sum(block[:148]) + sum(block[156:]) + 8 * ord(" ")
-    if block[MAGIC_AT : MAGIC_AT + len(MAGIC)] != MAGIC or _number(block[148:156]) != checksum:
-        raise _refused(archive, at, "no header of a member, or one that was changed")
-    nbytes = _number(block[124:136])
-    if nbytes is None:
-        raise _refused(archive, at, f"a size that is no number: {block[124:136]!r}")
-    kind, name = block[156:157], _text(block[:100])
-    if block[262:263] == b"\0" and block[345]:  # of POSIX; GNU has times there
-        name = f"{_text(block[345:500])}/{name}"
-    return _Header(kind, name, nbytes, at + BLOCK)
-
-
-def _number(field: bytes) -> int | None:
-    """Return a number in octal digits, or in base 256 after a byte of 0x80; else None."""
-    if field[0] == 0x80:
-        return int.from_bytes(field[1:])
-    digits = field.strip(b" \0")
-    return int(digits, 8) if re.fullmatch(b"[0-7]+", digits) else None
-
-
-def _text(field: bytes) -> str:
-    return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
-
-
-def _note(archive: str, at: int, kind: bytes, data: bytes, known: dict[str, str]) -> None:
-    """Add the records before a member to what is known of it. Raises Damaged."""
-    if kind == _LONG_LINK:
-        return  # the link itself is refused
-    found = {"path": _text(data)} if kind == _LONG_NAME else _pax_records(archive, at, data)
-    if kind != _PAX_OF_ALL and not known.keys().isdisjoint(found):
-        raise _refused(archive, at, "two names or sizes for one member")
-    known |= found
-
-
-def _pax_records(archive: str, at: int, data: bytes) -> dict[str, str]:
-    """Return the POSIX.1-2001 (pax) records that determine a member's bytes, or its name."""
-    found: dict[str, str] = {}
-    start = 0
-    while start < len(data):
-        match = _PAX_RECORD.match(data, start)
-        end = start + int(match[1]) if match else 0
-        if match is None or end <= match.end() or data[end - 1 : end] != b"\n":
-            raise _refused(archive, at, "records before a member that are none of pax")
-        key = match[2].decode("utf-8", "replace")
-        if key in ("path", "size") or key.startswith("GNU.sparse."):
-            found[key] = data[match.end() : end - 1].decode("utf-8", "surrogateescape")
-        start = end
-    return found
-
-
-def _amend(archive: str, at: int, header: _Header, said: Mapping[str, str]) -> _Header:
-    """Return a header with the name and size in bytes from earlier records; a folder's is 0."""
-    if any(key.startswith("GNU.sparse.") for key in said):
-        raise _refused(archive, at, "a sparse file")
-    if "size" in said:
-        if re.fullmatch("[0-9]{1,18}", said["size"]) is None:
-            raise _refused(archive, at, f"a size that is no number: {said['size'][:40]!r}")
-        header = header._replace(nbytes=int(said["size"]))
-    header = header._replace(name=said.get("path", header.name))
-    if header.kind == b"\0" and header.name.endswith("/"):  # before POSIX.1-1988
-        header = header._replace(kind=_FOLDER)
-    return header._replace(nbytes=0) if header.kind == _FOLDER else header
-
-
-def _add(archive: str, at: int, header: _Header, spans: dict[str, Span], size: int) -> None:
+def _add(archive: str, member: TarInfo, spans: dict[str, Span], size: int) -> None:
     """Add a member to ``spans``. Raises Damaged if it cannot be read in place."""
-    parts = [part for part in header.name.split("/") if part not in ("", ".")]
+    parts = [part for part in member.name.split("/") if part not in ("", ".")]
     name = "/".join(parts)
-    shown = ascii(header.name[:200])
-    if header.name.startswith("/") or ".." in parts or not name.isprintable():
+    shown = ascii(member.name[:200])
+    if member.name.startswith("/") or ".." in parts or not name.isprintable():
         message = f"{archive}: the tar archive has a member {shown}, outside the folder"
         raise Damaged(message, "path-outside", file=archive)
-    if header.kind == _FOLDER:
+    if member.size < 0:
+        raise _refused(archive, member.offset, f"{shown}, of a negative size")
+    if member.isdir():
         return
-    if header.kind not in _REGULAR:
-        what = _KINDS.get(header.kind, f"a member of type {header.kind!r}")
-        raise _refused(archive, at, f"{shown}, {what}")
+    if member.issparse() or member.type not in _REGULAR:
+        kind = b"S" if member.issparse() else member.type
+        what = _KINDS.get(kind, f"a member of type {kind!r}")
+        raise _refused(archive, member.offset, f"{shown}, {what}")
     if not name or name in spans:
-        raise _refused(archive, at, f"{shown}, a second one of this name" if name else "no name")
-    if header.at + header.nbytes > size:
-        raise _cut(archive, header.at + header.nbytes, size)
-    spans[name] = Span(header.at, header.nbytes)
+        what = f"{shown}, a second one of this name" if name else "no name"
+        raise _refused(archive, member.offset, what)
+    if member.offset_data + member.size > size:
+        raise _cut(archive, member.offset_data + member.size, size)
+    spans[name] = Span(member.offset_data, member.size)
 
 
 def _cut(archive: str, end: int, size: int) -> Damaged:
