@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 
 from ckptool.errors import Unsupported
 from ckptool.storage.disk import identity, in_the_way, is_real_file, is_real_folder, sync_folder
@@ -43,7 +42,7 @@ class CommitNote(Struct, frozen=True, forbid_unknown_fields=True, tag_field="sch
 
     ``new`` and ``old`` are the inodes of what is staged and of what is at the target, ``own`` the
     files of the old checkpoint, which go, and ``names`` the new ones, the one that commits last,
-    each with its size and time. ``by_files`` means that the files are moved one by one.
+    each with its size and time.
     """
 
     plan: Text
@@ -53,14 +52,9 @@ class CommitNote(Struct, frozen=True, forbid_unknown_fields=True, tag_field="sch
     old: Size | None
     own: dict[str, Stamp]
     names: dict[str, Stamp]
-    by_files: bool = False
 
     def __post_init__(self) -> None:
         require_plain([*self.own, *self.names])
-
-    def by_single_files(self) -> CommitNote:
-        """Return the same commit, file by file."""
-        return replace(self, by_files=True)
 
 
 class NoteFile:
@@ -86,7 +80,7 @@ class NoteFile:
         note = parse_note(data, CommitNote, self.path)
         beside = {self._target.name, side_name(self._target.name)}
         strangers = {*note.own, *note.names} - beside
-        if not note.folder and (strangers or note.by_files):
+        if strangers and not note.folder:
             raise not_a_note(self.path, f"it speaks of other files than {self._target.name}")
         return note
 

@@ -6,7 +6,6 @@ ends with the right output.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
@@ -30,7 +29,6 @@ from ckptool.engine.share import Share
 from ckptool.engine.write import commit
 from ckptool.engine.write.journal import Journal
 from ckptool.errors import CkptoolError
-from ckptool.storage import disk
 
 CASES = int(os.environ.get("CKPTOOL_NOTE_MUTATIONS", "200"))
 MEMORY = "/dev/shm"
@@ -190,28 +188,6 @@ def half_commit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         place.work(overwrite=True).run()
 
 
-def commit_by_files(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit that moves the files one by one, and is killed after the first."""
-    rename, moved = os.rename, list[Path]()
-
-    def fixed(old: Any, new: Any) -> None:
-        if Path(old) == place.target:
-            raise OSError(errno.EXDEV, "Invalid cross-device link")
-        rename(old, new)
-
-    def move(old: Path, new: Path) -> None:
-        if moved:
-            raise Stop
-        moved.append(new)
-        disk.rename_new(old, new)
-
-    monkeypatch.setattr(commit, "exchange", lambda *words: False)
-    monkeypatch.setattr(os, "rename", fixed)
-    monkeypatch.setattr(commit, "rename_new", move)
-    with pytest.raises(Stop):
-        place.work(overwrite=True).run()
-
-
 def finished_parts(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     for position in range(3):
         place.work(part=Share(position, 3), overwrite=True).run()
@@ -221,7 +197,6 @@ STATES: dict[str, tuple[str, str, Callable[..., None], list[dict[str, Any]]]] = 
     "journal": ("m", "hf", staged_files, [{"resume": True}, {}]),
     "commit": ("m", "hf", noted_commit, [{"resume": True}, {}]),
     "half a commit": ("m", "hf", half_commit, [{"resume": True}, {}]),
-    "commit by files": ("m", "hf", commit_by_files, [{"resume": True}, {}]),
     "commit of a file": ("m.safetensors", "safetensors", noted_commit, [{"resume": True}, {}]),
     "half of a file": ("m.safetensors", "safetensors", half_commit, [{"resume": True}, {}]),
     "parts": ("m", "hf", finished_parts, [{"finish": True}, {"part": Share(1, 3)}, {}]),

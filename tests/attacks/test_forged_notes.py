@@ -28,7 +28,7 @@ NOBODY = 65534
 JOURNAL = {"schema": "ckptool.journal/1", "plan": "p", "source": "s"}
 COMMIT = {
     "schema": "ckptool.commit/2", "plan": "p", "source": "s", "folder": True, "new": None,
-    "old": None, "own": {}, "names": {}, "by_files": True,
+    "old": None, "own": {}, "names": {},
 }  # fmt: skip
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs files of another user")
 
@@ -91,46 +91,6 @@ def test_a_commit_removes_no_file_elsewhere(to_prune: bool, place: Path, victim:
     assert victim.read_text() == "precious"
 
 
-def test_a_commit_by_files_writes_through_no_link(place: Path, victim: Path) -> None:
-    """With the true inodes, as another user of a shared folder knows them."""
-    staged = place / ".step-9.partial"
-    staged.mkdir()
-    (staged / "authorized_keys").write_text("another's key")
-    (place / "step-9").symlink_to(victim.parent)
-    inodes = {"new": staged.lstat().st_ino, "old": (place / "step-9").lstat().st_ino}
-    names = {"authorized_keys": stamp(staged / "authorized_keys")}
-    note = place / ".step-9.partial.journal.commit"
-    note.write_text(json.dumps(COMMIT | inodes | {"names": names}))
-    for number in (1, 2):
-        dcp.save({"w": torch.ones(3)}, checkpoint_id=place / f"step-{number}", no_dist=True)
-    with pytest.raises(Unsupported, match="not the folders that it recorded"):
-        prune(place, PruneOptions(keep_last=2, yes=True))
-    assert os.listdir(victim.parent) == ["thesis.txt"]
-
-
-@pytest.mark.parametrize("inner", ["staged", "target"])
-def test_a_commit_by_files_follows_no_link_within(inner: str, place: Path, victim: Path) -> None:
-    staged, target = place / ".out.partial", place / "out"
-    for folder in (staged, target):
-        folder.mkdir()
-    linked = staged if inner == "staged" else target
-    (linked / "sub").symlink_to(victim.parent)
-    if inner == "target":
-        (staged / "sub").mkdir()
-        (staged / "sub" / "new.txt").write_text("another's")
-    name = "sub/thesis.txt" if inner == "staged" else "sub/new.txt"
-    note = COMMIT | {
-        "new": staged.lstat().st_ino,
-        "old": target.lstat().st_ino,
-        "names": {name: stamp(staged / name)},
-        "own": {"sub/thesis.txt": stamp(victim)},
-    }
-    (place / ".out.partial.journal.commit").write_text(json.dumps(note))
-    with pytest.raises(Unsupported, match="not the folders that it recorded"):
-        convert(place, "out", "hf", overwrite=True)
-    assert os.listdir(victim.parent) == ["thesis.txt"]
-
-
 @root_only
 @pytest.mark.parametrize("kind", ["journal", "commit", "folder", "aside", "part of a note"])
 def test_what_another_user_put_there_is_neither_followed_nor_removed(
@@ -141,7 +101,7 @@ def test_what_another_user_put_there_is_neither_followed_nor_removed(
     staged, note = place / ".out.partial", place / ".out.partial.journal.commit"
     put: dict[str, Callable[[], Path]] = {
         "journal": lambda: _write(place / ".out.partial.journal.0", JOURNAL),
-        "commit": lambda: _write(note, COMMIT | {"new": 1, "by_files": False}),
+        "commit": lambda: _write(note, COMMIT | {"new": 1}),
         "folder": lambda: _mkdir(staged),
         "aside": lambda: _mkdir(place / ".out.replaced"),
         "part of a note": lambda: _write(note.with_name(f"{note.name}.new"), COMMIT),
@@ -245,7 +205,7 @@ def test_a_pair_is_read_by_no_note_of_a_link(place: Path, victim: Path) -> None:
     (victim.parent / "m.extra.pt").write_bytes(b"another's")
     (place / ".m.safetensors.partial").symlink_to(victim.parent)
     main = place / "m.safetensors"
-    note = COMMIT | {"folder": False, "by_files": False, "new": main.lstat().st_ino}
+    note = COMMIT | {"folder": False, "new": main.lstat().st_ino}
     note |= {"names": {"m.safetensors": stamp(main), "m.extra.pt": [1, 1]}}
     _write(place / ".m.safetensors.partial.journal.commit", note)
     source = open_checkpoint(main).source

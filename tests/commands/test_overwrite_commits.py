@@ -123,7 +123,7 @@ def test_without_an_exchange_it_is_reported_that_there_was_a_moment_without(
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.EBUSY])
-def test_a_folder_that_cannot_be_renamed_is_replaced_file_by_file(
+def test_a_folder_that_cannot_be_renamed_stays_as_it_was(
     number: int, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an overlay refuses to rename a folder of a lower layer."""
@@ -138,9 +138,14 @@ def test_a_folder_that_cannot_be_renamed_is_replaced_file_by_file(
 
     monkeypatch.setattr(disk, "_rename", refusing())
     monkeypatch.setattr(os, "rename", rename)
-    report = ready(case("dcp_base").path, target, overwrite=True).run()
-    assert "until the last file" in report.notes[-1]
+    with pytest.raises(TransferError, match="cannot be renamed, and so not be replaced") as caught:
+        ready(case("dcp_base").path, target, overwrite=True).run()
+    assert "--resume" in (caught.value.hint or "")
     assert foreign_of(target) == FOREIGN
+    assert read_back("dcp", target) == case("dcp_fsdp2_tp").truth
+    monkeypatch.undo()
+    shutil.rmtree(target)
+    ready(case("dcp_base").path, target, resume=True).run()
     assert read_back("dcp", target) == case("dcp_base").truth
     assert hidden(out) == []
 

@@ -1,10 +1,9 @@
 """Put staged output in place of what is at a target, and finish that after a kill.
 
 A folder: at any moment either the old or the new one is there, complete. Both exchange their names
-(``renameat2``) in one step. Where the file system lacks that, the old folder is renamed away first;
-where the old folder cannot be renamed at all, such as one of a lower layer of an overlay, the files
-are moved one by one. Then only the files of the old checkpoint are removed: all else in its folder
-is renamed into the new one.
+(``renameat2``) in one step. Where the file system lacks that, the old folder is renamed away first.
+Then only the files of the old checkpoint are removed: all else in its folder is renamed into the
+new one.
 
 A file replaces another in one step. Of a file and its side file the main one does: an old side file
 is renamed away before, and the new one into place after, so that no other program ever finds one of
@@ -15,18 +14,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from contextlib import suppress
 from pathlib import Path
 
 from ckptool.core.text import list_some
 from ckptool.engine.write.existing import (
     changed_files,
-    in_conflict,
     keep_mode,
     keep_modes,
-    kept_entries,
     move_kept,
-    remove_emptied,
     remove_own,
     stamps,
     stands_whole,
@@ -53,7 +48,6 @@ from ckptool.storage.disk import (
 )
 
 _ASIDE = "for a moment neither the old nor the new one was in place"
-_BY_FILES = "until the last file was moved neither the old nor the new one was complete"
 
 
 def aside_of(target: Path) -> Path:
@@ -82,12 +76,12 @@ class FolderCommit:
         if note.old is None:
             rename_new(self._staged, self._target)
         elif not exchange(self._staged, self._target):
-            return self._replace_in_steps(note)
+            return self._replace_in_steps()
         return None
 
     def is_done(self, note: CommitNote) -> bool:
         """Return whether the new folder is at the target, whatever is left of the old one."""
-        return stands_whole(self._target, note.old if note.by_files else note.new, note.names)
+        return stands_whole(self._target, note.new, note.names)
 
     def roll(self, note: CommitNote) -> bool:
         """Continue after a kill; return whether the new one is now at the target.
@@ -95,10 +89,6 @@ class FolderCommit:
         False if nothing was done yet. Raises Unsupported if the folders are not as noted.
         """
         if self.is_done(note):
-            return True
-        if note.by_files:
-            self._require_halves(note)
-            self._replace_files(note)
             return True
         if not stands_whole(self._staged, note.new, note.names):
             raise self._unknown_state(note)
@@ -114,22 +104,9 @@ class FolderCommit:
 
         Raises Committed if something can be neither moved nor removed: it stays where it is.
         """
-        if note.by_files:
-            self._clear_emptied(note)
-            return
         for old in (self._staged, self._aside):
             if os.path.lexists(old):
                 self._clear_old(old, note)
-
-    def _clear_emptied(self, note: CommitNote) -> None:
-        """Remove the staged folder once its files have left it."""
-        if not os.path.lexists(self._staged):
-            return
-        remove_emptied(self._staged, note.names)
-        strangers = kept_entries(self._staged, ())
-        if strangers:
-            raise self._keep_error(self._staged, strangers, "which ckptool did not write")
-        self._staged.rmdir()
 
     def _clear_old(self, old: Path, note: CommitNote) -> None:
         if note.old is None or folder_identity(old) != note.old:
@@ -158,19 +135,6 @@ class FolderCommit:
             hint="move it away; the next command that writes there removes the rest",
         )
 
-    def _require_halves(self, note: CommitNote) -> None:
-        """Require each new file staged or in place, the old ones unchanged; else Unsupported."""
-        staged, target = stamps(self._staged, note.names), stamps(self._target, note.names)
-        places = (folder_identity(self._staged), folder_identity(self._target))
-        own = {n: stamp for n, stamp in note.own.items() if n in staged or n not in target}
-        if (
-            places != (note.new, note.old)
-            or {**target, **staged} != note.names
-            or changed_files(self._target, own)
-            or in_conflict(self._target, {*own, *(note.names.keys() - staged.keys())}, note.names)
-        ):
-            raise self._unknown_state(note)
-
     def _unknown_state(self, note: CommitNote) -> Unsupported:
         """Return the error for folders that are not as noted, as in a copy: what is where."""
         places = [
@@ -196,16 +160,20 @@ class FolderCommit:
         names = sorted(os.listdir(path)) if is_real_folder(path) else []
         return f"holds {list_some(names)}" if names else "is something else"
 
-    def _replace_in_steps(self, note: CommitNote) -> str:
+    def _replace_in_steps(self) -> str:
         """Rename the old folder away and the new one into place; rename it back if that fails."""
         if os.path.lexists(self._aside):
             raise in_the_way(self._aside)
         try:
             os.rename(self._target, self._aside)
         except OSError as error:
-            if error.errno not in CANNOT_MOVE or _device(self._target) != _device(self._staged):
+            if error.errno not in CANNOT_MOVE:
                 raise
-            return self._replace_by_files(note)
+            raise TransferError(
+                f"{self._target}: cannot be renamed, and so not be replaced: it is in a lower layer"
+                " of an overlay, or a file system is mounted there",
+                hint=f"write elsewhere; or remove what is in it: rm -r {self._target}",
+            ) from None
         try:
             rename_new(self._staged, self._target)
         except BaseException:
@@ -223,27 +191,6 @@ class FolderCommit:
                 hint="the same command with --overwrite puts a new one there; or put the old one"
                 f" back: mv {self._aside} {self._target}",
             ) from error
-
-    def _replace_by_files(self, note: CommitNote) -> str:
-        note = note.by_single_files()
-        self._note.write(note)
-        self._replace_files(note)
-        return f"{self._target}: the folder cannot be renamed here: {_BY_FILES}"
-
-    def _replace_files(self, note: CommitNote) -> None:
-        """Remove the old checkpoint's files, then move the new ones in, the last one last.
-
-        What is no longer staged is in place already.
-        """
-        staged = [name for name in note.names if os.path.lexists(self._staged / name)]
-        in_place = note.names.keys() - set(staged)
-        remove_own(self._target, [name for name in note.own if name not in in_place])
-        for name in staged:
-            (self._target / name).parent.mkdir(parents=True, exist_ok=True)
-            rename_new(self._staged / name, self._target / name)
-        if self._fsync:
-            for folder in {(self._target / name).parent for name in note.names}:
-                sync_folder(folder)
 
 
 class FileCommit:
@@ -341,14 +288,3 @@ class FileCommit:
 
 
 Commit = FolderCommit | FileCommit
-
-
-def is_in_place(commit: Commit, file: NoteFile, begun: CommitNote) -> bool:
-    """Return whether a commit got as far as the target, by its note, or as it was begun."""
-    with suppress(OSError, Unsupported):
-        begun = file.read() or begun
-    return commit.is_done(begun)
-
-
-def _device(path: Path) -> int:
-    return os.lstat(path).st_dev

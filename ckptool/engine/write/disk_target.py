@@ -13,7 +13,7 @@ from ckptool.core.layout import Layout
 from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import Share
-from ckptool.engine.write.commit import Commit, FileCommit, FolderCommit, aside_of, is_in_place
+from ckptool.engine.write.commit import Commit, FileCommit, FolderCommit, aside_of
 from ckptool.engine.write.existing import (
     left_behind,
     nothing_to_resume,
@@ -298,7 +298,6 @@ class DiskTarget(Target):
         commit, self._begun = self._commit(folder=self._layout.folder), self._new_note()
         remark = commit.replace(self._begun)
         try:
-            self._begun = self._note.read() or self._begun
             if self._options.fsync:
                 sync_folder(self.path.parent)
             commit.clear(self._begun)
@@ -312,7 +311,7 @@ class DiskTarget(Target):
     def is_published(self) -> bool:
         """Return whether the output is at the target, whatever is left to be cleaned up."""
         commit = self._commit(folder=self._layout.folder)
-        return self._begun is not None and is_in_place(commit, self._note, self._begun)
+        return self._begun is not None and commit.is_done(self._begun)
 
     def _commit(self, *, folder: bool) -> Commit:
         if folder:
