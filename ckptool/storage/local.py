@@ -31,7 +31,13 @@ from ckptool.storage.files import (
     too_short,
     unreadable,
 )
-from ckptool.storage.read_ahead import ReadAhead, SmallReads, ask_aside, request_missing
+from ckptool.storage.read_ahead import (
+    ReadAhead,
+    SmallReads,
+    ask_aside,
+    request_missing,
+    steps_asked,
+)
 
 _MOST_EXPECTED = 1 << 12
 """Small reads of a disk that are requested together: enough to keep it busy."""
@@ -239,11 +245,9 @@ class LocalReader:
         descriptor = self._descriptor(file)
         self._ahead.begin(descriptor, file, offset, len(buffer))
         try:
-            count = os.preadv(descriptor, [buffer], offset)
+            return os.preadv(descriptor, [buffer], offset)
         except OSError as error:
             raise unreadable(file, error) from None
-        self._ahead.end(descriptor, file, offset, count)
-        return count
 
     def expect(self, file: str, offset: int, nbytes: int) -> None:
         """Request the read of a few bytes that are needed soon."""
@@ -251,7 +255,7 @@ class LocalReader:
 
     def ask(self, file: str, offset: int, nbytes: int) -> Iterator[int]:
         """Request reads of bytes that are needed soon; yield how many at a time."""
-        return self._ahead.ask(self._descriptor(file), file, offset, offset + nbytes)
+        return steps_asked(self._descriptor(file), offset, offset + nbytes)
 
     def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
         """Fill each run, the first from ``offset``, each other ``step`` bytes after the last.

@@ -1,9 +1,8 @@
-"""Request data early that is not in the page cache, and do not fill memory with it.
+"""Request data early that is not in the page cache.
 
 The kernel reads 128 KiB ahead unless the disk is set to more, which leaves a fast disk idle most of
-the time: for sequential reads some MiB are requested instead (``POSIX_FADV_WILLNEED``).
-``cachestat`` (Linux 6.5) shows what is cached; without it no page is dropped, as it may be another
-process's.
+the time: for sequential reads some MiB are requested instead (``POSIX_FADV_WILLNEED``), unless they
+are cached, as ``cachestat`` shows (Linux 6.5).
 """
 
 from __future__ import annotations
@@ -27,10 +26,6 @@ _MOST = 16 << 20
 """Bytes that are requested beyond what was read of a file."""
 _GAP = 4 << 10
 """Bytes that may be skipped between two sequential reads."""
-_MOST_UNREAD = 1 << 16
-"""Steps that are noted as requested and not completely read."""
-_SHORT = 16
-"""Memory is short if less than a 16th of it is free."""
 _CACHESTAT = 451
 _SMALL = 16 << 10
 """Bytes of a read that costs less than a call of the kernel for it."""
@@ -121,16 +116,10 @@ class SmallReads:
 
 
 class ReadAhead:
-    """What all threads read of the files of a folder.
-
-    If memory is short, steps that were not cached are dropped once they were read, since pages in
-    use would be evicted for them. If memory is free they stay, and reading them again is fast.
-    """
+    """What all threads read of the files of a folder."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._streams: dict[str, _Stream] = {}
-        self._unread: dict[tuple[str, int], int] = {}
         self._cached: dict[str, bool] = {}
 
     def begin(self, descriptor: int, file: str, offset: int, nbytes: int) -> None:
@@ -150,7 +139,7 @@ class ReadAhead:
         wanted = stream.reached + stream.ahead + (_STEP - 1 if nbytes >= _PIECE else 0)
         end = stream.asked = max(start, min(wanted // _STEP * _STEP, stream.size))
         if start < end:
-            deque(self.ask(descriptor, file, start, end), maxlen=0)
+            deque(steps_asked(descriptor, start, end), maxlen=0)
 
     def expect(self, descriptor: int, file: str, offset: int, nbytes: int) -> None:
         """Request a few bytes of a file, unless the first bytes expected of it are cached."""
@@ -159,37 +148,17 @@ class ReadAhead:
         if not self._cached[file]:
             will_need(descriptor, offset, nbytes)
 
-    def ask(self, descriptor: int, file: str, start: int, end: int) -> Iterator[int]:
-        """Request some bytes of a file, yield how many at a time.
 
-        The kernel is slow to take requests: other threads need not wait for it.
-        """
-        while start < end:
-            step = start // _STEP
-            nbytes = min(end, (step + 1) * _STEP) - start
-            if ask(descriptor, start, nbytes):
-                if len(self._unread) >= _MOST_UNREAD:  # left by reads of a part of each
-                    self._unread.clear()
-                self._unread[file, step] = nbytes
-            start += nbytes
-            yield nbytes
+def steps_asked(descriptor: int, start: int, end: int) -> Iterator[int]:
+    """Request some bytes of a file, yield how many at a time.
 
-    def end(self, descriptor: int, file: str, offset: int, nbytes: int) -> None:
-        """Drop the steps that are now read completely, if memory is short."""
-        if not self._unread:
-            return
-        end = offset + nbytes
-        for step in range(offset // _STEP, -(-end // _STEP)):
-            start = step * _STEP
-            with self._lock:
-                left = self._unread.pop((file, step), None)
-                if left is None:
-                    continue
-                left -= min(end, start + _STEP) - max(offset, start)
-                if left > 0:
-                    self._unread[file, step] = left
-            if left <= 0 and memory_is_short():
-                _advise(descriptor, start, _STEP, os.POSIX_FADV_DONTNEED)
+    The kernel is slow to take requests: other threads need not wait for it.
+    """
+    while start < end:
+        nbytes = min(end, (start // _STEP + 1) * _STEP) - start
+        _ask(descriptor, start, nbytes)
+        start += nbytes
+        yield nbytes
 
 
 def ask_aside(asked: Generator[int, None, None]) -> Callable[[], None]:
@@ -217,21 +186,17 @@ def ask_aside(asked: Generator[int, None, None]) -> Callable[[], None]:
     return end
 
 
-def ask(descriptor: int, offset: int, nbytes: int) -> bool:
-    """Read some bytes of a file into the page cache; return whether none of them were there.
+def _ask(descriptor: int, offset: int, nbytes: int) -> None:
+    """Read some bytes of a file into the page cache, unless the first of them are there.
 
-    If the first are there, the rest is left to the kernel: requesting all costs a tenth of reading
-    them.
+    If they are, the rest is left to the kernel: requesting all costs a tenth of reading them.
     """
     first = min(_LOOK, nbytes)
     cached = cached_bytes(descriptor, offset, first)
     if cached is not None and cached >= first:
-        return False
-    cached = cached_bytes(descriptor, offset, nbytes)
+        return
     for start in range(offset, offset + nbytes, _PIECE):
-        piece = min(_PIECE, offset + nbytes - start)
-        will_need(descriptor, start, piece)
-    return cached == 0
+        will_need(descriptor, start, min(_PIECE, offset + nbytes - start))
 
 
 def request_missing(descriptor: int, offset: int, nbytes: int) -> None:
@@ -242,17 +207,13 @@ def request_missing(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def will_need(descriptor: int, offset: int, nbytes: int) -> None:
-    """Read some bytes of a file into the page cache."""
-    _advise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+    """Read some bytes of a file into the page cache.
 
-
-def _advise(descriptor: int, offset: int, nbytes: int, advice: int) -> None:
-    """Advise the kernel; a file system or sandbox that takes no advice still reads.
-
-    So does a read beyond a file's end, by damaged metadata: reading then reports that.
+    A file system or sandbox that takes no advice still reads. So does a read beyond a file's end,
+    by damaged metadata: reading then reports that.
     """
     with suppress(OSError, OverflowError):
-        os.posix_fadvise(descriptor, offset, nbytes, advice)
+        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 _libc = ctypes.PyDLL(None)  # releasing the GIL for so short a call costs more than the call
@@ -274,8 +235,3 @@ def spare_memory() -> int:
     """Return how many bytes may be read long before they are needed."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(free // 8, 4 << 30)
-
-
-def memory_is_short() -> bool:
-    """Return whether reading takes memory in which other files are cached."""
-    return os.sysconf("SC_AVPHYS_PAGES") * _SHORT < os.sysconf("SC_PHYS_PAGES")

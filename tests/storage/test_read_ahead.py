@@ -1,4 +1,4 @@
-"""Cold data is requested early, and dropped again if memory is short; bytes never differ."""
+"""Cold data is requested early; bytes never differ."""
 
 from __future__ import annotations
 
@@ -59,12 +59,10 @@ def read_all(path: Path, data: bytes, step: int = MIB) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("short", [True, False])
 @pytest.mark.parametrize("step", [MIB, 700_001])
 def test_every_byte_is_read(
-    known: bool, short: bool, step: int, file: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+    known: bool, step: int, file: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_ahead, "memory_is_short", lambda: short)
     if not known:
         monkeypatch.setattr(read_ahead, "_CACHESTAT", -1)
     read_all(file, data, step)
@@ -76,21 +74,8 @@ def test_who_takes_no_advice_reads_all_the_same(
     def refuse(*args: int) -> None:
         raise OSError(errno.ENOSYS, "not implemented")
 
-    monkeypatch.setattr(read_ahead, "memory_is_short", lambda: True)
     monkeypatch.setattr(os, "posix_fadvise", refuse)
     read_all(file, data)
-
-
-def test_few_steps_are_noted_of_files_that_are_read_in_part(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    require_cold(file)
-    monkeypatch.setattr(read_ahead, "_MOST_UNREAD", 4)
-    ahead = read_ahead.ReadAhead()
-    with open(file, "rb") as stream:
-        asked = sum(ahead.ask(stream.fileno(), "f", 0, SIZE))
-    assert asked == SIZE
-    assert 0 < len(ahead._unread) <= 4
 
 
 def test_what_follows_is_asked_for(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,25 +95,6 @@ def test_a_single_read_asks_for_nothing_more(file: Path) -> None:
         for start in (20 * MIB, 3 * MIB, 9 * MIB):
             reader.read_into("f", start, memoryview(bytearray(2048)))
     assert cached(file) < 2 * MIB
-
-
-def test_cold_pages_are_given_up_where_memory_is_short(
-    file: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    require_cold(file)
-    monkeypatch.setattr(read_ahead, "memory_is_short", lambda: True)
-    read_all(file, data, 700_001)
-    assert cached(file) <= 2 * MIB
-
-
-def test_pages_that_others_use_stay(
-    file: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file.read_bytes()
-    before = cached(file)
-    monkeypatch.setattr(read_ahead, "memory_is_short", lambda: True)
-    read_all(file, data)
-    assert cached(file) == before
 
 
 def test_a_plan_asks_ahead_and_ends(file: Path) -> None:
