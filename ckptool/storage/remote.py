@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ckptool.errors import Changed, Denied, NotFound, Problem
 from ckptool.storage.block_cache import BLOCK
@@ -12,6 +12,7 @@ from ckptool.storage.clients.schemes import WEB
 from ckptool.storage.commit_note import side_name
 from ckptool.storage.file_status import by_folder, changed, version_digest, within_folder
 from ckptool.storage.files import CORES, FileReader, ReadPolicy, ReadSpan, read_exactly, too_short
+from ckptool.storage.planned_ranges import VersionSpan
 from ckptool.storage.url import RemotePath
 
 AT_ONCE = 16
@@ -110,15 +111,11 @@ class RemoteSource(FileReader):
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """Fetch the next reads (file, offset, bytes) ahead, unless they are planned."""
-        store = self._place.store
-        runs = ((self._version_of(file), offset, nbytes) for file, offset, nbytes in spans)
-        store.blocks.expect(run for run in runs if not store.ranges.has_planned(*run))
+        self._place.store.expect(self._versioned(spans))
 
     def plan_reads(self, runs: Iterable[ReadSpan]) -> Callable[[], None]:
         """Fetch the next reads ahead, in order, each byte once and many at a time."""
-        return self._place.store.ranges.plan(
-            (self._version_of(file), offset, nbytes) for file, offset, nbytes in runs
-        )
+        return self._place.store.plan(self._versioned(runs))
 
     def keep(self, nbytes: int) -> None:
         """Keep at most so many bytes of what was fetched ahead."""
@@ -147,6 +144,9 @@ class RemoteSource(FileReader):
 
     def close(self) -> None:
         """Do nothing: it only holds memory."""
+
+    def _versioned(self, spans: Iterable[ReadSpan]) -> Iterator[VersionSpan]:
+        return ((self._version_of(file), offset, nbytes) for file, offset, nbytes in spans)
 
     def _version_of(self, file: str) -> ObjectVersion:
         """Return a file in the version that was listed; any version of one that was not."""

@@ -12,12 +12,12 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptool.errors import Changed, Denied, NotFound
+from ckptool.errors import Changed, Denied, NotFound, Unsupported
 from ckptool.storage.block_cache import CAPACITY, BlockCache
 from ckptool.storage.clients.amazon import Amazon
 from ckptool.storage.clients.azure import Azure
@@ -38,7 +38,7 @@ from ckptool.storage.clients.schemes import AZURE, GOOGLE, S3, WEB, redact_url, 
 from ckptool.storage.clients.unlisted import INDEXES, infos, is_file, names_below
 from ckptool.storage.clients.web import Web, WebClient
 from ckptool.storage.file_status import within_folder
-from ckptool.storage.planned_ranges import PlannedRanges
+from ckptool.storage.planned_ranges import PlannedRanges, VersionSpan
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -51,6 +51,8 @@ _SERVICES: Mapping[str, tuple[Callable[[str, Mapping[str, Any]], Service], str]]
     **dict.fromkeys(WEB, (Web, "http")),
 }
 """What obstore reads and writes, with the extra that installs it; fsspec serves all else."""
+_processes: set[int] = set()
+"""The process that uses stores. Threads and locks, also of obstore, survive no fork."""
 
 
 def _open_client(url: str, options: Mapping[str, Any], policy: RetryPolicy) -> Client:
@@ -86,8 +88,7 @@ class Store:
     """A store, or a file system of fsspec. ``traffic`` counts its requests.
 
     ``options`` are the client's own; it handles credentials, which appear in no message. A process
-    that gets a store by pickle opens its own connections; in one that was forked from a process in
-    which obstore ran, what obstore would read is refused.
+    that gets a store by pickle opens its own connections; one that is forked reads none.
     """
 
     policy = RetryPolicy()
@@ -98,7 +99,7 @@ class Store:
         self.remains: dict[str, int] = {}
         """Bytes of unfinished files, by URL, that could not be discarded."""
         self.blocks = BlockCache(_weakly(self.read))
-        self.ranges = PlannedRanges(_weakly(self.read))
+        self._ranges = PlannedRanges(_weakly(self.read))
         self._url = url
         self._options = options
         self._sizes: dict[str, int] = {}
@@ -107,7 +108,6 @@ class Store:
         self._hidden: dict[str, str] = {}
         """Why the store does not say whether files are there, by key."""
         self._client: Client | None = None
-        _stores.add(self)
 
     def __reduce__(self) -> tuple[type[Store], tuple[str, Mapping[str, Any]]]:
         return Store, (self._url, dict(self._options))
@@ -126,17 +126,10 @@ class Store:
             self._client = _open_client(self._url, self._options, self.policy)
         return self._client
 
-    def disconnect(self) -> None:
-        """Drop all connections, locks and pending requests: they are another process's."""
-        self._client = None
-        self.blocks = BlockCache(_weakly(self.read), self.blocks.capacity)
-        self.ranges = PlannedRanges(_weakly(self.read), self.ranges.capacity)
-        self.traffic = Traffic(self.traffic.requests, self.traffic.received)
-
     def keep(self, nbytes: int) -> None:
         """Keep at most so many bytes of what was read, or is fetched ahead."""
         self.blocks.capacity = min(CAPACITY, nbytes // 4)
-        self.ranges.capacity = nbytes - self.blocks.capacity
+        self._ranges.capacity = nbytes - self.blocks.capacity
 
     @property
     def account(self) -> tuple[str, str]:
@@ -162,7 +155,7 @@ class Store:
         """Drop what was read of a file: it was written, and has so many bytes."""
         self._sizes[key] = nbytes
         self.blocks.clear()
-        self.ranges.clear()
+        self._ranges.clear()
 
     def listed_size(self, key: str) -> int:
         """Return the bytes of a file as it was last listed or written, 0 if it was not."""
@@ -197,27 +190,32 @@ class Store:
         is_named = in_bucket and is_file(key) and key.rpartition("/")[2] not in INDEXES
         if is_named or (alone and in_bucket):
             try:
-                if (found := self._file_at(key, what)) or alone:
+                if (found := self._file_at(key)) or alone:
                     return found
             except Unaccepted:
                 raise
             except Denied:  # S3's answer for a missing key if one may not list
                 pass
         found = self._list(key, what)
-        return found if found or is_named or not in_bucket else self._file_at(key, what)
+        return found if found or is_named or not in_bucket else self._file_at(key)
 
-    def _file_at(self, key: str, what: str) -> dict[str, ObjectInfo]:
+    def _file_at(self, key: str) -> dict[str, ObjectInfo]:
         """Return the file of this key, if there is one."""
+        info = self._info(key)
+        return {} if info is None else {key: info}
+
+    def _info(self, key: str) -> ObjectInfo | None:
+        """Return the store's information on a file; None if it is missing."""
         self.traffic.count()
+        policy = self.policy.of_listings()
         with suppress(NotFound):
-            if (info := self.ask(what, lambda: self.client.info(key))) is not None:
-                return {key: info}
-        return {}
+            return self.ask(self.url(key), lambda: self.client.info(key), policy)
+        return None
 
     def _list(self, key: str, what: str) -> dict[str, ObjectInfo]:
         self.traffic.count()
         try:
-            return retry(self.policy.of_listings(), what, lambda: self.client.find(key))
+            return self.ask(what, lambda: self.client.find(key), self.policy.of_listings())
         except Unaccepted:
             raise
         except Denied as error:
@@ -234,22 +232,19 @@ class Store:
             hint = f"give its metadata file, which needs no listing: {what}/{INDEXES[0]}"
             hint = f"{error.hint}; or {hint}" if error.hint else hint
             raise Denied(f"{error}", hint) from None
-        info = self._head(key)
+        info = self._info_if_shown(key)
         if info is None:
             raise error
         return {key: info}
 
-    def _head(self, key: str) -> ObjectInfo | None:
+    def _info_if_shown(self, key: str) -> ObjectInfo | None:
         """Return the store's information on a file; None if it is missing, or not shown."""
-        self.traffic.count()
         try:
-            return retry(self.policy.of_listings(), self.url(key), lambda: self.client.info(key))
+            return self._info(key)
         except Unaccepted:
             raise
         except Denied as error:
             self._hidden[key] = str(error)
-        except NotFound:
-            pass
         return None
 
     def hidden_below(self, key: str) -> dict[str, str]:
@@ -261,7 +256,7 @@ class Store:
 
     def _list_named(self, folder: str, query: str) -> dict[str, ObjectInfo]:
         """Return the files of a folder that cannot be listed, as far as they can be known."""
-        look = self._web_info if self.scheme in WEB else self._head
+        look = self._info if self.scheme in WEB else self._info_if_shown
 
         def key_of(name: str) -> str:
             return f"{folder}/{name}{query}"
@@ -277,23 +272,26 @@ class Store:
         """Return a file, or the files of a folder as far as they can be known."""
         head, mark, query = key.partition("?")
         if is_file(key):
-            return {key: info} if (info := self._web_info(key)) is not None else {}
+            return self._file_at(key)
         return self._list_named(head.rstrip("/"), mark + query)
 
-    def _web_info(self, key: str) -> ObjectInfo | None:
-        """Return the server's information on a file, at least its size; None if there is none."""
-        self.traffic.count()
-        policy = self.policy.of_listings()
-        with suppress(NotFound):
-            return retry(policy, redact_url(key), lambda: self.client.info(key))
-        return None
+    def expect(self, runs: Iterable[VersionSpan]) -> None:
+        """Fetch the next small reads ahead, unless they are planned."""
+        _require_own_process()
+        self.blocks.expect(run for run in runs if not self._ranges.has_planned(*run))
+
+    def plan(self, runs: Iterable[VersionSpan]) -> Callable[[], None]:
+        """Fetch the next reads ahead, in order; return a function that ends this."""
+        _require_own_process()
+        return self._ranges.plan(runs)
 
     def read_into(self, file: ObjectVersion, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` of a file; return the bytes there are.
 
         Raises Changed if the store knows that it is no longer the file that was listed.
         """
-        done = self.ranges.read_into(file, offset, buffer)
+        _require_own_process()
+        done = self._ranges.read_into(file, offset, buffer)
         return self.blocks.read_into(file, offset, buffer) if done is None else done
 
     def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
@@ -349,7 +347,7 @@ class Store:
                 self.remains[url] = pieces.sent
                 raise
 
-        retry(replace(self.policy, attempts=1), url, send)
+        self.ask(url, send, replace(self.policy, attempts=1))
 
     def get(self, key: str, what: str) -> bytes:
         """Return all of a small file; NotFound if there is none."""
@@ -363,9 +361,10 @@ class Store:
             with suppress(NotFound):
                 self.ask(what, partial(self.client.remove, key))
 
-    def ask(self, what: str, work: Callable[[], _T]) -> _T:
+    def ask(self, what: str, work: Callable[[], _T], policy: RetryPolicy | None = None) -> _T:
         """Return the answer to a request; NotFound or NoAnswer if there is none."""
-        return retry(self.policy, what, work)
+        _require_own_process()
+        return retry(policy or self.policy, what, work)
 
 
 def _weakly(method: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -381,12 +380,13 @@ def _weakly(method: Callable[_P, _T]) -> Callable[_P, _T]:
     return call
 
 
-_stores: WeakSet[Store] = WeakSet()
-
-
-def _disconnect_all() -> None:
-    for store in list(_stores):
-        store.disconnect()
-
-
-os.register_at_fork(after_in_child=_disconnect_all)
+def _require_own_process() -> None:
+    """Raise Unsupported in a process that was forked from one that used a store."""
+    _processes.add(os.getpid())
+    if len(_processes) > 1:
+        _processes.discard(os.getpid())
+        raise Unsupported(
+            "a process that was forked cannot read a store that its parent has read",
+            hint='start it by multiprocessing.get_context("forkserver") or "spawn"; a DataLoader'
+            ' takes multiprocessing_context="forkserver"',
+        )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 from ckptool.errors import Unsupported, UsageError, error_text
 from ckptool.storage.clients.client import (
@@ -24,20 +22,6 @@ from ckptool.storage.clients.schemes import redact_url, unaccepted
 
 _VERSIONS = ("ETag", "etag", "sha256", "blob_id")
 """The clients' keys for a value that differs between versions of a file."""
-_opened: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""File systems that were opened, by ``id``."""
-_inherited: list[Any] = []
-"""Those of the process that this one was forked from. When fsspec's clients are freed, they remove
-their sockets from the event queue, which the processes share: the parent would wait for answers for
-ever.
-"""
-
-
-def _keep_inherited() -> None:
-    _inherited.extend(_opened.values())
-
-
-os.register_at_fork(after_in_child=_keep_inherited)
 
 
 def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
@@ -46,7 +30,7 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
     try:
         from fsspec.core import url_to_fs
 
-        fs = url_to_fs(url, **options)[0]
+        return url_to_fs(url, **options)[0]
     except ImportError as error:
         raise missing(url, str(error)) from None
     except TypeError as error:
@@ -58,8 +42,6 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
         raise UsageError(f"{redact_url(url)}: unknown store {scheme}://", hint=hint) from None
     except Exception as error:  # noqa: BLE001 (each client of a store has errors of its own)
         raise unreachable(redact_url(url), error) from None
-    _opened[id(fs)] = fs
-    return fs
 
 
 def missing(url: str, reason: str, extra: str | None = None) -> Unsupported:

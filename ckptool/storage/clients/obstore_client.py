@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -12,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.errors import Changed, Unsupported
+from ckptool.errors import Changed
 from ckptool.storage.clients.answers import Answer, answer_of
 from ckptool.storage.clients.client import ObjectInfo, ObjectVersion, Pieces, Upload
 from ckptool.storage.clients.retry import GONE, RetryPolicy
@@ -31,8 +30,6 @@ _CLOCKS_DIFFER = timedelta(minutes=15)
 """How far apart a store's clock and this machine's may be: S3 accepts no request beyond that."""
 _MOVES = 3
 """How often a place may have moved while one request is made."""
-_processes: set[int] = set()
-"""The process in which obstore runs. In one that is forked from it, it would hang."""
 
 
 class Service(Protocol):
@@ -204,25 +201,12 @@ class ObstoreClient:
 
     def _open(self, key: str, settings: Settings) -> tuple[str, str, Any]:
         """Return the place of a key, the name in it, and obstore's store for the place."""
-        _require_own_process()
         with require_accepted(self.url(key)):
             place, name = self._service.split(key)
             store = self._stores.get((place, settings))  # others may clear them meanwhile
             if store is None:
                 store = self._stores[place, settings] = self._service.open(place, settings)
         return place, name, store
-
-
-def _require_own_process() -> None:
-    """Raise Unsupported in a process forked from one in which obstore ran."""
-    _processes.add(os.getpid())
-    if len(_processes) > 1:
-        _processes.discard(os.getpid())
-        raise Unsupported(
-            "a process that was forked cannot read a store that its parent has read",
-            hint='start it by multiprocessing.get_context("forkserver") or "spawn"; a DataLoader'
-            ' takes multiprocessing_context="forkserver"',
-        )
 
 
 def _list(obstore: Any, store: Any, key: str) -> dict[str, Mapping[str, Any]]:
