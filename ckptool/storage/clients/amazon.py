@@ -76,7 +76,8 @@ class Amazon(Buckets):
             return None
         signer = signer._replace(region=self._regions.get(bucket, signer.region))
         config = signer.settings(bucket)
-        return None if config is None else _Bucket(config, signer.credentials, {})
+        credentials = _static(signer.key, signer.secret, signer.token)
+        return None if config is None else _Bucket(config, credentials, {})
 
     def _by_botocore(self, bucket: str) -> _Bucket:
         """Return a bucket as botocore addresses it, with the credentials that it finds."""
@@ -174,12 +175,7 @@ def _credentials(session: Any, keys: list[str | None]) -> Callable[[], Any]:
     """Return what gives obstore credentials: the keys if there are any, or what botocore finds."""
     key, secret, token = keys
     if key is not None:
-        return lambda: {
-            "access_key_id": key,
-            "secret_access_key": secret,
-            "token": token,
-            "expires_at": None,
-        }
+        return _static(key, secret, token)
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     try:
@@ -187,6 +183,12 @@ def _credentials(session: Any, keys: list[str | None]) -> Callable[[], Any]:
     except ValueError:
         raise NoCredentials("Unable to locate credentials") from None
     return provider
+
+
+def _static(key: str, secret: str | None, token: str | None) -> Callable[[], Any]:
+    """Return what gives obstore keys that do not expire."""
+    keys = {"access_key_id": key, "secret_access_key": secret, "token": token}
+    return lambda: {**keys, "expires_at": None}
 
 
 def _trust(verify: str | bool | None) -> dict[str, Any]:

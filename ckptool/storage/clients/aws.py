@@ -6,9 +6,7 @@ programs that give credentials, other certificates, other kinds of addresses.
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -59,22 +57,11 @@ class Signer(NamedTuple):
             "virtual_hosted_style_request": not self.endpoint,
         }
 
-    def credentials(self) -> dict[str, str | None]:
-        """Return obstore's credentials, which do not expire."""
-        return {
-            "access_key_id": self.key,
-            "secret_access_key": self.secret,
-            "token": self.token,
-            "expires_at": None,
-        }
-
 
 def find_signer(environment: Mapping[str, str]) -> Signer | None:
     """Return the signer that botocore would find; None if only botocore itself can tell."""
     names = {name for name, value in environment.items() if name.startswith("AWS_") and value}
-    if names - _UNDERSTOOD or _has_fsspec_settings(environment):
-        return None
-    stored = _profile(environment)
+    stored = None if names - _UNDERSTOOD else _profile(environment)
     if stored is None:
         return None
     given = {name: environment.get(name.upper(), "") for name in _KEYS}
@@ -128,13 +115,3 @@ def _sections(file: str) -> dict[str, dict[str, str]]:
     except Error as error:
         raise ValueError(str(error)) from None
     return {name: dict(parser.items(name)) for name in parser.sections()}
-
-
-def _has_fsspec_settings(environment: Mapping[str, str]) -> bool:
-    """Return whether fsspec (2026.9) may have settings for s3fs: variables, files, or in memory."""
-    if any(name.startswith("FSSPEC_") for name in environment):
-        return True
-    loaded = getattr(sys.modules.get("fsspec.config"), "conf", {})
-    if "s3" in loaded or "s3a" in loaded:
-        return True
-    return os.path.isdir(os.path.expanduser("~/.config/fsspec"))

@@ -101,24 +101,12 @@ ROLE = "[profile lab]\nrole_arn = arn:aws:iam::1:role/x\nsource_profile = defaul
         (ENV | {"AWS_USE_FIPS_ENDPOINT": "true"}, "", ""),
         (ENV | {"AWS_WEB_IDENTITY_TOKEN_FILE": "/t"}, "", ""),
         (ENV | {"AWS_CREDENTIAL_EXPIRATION": "2100-01-01T00:00:00Z"}, "", ""),
-        (ENV | {"FSSPEC_S3_ANON": "true"}, "", ""),
     ],
 )
 def test_what_only_botocore_knows_is_left_to_it(
     env: dict[str, str], credentials: str, config: str, alone: Path
 ) -> None:
     assert found(alone, env, credentials, config) is None
-
-
-def test_files_of_fsspec_may_say_more(alone: Path) -> None:
-    (alone / ".config/fsspec").mkdir(parents=True)
-    assert found(alone, ENV, "", "") is None
-
-
-def test_so_may_a_program(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = pytest.importorskip("fsspec.config")
-    monkeypatch.setitem(config.conf, "s3", {"anon": True})
-    assert found(alone, ENV, "", "") is None
 
 
 def test_buckets_of_aws_are_asked_for_by_their_hosts() -> None:
