@@ -40,7 +40,7 @@ from ckptool.storage.place import (
     run_bounded,
 )
 from ckptool.storage.url import Location, within
-from ckptool.storage.virtual.tar import TarFiles
+from ckptool.storage.virtual.placed import PlacedFiles
 
 _LEVELS = 4
 _T = TypeVar("_T")
@@ -175,7 +175,7 @@ def _detect_from_file(path: Location) -> Candidate:
     )
 
 
-def _detect_in_archive(path: Location, archive: TarFiles) -> Candidate | None:
+def _detect_in_archive(path: Location, archive: PlacedFiles) -> Candidate | None:
     """Return the model at the top level of an archive; None if there is none."""
     found = [one for one in _candidates(path, archive) if str(within(one.path, path)) in _WEIGHTS]
     if len(found) != 1:

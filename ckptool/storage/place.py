@@ -15,7 +15,8 @@ from ckptool.storage.disk import write_whole
 from ckptool.storage.files import Files
 from ckptool.storage.local import LocalSource
 from ckptool.storage.url import Location, RemotePath
-from ckptool.storage.virtual.tar import TarFiles, is_tar
+from ckptool.storage.virtual.placed import PlacedFiles
+from ckptool.storage.virtual.tar import is_tar, tar_members
 
 if TYPE_CHECKING:
     from ckptool.storage.store import Traffic
@@ -137,13 +138,13 @@ def run_bounded(path: Location, work: Callable[[], _T]) -> _T:
         raise Damaged(f"{path}: not enough memory to read the metadata") from None
 
 
-def archive_in(source: Files, path: Location) -> TarFiles | None:
+def archive_in(source: Files, path: Location) -> PlacedFiles | None:
     """Return the contents of a ``.nemo`` file, read in place; None for any other file.
 
     Raises Damaged if its members cannot be read in place.
     """
     is_archive = path.name.endswith(ARCHIVE) and path.name in source.files
-    return TarFiles.of(source, path.name) if is_archive and is_tar(source, path.name) else None
+    return tar_members(source, path.name) if is_archive and is_tar(source, path.name) else None
 
 
 def _reason(error: OSError) -> str:

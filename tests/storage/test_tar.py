@@ -20,7 +20,8 @@ import ckptool
 from ckptool.commands.open import open_checkpoint
 from ckptool.errors import CkptoolError, Damaged, Unrecognized
 from ckptool.storage.local import LocalSource
-from ckptool.storage.virtual.tar import TarFiles
+from ckptool.storage.virtual.placed import PlacedFiles
+from ckptool.storage.virtual.tar import tar_members
 
 NEMO = case("nemo_archive")
 ARCHIVE = NEMO.path / "model.nemo"
@@ -44,11 +45,11 @@ def pack(path: Path, members: Members, dialect: int = tarfile.PAX_FORMAT) -> Pat
     return path
 
 
-def opened(path: Path) -> TarFiles:
-    return TarFiles.of(LocalSource.file(path), path.name)
+def opened(path: Path) -> PlacedFiles:
+    return tar_members(LocalSource.file(path), path.name)
 
 
-def contents(source: TarFiles) -> dict[str, bytes]:
+def contents(source: PlacedFiles) -> dict[str, bytes]:
     return {name: source.read(name, 0, size) for name, size in source.files.items()}
 
 

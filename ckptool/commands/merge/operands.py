@@ -21,7 +21,7 @@ from ckptool.errors import damaged
 from ckptool.formats.companions import relocate
 from ckptool.formats.safetensors import delta_notes
 from ckptool.storage.url import Location
-from ckptool.storage.virtual.joined import JoinedFiles
+from ckptool.storage.virtual.placed import PlacedFiles, join_folders
 
 _GAPS = "a shard is missing or its metadata is wrong; --drop NAME leaves a tensor out"
 
@@ -70,11 +70,11 @@ def model_only(rewriting: RewriteOptions) -> RewriteOptions:
     return dataclasses.replace(rewriting, selection=selection)
 
 
-def join(operands: Mapping[Location, Operand]) -> JoinedFiles:
+def join(operands: Mapping[Location, Operand]) -> PlacedFiles:
     """Return the files of all checkpoints as one."""
     first, *others = operands.values()
     sources = {operand.folder: operand.opened.source for operand in others}
-    return JoinedFiles(first.opened.source, sources)
+    return join_folders(first.opened.source, sources)
 
 
 def _open(place: Location, label: str, read: ReadOptions, rewriter: Rewriter) -> Operand:

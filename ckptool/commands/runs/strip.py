@@ -39,7 +39,7 @@ from ckptool.formats.writing import CARRIED
 from ckptool.storage.commit_note import targets_with_notes
 from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
-from ckptool.storage.virtual.tar import TarFiles
+from ckptool.storage.virtual.placed import PlacedFiles
 
 
 class Strip(Struct, frozen=True):
@@ -84,7 +84,7 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
         raise Unsupported(f"{list_some(unsure)} may be the model's")
     if on_disk(opened.path) is None:
         raise Unsupported("stores cannot replace a checkpoint in one step")
-    if isinstance(opened.source, TarFiles):
+    if isinstance(opened.source, PlacedFiles):
         raise Unsupported("ckptool does not write archives")
     if not any(state_category(entry) == "model" for entry in kept.tensors.values()):
         raise Unsupported("it has no tensors of a model")
