@@ -21,7 +21,6 @@ from ckptool.errors import Changed, Denied, NotFound, Unsupported
 from ckptool.storage.block_cache import CAPACITY, BlockCache
 from ckptool.storage.clients.amazon import Amazon
 from ckptool.storage.clients.azure import Azure
-from ckptool.storage.clients.buckets import fsspec_settings
 from ckptool.storage.clients.client import (
     Client,
     ObjectInfo,
@@ -32,9 +31,10 @@ from ckptool.storage.clients.client import (
 )
 from ckptool.storage.clients.fsspec_client import FsspecClient, missing
 from ckptool.storage.clients.google import Google
-from ckptool.storage.clients.obstore_client import ObstoreClient, Service
+from ckptool.storage.clients.obstore_client import ObstoreClient
 from ckptool.storage.clients.retry import RetryPolicy, Unaccepted, retry, status_of
 from ckptool.storage.clients.schemes import AZURE, GOOGLE, S3, WEB, redact_url, require_accepted
+from ckptool.storage.clients.service import Service, fsspec_settings
 from ckptool.storage.clients.unlisted import INDEXES, infos, is_file, names_below
 from ckptool.storage.clients.web import Web, WebClient
 from ckptool.storage.file_status import within_folder

@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 from ckptool.errors import UsageError, error_text
 from ckptool.storage.clients.answers import Answer, NoCredentials
 from ckptool.storage.clients.aws import find_signer
-from ckptool.storage.clients.buckets import Buckets
-from ckptool.storage.clients.obstore_client import Settings
+from ckptool.storage.clients.service import Service, Settings
 
 _KEPT = timedelta(minutes=6)
 """Stated lifetime of credentials: obstore (0.12) renews them five minutes before its end."""
@@ -34,7 +33,7 @@ class _Bucket(NamedTuple):
     client: Mapping[str, Any]
 
 
-class Amazon(Buckets):
+class Amazon(Service):
     """Buckets of S3. ``options`` are those of s3fs, or obstore's own settings of S3."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:

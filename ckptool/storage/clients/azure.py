@@ -8,8 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ckptool.errors import UsageError
-from ckptool.storage.clients.buckets import Buckets
-from ckptool.storage.clients.obstore_client import Settings
+from ckptool.storage.clients.service import Service, Settings
 
 _DEVELOPMENT = (
     "DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;AccountKey=Eby8vdM02xNOcqFlqUwJPLlm"
@@ -22,7 +21,7 @@ _NO_MATTER = ("assume_container_exists", "max_concurrency", "version_aware", "re
 """Settings of adlfs for what is not done here."""
 
 
-class Azure(Buckets):
+class Azure(Service):
     """Containers of Azure. ``options`` are those of adlfs, or obstore's own settings of Azure."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:

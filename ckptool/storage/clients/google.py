@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ckptool.storage.clients.buckets import Buckets
-from ckptool.storage.clients.obstore_client import Settings
+from ckptool.storage.clients.service import Service, Settings
 
 _SCOPE = "https://www.googleapis.com/auth/devstorage.full_control"
 _ENDPOINT = "https://storage.googleapis.com"
@@ -15,7 +14,7 @@ _NO_MATTER = ("access", "consistency", "check_connection", "default_location")
 """Settings of gcsfs for what is not done here."""
 
 
-class Google(Buckets):
+class Google(Service):
     """Buckets of Google. ``options`` are those of gcsfs, or obstore's own settings of GCS."""
 
     def open(self, bucket: str, settings: Settings) -> Any:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.errors import Changed
@@ -16,73 +15,17 @@ from ckptool.storage.clients.answers import Answer, answer_of
 from ckptool.storage.clients.client import ObjectInfo, ObjectVersion, Pieces, Upload
 from ckptool.storage.clients.retry import GONE, RetryPolicy
 from ckptool.storage.clients.schemes import redact_url, require_accepted
+from ckptool.storage.clients.service import UPLOAD, Service, Settings
 
 _T = TypeVar("_T")
 _Meta = Mapping[str, Any]
 """What obstore says of a file."""
-_CONNECT, _READ = timedelta(seconds=5), timedelta(seconds=15)
-"""The time for a connection, and between bytes."""
-_UPLOAD = 600.0
-"""Seconds for what is sent: some lines take a minute for a part."""
 _BLOCKS_GONE = "InvalidBlockList"
 """The code of Azure's answer to a list of blocks that it does not have (any more)."""
 _CLOCKS_DIFFER = timedelta(minutes=15)
 """How far apart a store's clock and this machine's may be: S3 accepts no request beyond that."""
 _MOVES = 3
 """How often a place may have moved while one request is made."""
-
-
-class Service(Protocol):
-    """A kind of store: where its places are, and the credentials for them."""
-
-    pins: bool
-    """Whether each version of a file has an ETag of its own."""
-
-    def key(self, url: str) -> str:
-        """Return the place and name of a URL as one text."""
-
-    def url(self, key: str) -> str:
-        """Return the URL of a key."""
-
-    def split(self, key: str) -> tuple[str, str]:
-        """Return the place (a bucket, container or folder of the web) and the name in it."""
-
-    def open(self, place: str, settings: Settings) -> Any:
-        """Return obstore's store for a place."""
-
-    def has_moved(self, place: str, answer: Answer, asked: Any) -> bool:
-        """Return whether an answer tells that a place has another address, and note that.
-
-        ``asked`` is the store of obstore that gave it.
-        """
-
-
-class Settings(Struct, frozen=True):
-    """How requests are sent: the seconds for one, and the tries that obstore makes itself."""
-
-    policy: RetryPolicy
-    seconds: float
-
-    def options(self, endpoint: str, **more: Any) -> dict[str, Any]:
-        """Return obstore's options for a store at an endpoint."""
-        policy, time = self.policy, timedelta(seconds=self.seconds)
-        client = {
-            "allow_http": endpoint.startswith("http:"),
-            "connect_timeout": _CONNECT,
-            "read_timeout": time if self.seconds == _UPLOAD else _READ,
-            "timeout": time,
-            **more,
-        }
-        retry = {
-            "max_retries": policy.attempts - 1,
-            "retry_timeout": timedelta(seconds=policy.total),
-            "backoff": {
-                "init_backoff": timedelta(seconds=policy.pause),
-                "max_backoff": timedelta(seconds=policy.longest_pause),
-                "base": 2,
-            },
-        }
-        return {"client_options": client, "retry_config": retry}
 
 
 class ObstoreClient:
@@ -96,8 +39,8 @@ class ObstoreClient:
         self._service = service
         once = replace(policy, attempts=1)  # ``Store.ask`` tries again
         self._reads = Settings(once, policy.timeout)
-        self._puts = Settings(once, _UPLOAD)
-        self._uploads = Settings(policy, _UPLOAD)  # nobody else can send a part again
+        self._puts = Settings(once, UPLOAD)
+        self._uploads = Settings(policy, UPLOAD)  # nobody else can send a part again
         self._stores: dict[tuple[str, Settings], Any] = {}
 
     def find(self, key: str) -> dict[str, ObjectInfo]:

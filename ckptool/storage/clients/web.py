@@ -11,8 +11,9 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from ckptool.errors import Unsupported
 from ckptool.storage.clients.answers import Answer
 from ckptool.storage.clients.client import ObjectInfo, ObjectVersion
-from ckptool.storage.clients.obstore_client import ObstoreClient, Settings, info_of
+from ckptool.storage.clients.obstore_client import ObstoreClient, info_of
 from ckptool.storage.clients.schemes import unaccepted
+from ckptool.storage.clients.service import Service, Settings
 
 _PLAIN = re.compile(r"[A-Za-z0-9][\w.\-]*", re.ASCII)
 """Names that are the same in a URL."""
@@ -23,7 +24,7 @@ _SAFE = "/%:@!$&'()*+,;=~-._"
 """Characters of a path that need no quotes, or are one."""
 
 
-class Web:
+class Web(Service):
     """Files of web servers, whose keys are their URLs.
 
     ``options`` are ``headers``, and ``ssl`` if no certificate is checked, as for aiohttp.
@@ -32,7 +33,8 @@ class Web:
     pins = False
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        given = dict(options)
+        super().__init__(url, options)
+        given = dict(self.options)
         client = {**given.pop("client_kwargs", {})}
         self._headers = {**client.pop("headers", {}), **given.pop("headers", {})}
         self._checks = client.pop("ssl", given.pop("ssl", True)) is not False
@@ -65,10 +67,6 @@ class Web:
         more = {} if self._checks else {"allow_invalid_certificates": True}
         options = settings.options(folder, default_headers=headers, **more)
         return HTTPStore.from_url(folder, **options)
-
-    def has_moved(self, place: str, answer: Answer, asked: Any) -> bool:
-        """Return False: obstore follows redirects."""
-        return False
 
 
 class WebClient(ObstoreClient):

@@ -10,8 +10,8 @@ from ckptool.errors import UsageError
 from ckptool.storage.clients.amazon import Amazon
 from ckptool.storage.clients.azure import Azure, _connection
 from ckptool.storage.clients.google import Google
-from ckptool.storage.clients.obstore_client import Settings
 from ckptool.storage.clients.retry import RetryPolicy
+from ckptool.storage.clients.service import Settings
 from ckptool.storage.clients.web import Web, quoted_url, split_url
 
 pytest.importorskip("obstore")

@@ -11,9 +11,9 @@ import pytest
 from ckptool.errors import UsageError
 from ckptool.storage.clients.amazon import Amazon
 from ckptool.storage.clients.answers import Answer
-from ckptool.storage.clients.buckets import fsspec_settings
 from ckptool.storage.clients.client import ObjectVersion
 from ckptool.storage.clients.fsspec_client import FsspecClient
+from ckptool.storage.clients.service import fsspec_settings
 from ckptool.storage.store import Store
 
 pytest.importorskip("obstore")
