@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from ckptool.errors import Damaged, Hostile, Problem
-from ckptool.serialization.pickle.machine import HOSTILE_HINT, Machine
+from ckptool.serialization.pickle.machine import Machine
 from ckptool.serialization.pickle.records import Global, Names, Persistent, PickleValue
+
+_HINT = "do not load this file with torch.load(weights_only=False) or pickle"
 
 
 class Truncated(Damaged):
@@ -26,8 +28,7 @@ class Loaded(Struct, frozen=True):
     """The content of a pickle.
 
     ``value`` is the object, ``end`` the offset after its STOP, ``globals`` what it names,
-    ``persistent`` all persistent ids, ``hostile`` the problem of each global that can run code, if
-    these were accepted.
+    ``persistent`` all persistent ids, ``hostile`` the problem of each global that can run code.
     """
 
     value: PickleValue
@@ -48,10 +49,11 @@ def read_pickle(
     Raises Damaged if it is malformed and, if it ``judges``, Hostile if it names a global that can
     run code.
     """
-    machine = Machine(data, start, what, judges=judges, rows=rows)
+    machine = Machine(data, start, what, rows=rows)
     try:
         value = _run(machine, len(data))
     except Truncated:
+        require_harmless(machine.hostile if judges else {})
         raise
     except Damaged:
         remember_globals(data, machine.names(), start)
@@ -59,13 +61,14 @@ def read_pickle(
         raise
     named = machine.names()
     remember_globals(data, named, start)
+    require_harmless(machine.hostile if judges else {})
     return Loaded(value, machine.pos, named, machine.persistent, machine.hostile)
 
 
 def require_harmless(hostile: Mapping[Global, Problem]) -> None:
     """Raise Hostile for the first global that can run code, if there is one."""
     for problem in hostile.values():
-        raise Hostile(problem, hint=HOSTILE_HINT)
+        raise Hostile(problem, hint=_HINT)
 
 
 def _run(machine: Machine, size: int) -> PickleValue:
@@ -119,7 +122,7 @@ def _follow(data: bytes, pickles: int) -> Names:
     called: set[Global] = set()
     start = 0
     for _ in range(pickles):
-        machine = Machine(data, start, "", judges=False, rows=True)
+        machine = Machine(data, start, "", rows=True)
         is_whole = True
         try:
             _run(machine, len(data))

@@ -6,7 +6,7 @@ import pickle  # the names of its opcodes
 import struct
 from collections.abc import Callable
 
-from ckptool.errors import Damaged, Hostile, Problem
+from ckptool.errors import Damaged, Problem
 from ckptool.serialization.pickle.builder import MARK, Builder
 from ckptool.serialization.pickle.globals import (
     GETATTR,
@@ -33,25 +33,21 @@ _STOP, _MEMOIZE = pickle.STOP[0], pickle.MEMOIZE[0]
 _BININT1, _BININT2 = pickle.BININT1[0], pickle.BININT2[0]
 _BINGET, _LONG_BINGET, _LONG_BINPUT = pickle.BINGET[0], pickle.LONG_BINGET[0], pickle.LONG_BINPUT[0]
 _GETS = _BINGET, _LONG_BINGET
-HOSTILE_HINT = "do not load this file with torch.load(weights_only=False) or pickle"
 _LEAST_REPEATED = 1 << 14
 """Bytes of a pickle that is searched for repeated instances; a smaller one takes a millisecond."""
 _UINT4 = struct.Struct("<I").unpack_from
 
 
 class Machine(Builder):
-    """Follows one program. With ``judges`` it raises Hostile at a global that can run code.
+    """Follows one program.
 
     ``globals`` are the byte of the opcode that first names each, ``persistent`` all persistent ids,
-    ``hostile`` the problem of each global that can run code, if it does not judge. If it may leave
-    ``rows``, these represent many instances in lists and dicts.
+    ``hostile`` the problem of each global that can run code. If it may leave ``rows``, these
+    represent many instances in lists and dicts.
     """
 
-    def __init__(
-        self, data: bytes, start: int, what: str, *, judges: bool = True, rows: bool = False
-    ) -> None:
+    def __init__(self, data: bytes, start: int, what: str, *, rows: bool = False) -> None:
         super().__init__(data, start, what)
-        self._judges = judges
         self._has_rows = rows
         self._end = start + MOST_SINGLE
         self._frame_end = 0
@@ -185,10 +181,8 @@ class Machine(Builder):
         self._push(item)
 
     def _accuse(self, item: Global, deed: str) -> None:
-        """Raise Hostile, or note what the pickle does with this global."""
+        """Note what the pickle does with a global that can run code."""
         problem = Problem(f"{self.what}: the pickle {deed}; nothing was called", "hostile-global")
-        if self._judges:
-            raise Hostile(problem, hint=HOSTILE_HINT)
         self.hostile.setdefault(item, problem)
 
     def _stack_global(self) -> None:
