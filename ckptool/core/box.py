@@ -153,18 +153,6 @@ def spans_of(boxes: Sequence[Box]) -> list[list[tuple[int, int]]]:
     return [list(zip(low, high, strict=True)) for low, high in sides]
 
 
-def boxes_of(chunks: Sequence[Any]) -> Sequence[Box]:
-    """Return the boxes of chunks; a table of chunks has a table of them."""
-    boxes: Sequence[Box] | None = getattr(chunks, "boxes", None)
-    return boxes if boxes is not None else [chunk.box for chunk in chunks]
-
-
-def ranks_of(chunks: Sequence[Any]) -> list[int | None]:
-    """Return the ranks that wrote chunks, without opening those that are opened on access."""
-    ranks: list[int | None] | None = getattr(chunks, "ranks", None)
-    return ranks if ranks is not None else [chunk.rank for chunk in chunks]
-
-
 def solid_places(boxes: Sequence[Box]) -> list[int]:
     """Return the indices of the boxes that contain an element."""
     if isinstance(boxes, BoxTable):

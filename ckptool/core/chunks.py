@@ -41,6 +41,11 @@ class Chunks(Sequence[Chunk]):
         return [chunk.box for chunk in self]
 
     @property
+    def ranks(self) -> Sequence[int | None]:
+        """The rank that wrote each chunk, None if that is not known."""
+        return [chunk.rank for chunk in self]
+
+    @property
     def spans(self) -> Spans:
         """The boxes of chunks and of their copies, with the rank that wrote each."""
         stored = [(chunk.box, chunk.rank) for chunk in self]
@@ -76,11 +81,6 @@ class LazyChunks(Chunks):
     @abstractmethod
     def make(self, at: int) -> Chunk:
         """Return the chunk of this number; IndexError if there is none."""
-
-    @property
-    def ranks(self) -> Sequence[int | None]:
-        """The rank that wrote each chunk, None if that is not known."""
-        return [chunk.rank for chunk in self]
 
     @property
     def spans(self) -> Spans:
@@ -202,15 +202,13 @@ class ChunkTable(LazyChunks):
         return hash(self.boxes)
 
 
-class LateChunks(LazyChunks):
+class LateChunks(ChunkTable):
     """Chunks of a table, of which ``open_chunk`` makes each on first access, and that is kept.
 
-    ``closed`` are the same before that, each a whole item of its own, and ``opened`` those that
-    were made, by index.
+    Before that it is a whole item of its own. ``opened`` are those that were made, by index.
     """
 
-    __slots__ = ("_opened", "closed", "open_chunk")
-    alone = True
+    __slots__ = ("_opened", "open_chunk")
 
     def __init__(
         self,
@@ -218,7 +216,7 @@ class LateChunks(LazyChunks):
         open_chunk: Callable[[Chunk], Chunk],
         opened: dict[int, Chunk] | None = None,
     ) -> None:
-        self.closed = closed
+        super().__init__(closed.boxes, closed.items, closed.file_ranks)
         self.open_chunk = open_chunk
         self._opened = opened or {}
 
@@ -232,32 +230,14 @@ class LateChunks(LazyChunks):
         """Whether it is known where elements are: it will be on access."""
         return True
 
-    @property
-    def boxes(self) -> BoxTable:
-        """The boxes of all chunks."""
-        return self.closed.boxes
-
-    @property
-    def ranks(self) -> list[int | None]:
-        """The rank that wrote each chunk, None if that is not known."""
-        return self.closed.ranks
-
-    @property
-    def begin(self) -> tuple[str, int]:
-        """The file of the first chunk's item, and where that begins."""
-        return self.closed.begin
-
-    def __len__(self) -> int:
-        return len(self.closed)
-
     def make(self, at: int) -> Chunk:
         """Return the chunk of this number, opened; the same one to all threads."""
         at = range(len(self))[at]
         known = self._opened.get(at)
-        return known or self._opened.setdefault(at, self.open_chunk(self.closed[at]))
+        return known or self._opened.setdefault(at, self.open_chunk(super().make(at)))
 
-    def __hash__(self) -> int:
-        return hash(self.closed)
+    def __iter__(self) -> Iterator[Chunk]:
+        return map(self.make, range(len(self)))
 
 
 class WholeTensor(LazyChunks):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
-from ckptool.core.box import Box, BoxTable, boxes_of, hull, ranks_of
+from ckptool.core.box import Box, BoxTable, hull
 from ckptool.core.catalog import Catalog, ObjectEntry, Path, TensorEntry, tied_names
+from ckptool.core.chunks import chunks_of
 from ckptool.core.layout import FileLayout, Verbatim
 from ckptool.core.sharding.placement import PlacedTensors
 from ckptool.core.text import list_some
@@ -151,7 +152,8 @@ class WriterAssignment:
         placed = self._request.placed
         if placed is not None and entry.elements:
             return self._placed_boxes(entry, placed)
-        boxes, ranks = boxes_of(entry.chunks), ranks_of(entry.chunks)
+        chunks = chunks_of(entry)
+        boxes, ranks = chunks.boxes, chunks.ranks
         if placed is not None or self._request.one_rank or None in ranks or not ranks:
             if entry.shape not in self._alike:
                 self._alike[entry.shape] = {Box.whole(entry.shape): 0}
@@ -214,7 +216,7 @@ class _PlacedKind(Struct):
         return cls([*holders.items()], writers)
 
 
-def _source_boxes(source: list[Box], ranks: list[int | None]) -> dict[Box, int]:
+def _source_boxes(source: list[Box], ranks: Sequence[int | None]) -> dict[Box, int]:
     """Return the source's chunks; of several that begin at one place (empty ones), the largest.
 
     Parts of a rank's chunks after a rewrite are joined again if they fill a box.

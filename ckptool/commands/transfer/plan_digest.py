@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 
 from ckptool.core.catalog import Chunk, Computed, TensorEntry
-from ckptool.core.chunks import ChunkTable, LateChunks, WholeTensor
+from ckptool.core.chunks import ChunkTable, WholeTensor
 from ckptool.core.layout import Literal, Verbatim
 from ckptool.core.planning.plan import Plan
 from ckptool.engine.read.containers import likely_place
@@ -32,7 +32,7 @@ def plan_digest(plan: Plan, source: Files, decided: object) -> str:
                     digest.update(piece)
     shared: dict[int, int] = {}
     for entry in plan.entries:
-        chunks = entry.chunks.closed if isinstance(entry.chunks, LateChunks) else entry.chunks
+        chunks = entry.chunks
         kind = (entry.name, entry.path, entry.shape, entry.dtype.name, entry.source_dtype.name)
         if isinstance(chunks, WholeTensor):
             digest.update(repr((kind, chunks.begin)).encode())

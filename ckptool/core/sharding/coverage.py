@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ckptool.core.box import Box, boxes_of, is_grid, overlapping_pair
+from ckptool.core.box import Box, is_grid, overlapping_pair
 from ckptool.core.casts import computed_places
 from ckptool.core.catalog import TensorEntry
+from ckptool.core.chunks import chunks_of
 from ckptool.core.text import plural
 from ckptool.errors import Problem
 
@@ -55,7 +56,7 @@ def coverage_problem(entry: TensorEntry) -> Problem | None:
 
     Nor those of what it is computed of.
     """
-    boxes = boxes_of(entry.chunks)
+    boxes = chunks_of(entry).boxes
     if not is_grid(boxes, entry.shape) and (problem := _tiling_problem(entry, boxes)):
         return problem
     behind = (part for at in computed_places(entry) for part in at.stored)

@@ -8,8 +8,9 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from ckptool.core.box import Box, BoxTable, boxes_of, hull, solid_places, spans_of
+from ckptool.core.box import Box, BoxTable, hull, solid_places, spans_of
 from ckptool.core.catalog import Chunk, TensorEntry
+from ckptool.core.chunks import chunks_of
 
 _FEW = 1024
 """Boxes up to which tensors that are cut alike share an index, and common boxes that it keeps."""
@@ -95,7 +96,7 @@ class ChunkIndex:
     """Finds the chunks of one tensor that share elements with a box, as the same objects."""
 
     def __init__(self, entry: TensorEntry) -> None:
-        boxes = boxes_of(entry.chunks)
+        boxes = chunks_of(entry).boxes
         key = boxes if isinstance(boxes, BoxTable) else tuple(boxes)
         self._boxes = _shared_index(key) if len(boxes) <= _FEW else BoxIndex(boxes)
         self.whole_rows = self._boxes.whole_rows

@@ -154,7 +154,7 @@ def _late_item(entry: TensorEntry, chunk: Chunk) -> Item | None:
 def _kinds_of(entry: TensorEntry) -> list[ItemKind | None]:
     """Return the kind of the item that each chunk is in, None for one that is not opened late."""
     chunks = entry.chunks
-    if isinstance(chunks, ChunkTable):
+    if type(chunks) is ChunkTable:
         boxes = chunks.boxes
         nbytes = (boxes.highs - boxes.lows).prod(axis=1) * entry.source_dtype.itemsize
         rests, places = (chunks.items.lengths - nbytes).tolist(), (nbytes % _ALIGNMENT).tolist()
@@ -211,7 +211,7 @@ class Openings:
         tensors = dict(self._catalog.tensors)
         for name, entry in tensors.items():
             chunks, defer = entry.chunks, partial(self._deferred, entry)
-            if isinstance(chunks, ChunkTable) and self._starts.keys() >= {*_kinds_of(entry)}:
+            if type(chunks) is ChunkTable and self._starts.keys() >= {*_kinds_of(entry)}:
                 tensors[name] = replace(entry, chunks=LateChunks(chunks, defer))
             else:
                 tensors[name] = replace(entry, chunks=tuple(map(defer, chunks)))
