@@ -34,7 +34,6 @@ from ckptool.serialization.source import Source, find_missing_ranks, require_ran
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.flat_params import FLAT, Member, unflatten
 from ckptool.serialization.state_dict.leaves import read_file_leaves
-from ckptool.serialization.state_dict.values import note_repeated
 
 _Metadata = Mapping[str, Any]
 """The fields of one family's ``.metadata``."""
@@ -233,16 +232,8 @@ def _extra_state(source: Source, options: ScanOptions, world: int) -> list[Catal
     }
     state = assemble(ranks, per_rank=options.per_rank)
     options.report(state.problems, subject="extra_state")
-    catalog = Catalog(
-        "",
-        state.tensors,
-        state.objects,
-        {file: source.files[file] for file in files.values()},
-        len(files),
-        notes=(*state.notes, *note_repeated(state.objects), *_lost_extra_state(files, world)),
-        conflicts=state.conflicts,
-    )
-    return [catalog]
+    state.notes += _lost_extra_state(files, world)
+    return [state.catalog("", source, files.values(), world_size=len(files))]
 
 
 def _lost_extra_state(files: Mapping[int, str], world: int) -> list[Problem]:

@@ -48,7 +48,6 @@ from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.source import Source, expect_archives, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, RankLeaves, read_file_leaves
-from ckptool.serialization.state_dict.values import note_repeated
 
 _EMBEDDING = re.compile(r"(.*\.)?tok_embeddings\.weight")
 RULES = tuple(
@@ -214,19 +213,19 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     }
     merged = assemble(rest, per_rank=options.per_rank)
     options.report([*problems, *merged.problems], subject=source.root)
-    tensors = merged.tensors | cut
     order = {name: at for at, name in enumerate(ranks[0])}
-    return Catalog(
+    last = len(order)
+    every = sorted((merged.tensors | cut).items(), key=lambda pair: order.get(pair[0], last))
+    merged.tensors = dict(every)
+    merged.conflicts |= conflicts
+    return merged.catalog(
         "llama",
-        dict(sorted(tensors.items(), key=lambda pair: order.get(pair[0], len(order)))),
-        merged.objects,
-        {file: source.files[file] for _, file in sorted(files.items())},
+        source,
+        (file for _, file in sorted(files.items())),
         world_size=world,
         mesh=tp_mesh(world) if world > 1 else None,
         mesh_source="declared" if world > 1 else None,
         info=_info(sizes, world),
-        notes=(*merged.notes, *note_repeated(merged.objects)),
-        conflicts=merged.conflicts | conflicts,
         companions=companions(source),
     )
 

@@ -31,7 +31,6 @@ from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.source import Source, expect_archives
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Assembled, Leaf, ShareLeaf, read_file_leaves
-from ckptool.serialization.state_dict.values import note_repeated
 
 INDEX = "pytorch_model.bin.index.json"
 _MODELS = ("pytorch_model.bin", "diffusion_pytorch_model.bin")
@@ -70,19 +69,16 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     if not contents.tensors and not contents.objects and not contents.conflicts:
         raise Unrecognized(f"{file}: an empty state dict: no tensor and no value in it")
     worlds = {mesh.size for mesh in contents.meshes}
-    notes = list(contents.notes)
     if worlds - {1}:
-        notes.append(f"{file} holds one rank's part of a checkpoint of {max(worlds)} ranks")
-    notes += note_part(file)
-    return Catalog(
+        part = f"{file} holds one rank's part of a checkpoint of {max(worlds)} ranks"
+        contents.notes.append(part)
+    contents.notes += note_part(file)
+    return contents.catalog(
         "torch-save",
-        contents.tensors,
-        contents.objects,
-        {file: source.files[file]},
+        source,
+        [file],
         world_size=1,
         info={"writer": "torch.save"} | describe_framework(contents.objects),
-        notes=(*notes, *note_repeated(contents.objects)),
-        conflicts=contents.conflicts,
         companions=companions(source) if model else {},
     )
 
@@ -106,18 +102,16 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
     tensors, problems = contents.tensors, contents.take_problems()
     known = {*tensors, *contents.conflicts}
     lost = {n: file for n, file in weight_map.items() if n not in known and file not in unread}
-    absent = list_misplaced(lost, {}, INDEX)
     options.report(problems, subject=source.root)
-    return Catalog(
+    contents.tensors = {name: tensors.pop(name) for name in weight_map if name in tensors} | tensors
+    contents.conflicts |= {str(each.tensor): each for each in list_misplaced(lost, {}, INDEX)}
+    info = {"writer": "transformers (pytorch_model.bin shards)"}
+    return contents.catalog(
         "torch-save",
-        {name: tensors.pop(name) for name in weight_map if name in tensors} | tensors,
-        contents.objects,
-        {file: source.files[file] for file in (*files, INDEX) if file in source.files},
+        source,
+        [*files, INDEX],
         world_size=1,
-        info={"writer": "transformers (pytorch_model.bin shards)"}
-        | describe_config(source, options),
-        notes=(*contents.notes, *note_repeated(contents.objects)),
-        conflicts=contents.conflicts | {str(each.tensor): each for each in absent},
+        info=info | describe_config(source, options),
         companions=companions(source),
     )
 

@@ -47,7 +47,6 @@ from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.flat_params import HINT, find_members, is_flat, unflatten
 from ckptool.serialization.state_dict.leaves import Assembled, read_file_leaves
 from ckptool.serialization.state_dict.tree import find_free_name
-from ckptool.serialization.state_dict.values import note_repeated
 
 __all__ = ["FORMAT", "DcpMetadata", "SavePlan", "locate", "read_folder", "scan"]
 
@@ -180,15 +179,13 @@ def _catalog(
     is_lightning = META in source.files
     info = {"writer": WRITER if is_lightning else "torch.distributed.checkpoint"}
     info |= {"metadata version": version} if version else {}
-    return Catalog(
+    contents.notes[:0] = notes
+    return contents.catalog(
         "dcp",
-        contents.tensors,
-        contents.objects,
-        {name: source.files[name] for name in source.files if name in used or name in data},
+        source,
+        (name for name in source.files if name in used or name in data),
         world_size=max([planned, *(rank + 1 for rank in ranks)], default=1),
         info=info | describe_framework(contents.objects),
-        notes=(*notes, *contents.notes, *note_repeated(contents.objects)),
-        conflicts=contents.conflicts,
         archives=Joined([inventory.archives, *items]) if items else tuple(inventory.archives),
         named={file: metadata.named for file, metadata in parsed.items()},
     )

@@ -53,7 +53,6 @@ from ckptool.formats.deepspeed.zero_partitions import add_flat_groups, add_split
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Assembled
-from ckptool.serialization.state_dict.values import note_repeated
 
 _OPTIMIZER_FILE = frozenset("optimizer_state_dict ds_config ds_version param_shapes".split())
 """Keys that DeepSpeed writes in a file of optimizer states; shapes up to 0.4."""
@@ -152,17 +151,9 @@ def describe_checkpoint(
     experts = f", EP {max(degrees)}" if degrees else ""
     info["parallelism"] = f"TP {grid.tensor}, PP {grid.pipeline}, DP {grid.data}{experts}"
     carried = {n: size for n, size in companions(source).items() if not n.startswith("zero_to_")}
-    notes = [*checkpoint.notes, *assembled.notes, *note_repeated(assembled.objects)]
-    return Catalog(
-        name,
-        assembled.tensors,
-        assembled.objects,
-        {file: source.files[file] for file in files},
-        world_size=grid.size,
-        info=info,
-        notes=tuple(dict.fromkeys(notes)),
-        conflicts=assembled.conflicts,
-        companions=carried,
+    assembled.notes[:0] = checkpoint.notes
+    return assembled.catalog(
+        name, source, files, world_size=grid.size, info=info, companions=carried
     )
 
 

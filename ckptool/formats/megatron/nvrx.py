@@ -32,7 +32,6 @@ from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.source import Source, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Assembled, Leaf, PlainLeaf, read_leaves
-from ckptool.serialization.state_dict.values import note_repeated
 
 FORMAT_NAME = "nvrx-local"
 _PLAIN = "BasicTensorAwareStateDict"
@@ -66,18 +65,18 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
             notes.append(_RANKS_UNKNOWN)
     if assembled.problems:
         raise damaged(assembled.problems, subject=source.root)
-    used = {file.what: source.files[file.what] for file in local.files.values()}
+    used = [file.what for file in local.files.values()]
     info = {"writer": "nvidia-resiliency-ext LocalCheckpointManager"}
-    catalog = Catalog(
+    iteration = ObjectEntry("iteration", ("iteration",), local.iteration)
+    assembled.objects = {"iteration": iteration} | assembled.objects
+    assembled.notes[:0] = notes
+    assembled.conflicts = {n: _add_hint(why, n) for n, why in assembled.conflicts.items()}
+    catalog = assembled.catalog(
         FORMAT_NAME,
-        assembled.tensors,
-        {"iteration": ObjectEntry("iteration", ("iteration",), local.iteration)}
-        | assembled.objects,
+        source,
         used,
         world_size=len(local.files),
         info=info | (args.info() if args.values else {}),
-        notes=(*notes, *assembled.notes, *note_repeated(assembled.objects)),
-        conflicts={n: _add_hint(why, n) for n, why in assembled.conflicts.items()},
         copies=frozenset(_find_other_copies(source.files, used)),
     )
     return options.with_placements(keep_first_arguments(catalog))

@@ -46,7 +46,7 @@ from ckptool.formats.megatron.tensor_parallel import (
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf
-from ckptool.serialization.state_dict.values import note_repeated, note_stray_keys
+from ckptool.serialization.state_dict.values import note_stray_keys
 
 FORMAT_NAME = "megatron-torch"
 _RANDOM = "rng_state"
@@ -92,15 +92,15 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     if others.problems or problems:
         raise damaged([*others.problems, *problems], subject=source.root)
     opened = [file.what for folder in folders for file in (folder.file, folder.distributed) if file]
-    catalog = Catalog(
+    others.tensors = tensors | others.tensors
+    others.notes += ranks.notes
+    others.conflicts = refusals | ranks.conflicts | conflicts | find_layer_wise_conflict(source)
+    catalog = others.catalog(
         FORMAT_NAME,
-        tensors | others.tensors,
-        others.objects,
-        {name: source.files[name] for name in opened},
+        source,
+        opened,
         world_size=args.integer("world_size") or len(folders),
         info={"writer": "Megatron-LM, one folder per model-parallel rank"} | args.info(),
-        notes=(*others.notes, *ranks.notes, *note_repeated(others.objects)),
-        conflicts=refusals | ranks.conflicts | conflicts | find_layer_wise_conflict(source),
     )
     return keep_first_arguments(catalog)
 

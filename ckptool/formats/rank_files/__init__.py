@@ -75,7 +75,6 @@ from ckptool.serialization.state_dict.leaves import (
     RankLeaves,
     ShareLeaf,
 )
-from ckptool.serialization.state_dict.values import note_repeated
 
 _VERL_CONFIG = "fsdp_config.json"
 _VERL, _TORCH_CHECKPOINTING = "verl (by its file names)", "torch_checkpointing"
@@ -171,17 +170,14 @@ def _catalog(
     names = {item.file for item in files} | {METADATA}
     info = {"writer": _TORCH_CHECKPOINTING if checkpointing else _writer(files)}
     version = _fsdp_version(source)
-    return Catalog(
+    return merged.catalog(
         "rank-local",
-        merged.tensors,
-        merged.objects,
-        {name: size for name, size in source.files.items() if name in names},
+        source,
+        (name for name in source.files if name in names),
         world_size=world,
         mesh=mesh,
         mesh_source="declared" if mesh else None,
         info=info | ({"FSDP version": version} if version else {}),
-        notes=(*merged.notes, *note_repeated(merged.objects)),
-        conflicts=merged.conflicts,
         companions=companions(source) or companions(source, f"{OF_VERL}/"),
     )
 

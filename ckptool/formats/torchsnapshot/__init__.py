@@ -49,15 +49,12 @@ from ckptool.formats.torchsnapshot.manifest import (
 )
 from ckptool.serialization.archive.dtensor import read_flat_ints
 from ckptool.serialization.archive.quantized import INTEGERS, describe_quantized, split_quantized
-from ckptool.serialization.archive.tensors import (
-    read_sizes,
-)
+from ckptool.serialization.archive.tensors import read_sizes
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
-from ckptool.serialization.state_dict.leaves import Leaf, read_leaves
-from ckptool.serialization.state_dict.values import note_repeated, refuse_unread, same_value
+from ckptool.serialization.state_dict.leaves import Assembled, Leaf, read_leaves
+from ckptool.serialization.state_dict.values import refuse_unread, same_value
 
-_NOTHING = Catalog("", {}, {}, {})
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error)
 """The errors of a manifest entry that lacks something, or has it in another form."""
 
@@ -67,11 +64,7 @@ class _Reader(Struct):
 
     places: Places
     manifest: Manifest
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    objects: dict[str, ObjectEntry] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    conflicts: dict[str, str] = field(default_factory=dict)
+    contents: Assembled = field(default_factory=Assembled)
 
     def read(self, logical: str, entries: dict[int, Fields]) -> None:
         """Read one logical path, with the entry of each rank that has one.
@@ -81,27 +74,24 @@ class _Reader(Struct):
         sharded = {rank: entry for rank, entry in entries.items() if entry["type"] in SHARDED}
         if sharded:
             work = partial(self._sharded, logical, sharded)
-            self._add(self._read_or_refuse(logical, min(sharded), work))
+            self.contents.add(self._read_or_refuse(logical, min(sharded), work))
         rest = {rank: entry for rank, entry in entries.items() if rank not in sharded}
         shared = next((rank for rank, entry in rest.items() if entry.get("replicated")), None)
         if shared is not None:
             rest = {shared: rest[shared]}
-        catalogs = {
+        found = {
             rank: self._read_or_refuse(logical, rank, partial(self._of_rank, logical, rank, entry))
             for rank, entry in rest.items()
         }
-        if shared is not None or self.manifest.world_size == 1 or _are_equal([*catalogs.values()]):
-            self._add(*list(catalogs.values())[:1])
+        is_one = shared is not None or self.manifest.world_size == 1
+        if is_one or _are_equal([*found.values()]):
+            found = {rank: found[rank] for rank in [*found][:1]}
         else:
-            self._add(*(with_prefix(catalog, str(rank)) for rank, catalog in catalogs.items()))
+            found = {rank: _of_a_rank(contents, str(rank)) for rank, contents in found.items()}
+        for contents in found.values():
+            self.contents.add(contents)
 
-    def _add(self, *catalogs: Catalog) -> None:
-        for catalog in catalogs:
-            self.tensors |= catalog.tensors
-            self.objects |= catalog.objects
-            self.conflicts |= catalog.conflicts
-
-    def _read_or_refuse(self, logical: str, rank: int, work: Callable[[], Catalog]) -> Catalog:
+    def _read_or_refuse(self, logical: str, rank: int, work: Callable[[], Assembled]) -> Assembled:
         """Return what ``work`` reads at a path, or why that is refused."""
         name = flat_name(self.manifest.path(logical, rank))
         try:
@@ -112,9 +102,9 @@ class _Reader(Struct):
             message = "an entry that is not as TorchSnapshot writes it"
             why = Problem(message, "metadata-unreadable", file=METADATA)
         refusal = Refusal(f"{name}: {why}", why.code, file=why.file, tensor=name)
-        return replace(_NOTHING, conflicts={name: refusal})
+        return Assembled(conflicts={name: refusal})
 
-    def _of_rank(self, logical: str, rank: int, entry: Fields) -> Catalog:
+    def _of_rank(self, logical: str, rank: int, entry: Fields) -> Assembled:
         """Read one rank's entry at a path."""
         path = self.manifest.path(logical, rank)
         kind = entry["type"]
@@ -129,9 +119,9 @@ class _Reader(Struct):
         else:
             raise Damaged(f"an entry of the unknown type {kind!r:.40}", "metadata-unreadable")
         name = flat_name(path)
-        return replace(_NOTHING, objects={name: ObjectEntry(name, path, value)})
+        return Assembled(objects={name: ObjectEntry(name, path, value)})
 
-    def _tensor(self, path: Path, rank: int, entry: Fields) -> Catalog:
+    def _tensor(self, path: Path, rank: int, entry: Fields) -> Assembled:
         shape = read_sizes(entry["shape"])
         whole = {"offsets": [0] * len(shape), "sizes": shape, "tensor": entry}
         shards = entry.get("chunks", [whole])
@@ -140,7 +130,7 @@ class _Reader(Struct):
             chunks = [replace(chunk, box=Box((), ())) for chunk in chunks]
         return self._entry(path, shards, shape, chunks)
 
-    def _sharded(self, logical: str, entries: dict[int, Fields]) -> Catalog:
+    def _sharded(self, logical: str, entries: dict[int, Fields]) -> Assembled:
         """Read a ShardedTensor or DTensor: the shards of all ranks that have some."""
         shards = [shard for entry in entries.values() for shard in entry["shards"]]
         if not shards:
@@ -150,59 +140,57 @@ class _Reader(Struct):
         ]
         shape = tuple(max(ends) for ends in zip(*(c.box.hi for c in chunks), strict=True))
         path = self.manifest.path(logical, min(entries))
-        catalog = self._entry(path, shards, shape, chunks)
-        return _with_mesh(catalog, next(iter(entries.values())))
+        contents = self._entry(path, shards, shape, chunks)
+        _add_mesh(contents, next(iter(entries.values())))
+        return contents
 
     def _entry(
         self, path: Path, shards: list[Fields], shape: tuple[int, ...], chunks: list[Chunk]
-    ) -> Catalog:
+    ) -> Assembled:
         """Return the tensor of some shards; a refusal if its kind is unsupported."""
         type_name = shards[0]["tensor"]["dtype"] if shards else "no shards"
-        dtype, parameters = element_type(type_name), _NOTHING
+        dtype, parameters = element_type(type_name), Assembled()
         if type_name in QUANTIZED and chunks:
-            parameters = self._parameters(path, shards)
-            dtype = dtype if parameters is not _NOTHING else None
+            found = self._parameters(path, shards)
+            parameters, dtype = found or parameters, dtype if found else None
         if dtype is None or not chunks:
             reason = f"not a plain tensor, but {type_name}"
             refusal = refuse_unread(flat_name(path), reason)
-            return replace(_NOTHING, conflicts={flat_name(path): refusal})
+            return Assembled(conflicts={flat_name(path): refusal})
         full = (*path, INTEGERS) if type_name in QUANTIZED else path
         name = flat_name(full)
-        self.notes += describe_quantized({name, *parameters.tensors, *parameters.objects})
+        notes = describe_quantized({name, *parameters.tensors, *parameters.objects})
         entry = TensorEntry(name, full, dtype, shape, merge_copies(chunks))
-        return replace(parameters, tensors={name: entry} | parameters.tensors)
+        return Assembled({name: entry} | parameters.tensors, parameters.objects, notes)
 
-    def _parameters(self, path: Path, shards: list[Fields]) -> Catalog:
-        """Read the scales and zero points of a quantized tensor; nothing if its shards differ."""
+    def _parameters(self, path: Path, shards: list[Fields]) -> Assembled | None:
+        """Read the scales and zero points of a quantized tensor; None if its shards differ."""
         opened = [self.places.open(shard["tensor"]) for shard in shards]
         parts: list[dict[Any, Any]] = [split_quantized(file.value) or {} for file in opened]
         rest = [{n: part for n, part in of.items() if n != INTEGERS} for of in parts]
         if len(rest) > 1 and not all(_are_numbers(one) and one == rest[0] for one in rest):
-            return _NOTHING
+            return None
         leaves = read_leaves(replace(opened[0], inert=rest[0]), self.places.source, prefix=path)
         parameters = assemble({0: leaves})
         if parameters.refusals:
             raise refused([*parameters.refusals.values()], subject=flat_name(path))
-        return Catalog("", parameters.tensors, parameters.objects, {}) if leaves else _NOTHING
+        return parameters if leaves else None
 
-    def _object(self, path: Path, entry: Fields) -> Catalog:
+    def _object(self, path: Path, entry: Fields) -> Assembled:
         """Read a value that torch.save wrote; tensors in it become separate tensors."""
         opened = self.places.open(entry)
         leaves = read_leaves(opened, self.places.source, prefix=path)
-        value = assemble({0: leaves or {flat_name(path): Leaf(path, {})}})
-        self.problems += value.problems
-        self.notes += value.notes
-        return Catalog("", value.tensors, value.objects, {}, conflicts=value.conflicts)
+        return assemble({0: leaves or {flat_name(path): Leaf(path, {})}})
 
 
 def _are_numbers(parameters: Mapping[str, Any]) -> bool:
     return all(type(value) in (int, float) for value in parameters.values())
 
 
-def _are_equal(catalogs: list[Catalog]) -> bool:
+def _are_equal(of_ranks: list[Assembled]) -> bool:
     """Return whether all ranks have the same values at a path, and nothing that may be a tensor."""
-    first, *others = catalogs or [_NOTHING]
-    return not any(map(_may_hold_tensor, catalogs)) and all(
+    first, *others = of_ranks or [Assembled()]
+    return not any(map(_may_hold_tensor, of_ranks)) and all(
         other.objects.keys() == first.objects.keys()
         and other.conflicts.keys() == first.conflicts.keys()
         and all(same_value(one.value, other.objects[n].value) for n, one in first.objects.items())
@@ -210,27 +198,30 @@ def _are_equal(catalogs: list[Catalog]) -> bool:
     )
 
 
-def _may_hold_tensor(catalog: Catalog) -> bool:
-    refused = [why for why in catalog.conflicts.values() if isinstance(why, Refusal)]
-    return bool(catalog.tensors) or any(why.may_be_tensor for why in refused)
+def _may_hold_tensor(contents: Assembled) -> bool:
+    refusals = contents.refusals.values()
+    return bool(contents.tensors) or any(why.may_be_tensor for why in refusals)
 
 
-def _with_mesh(catalog: Catalog, entry: Fields) -> Catalog:
+def _of_a_rank(contents: Assembled, rank: str) -> Assembled:
+    """Return what one of several ranks has, under names that begin with it."""
+    bare = Catalog("", contents.tensors, contents.objects, {}, conflicts=contents.conflicts)
+    own = with_prefix(bare, rank)
+    return replace(contents, tensors=own.tensors, objects=own.objects, conflicts=own.conflicts)
+
+
+def _add_mesh(contents: Assembled, entry: Fields) -> None:
     """Add the mesh and placements that the entry of a DTensor records."""
     if entry["type"] != "DTensor":
-        return catalog
+        return
     mesh = _mesh(entry["mesh"])
     by_dim = [read_flat_ints([dim for dim in dims if dim != -1]) for dims in entry["dim_map"]]
     placements: list[Placement] = []
     for mesh_dim in range(len(mesh.shape)):
         dims = [dim for dim, mesh_dims in enumerate(by_dim) if mesh_dim in mesh_dims]
         placements.append(Shard(dims[0]) if dims else Replicate())
-    return catalog.with_tensors(
-        {
-            name: replace(tensor, mesh=mesh, placements=tuple(placements))
-            for name, tensor in catalog.tensors.items()
-        }
-    )
+    for name, tensor in contents.tensors.items():
+        contents.tensors[name] = replace(tensor, mesh=mesh, placements=tuple(placements))
 
 
 def _mesh(nested: Any) -> Mesh:
@@ -271,30 +262,27 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
             reader.read(logical, entries)
         except (TypeError, ValueError):
             message = f"{logical}: lies in a container that is not as TorchSnapshot writes it"
-            reader.problems.append(Problem(message, "metadata-unreadable", file=METADATA))
-    options.report(reader.problems, subject=source.root)
+            problem = Problem(message, "metadata-unreadable", file=METADATA)
+            reader.contents.problems.append(problem)
+    options.report(reader.contents.problems, subject=source.root)
     return options.with_placements(_catalog(source, manifest, reader))
 
 
 def _catalog(source: Source, manifest: Manifest, reader: _Reader) -> Catalog:
-    meshes = [entry.mesh for entry in reader.tensors.values() if entry.mesh is not None]
+    contents, used = reader.contents, reader.places.used
+    meshes = [entry.mesh for entry in contents.tensors.values() if entry.mesh is not None]
     full = [mesh for mesh in meshes if mesh.size == manifest.world_size]
     mesh = max(full, key=lambda mesh: len(mesh.shape), default=None)
-    return Catalog(
+    contents.notes += _unlisted_files(source, used)
+    return contents.catalog(
         "torchsnapshot",
-        reader.tensors,
-        reader.objects,
-        {name: source.files[name] for name in (METADATA, *sorted(reader.places.used))},
+        source,
+        [METADATA, *sorted(used)],
         world_size=manifest.world_size,
         mesh=mesh,
         mesh_source="declared" if mesh else None,
-        conflicts=reader.conflicts,
         info={"writer": "TorchSnapshot", "version": manifest.version},
-        bare=frozenset(reader.places.used - reader.places.archives),
-        notes=(
-            *dict.fromkeys([*reader.notes, *note_repeated(reader.objects)]),
-            *_unlisted_files(source, reader.places.used),
-        ),
+        bare=frozenset(used - reader.places.archives),
     )
 
 

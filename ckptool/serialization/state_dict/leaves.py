@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from msgspec import Struct, field
 
-from ckptool.core.catalog import Index, ObjectEntry, Path, Place, TensorEntry, flat_name
+from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, Place, TensorEntry, flat_name
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh
 from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES
@@ -33,6 +33,7 @@ from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.tree import StateDictWalk, assign_names
 from ckptool.serialization.state_dict.values import (
     collect_globals,
+    note_repeated,
     refuse_unread,
     require_bounded,
     unread_tensor,
@@ -129,6 +130,21 @@ class Assembled(Struct):
         """Return and remove the problems, and the conflicts that are not refusals."""
         conflicts, self.conflicts = self.conflicts, dict(self.refusals)
         return [*self.problems, *(why for n, why in conflicts.items() if n not in self.conflicts)]
+
+    def catalog(self, name: str, source: Source, files: Iterable[str], **facts: Any) -> Catalog:
+        """Return the content as a catalog of a format, with its ``files`` that are there.
+
+        ``facts`` are other fields of the catalog.
+        """
+        return Catalog(
+            name,
+            self.tensors,
+            self.objects,
+            {file: source.files[file] for file in files if file in source.files},
+            notes=tuple(dict.fromkeys([*self.notes, *note_repeated(self.objects)])),
+            conflicts=self.conflicts,
+            **facts,
+        )
 
 
 def read_file_leaves(
