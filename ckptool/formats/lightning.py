@@ -17,7 +17,7 @@ from ckptool.core.layout import FileLayout
 from ckptool.core.selection import AnyEntry, entries_of, keep_names, with_entries
 from ckptool.errors import Unsupported
 from ckptool.formats.writing import nest_state
-from ckptool.serialization.archive.write import lay_out_archive
+from ckptool.serialization.archive.write import ROOT, archive_file
 
 META = "meta.pt"
 WRITER = "Lightning"
@@ -40,7 +40,7 @@ def split_meta(catalog: Catalog) -> tuple[Catalog, list[FileLayout]]:
 
     meta = with_entries(keep_names(catalog, names.__contains__), lifted)
     state = nest_state(list(meta.tensors.values()), list(meta.objects.values()))
-    file = FileLayout(META, tuple(lay_out_archive(state)))
+    file = archive_file(META, state, root=ROOT)
     return keep_names(catalog, lambda name: name not in names), [file]
 
 

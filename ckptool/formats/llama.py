@@ -21,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.layout import FileLayout, Layout
+from ckptool.core.layout import Layout
 from ckptool.core.mesh import Shard
 from ckptool.core.sharding.placement import PlacementRule
 from ckptool.core.sharding.tensor_parallel import (
@@ -43,7 +43,7 @@ from ckptool.errors import Damaged, Problem, Refusal, Undetermined, Unsupported
 from ckptool.formats.base import Detection, Format, Loading, Reading, Request, ScanOptions, Writing
 from ckptool.formats.companions import companions, read_json_object, size_in
 from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
-from ckptool.serialization.archive.write import lay_out_archive
+from ckptool.serialization.archive.write import archive_file
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.source import Source, expect_archives, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.assemble import assemble
@@ -322,8 +322,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         state: dict[str, Any] = {entry.name: entry.value for entry in objects}
         for name, entry in catalog.tensors.items():
             state[name] = TensorRef.of_shard(entry, shards[name][rank])
-        stem = f"consolidated.{rank:02d}"
-        files.append(FileLayout(f"{stem}.pth", tuple(lay_out_archive(state, root=stem)), rank))
+        files.append(archive_file(f"consolidated.{rank:02d}.pth", state, rank=rank))
     if _PARAMS not in catalog.companions:
         notes.append(f"no {_PARAMS} is written, which Meta's code reads the model's sizes from")
     return Layout(tuple(files), folder=True, notes=tuple(notes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptool.core.catalog import Catalog
-from ckptool.core.layout import FileLayout, Layout
+from ckptool.core.layout import Layout
 from ckptool.errors import Unrecognized
 from ckptool.formats.base import (
     Detection,
@@ -27,7 +27,7 @@ from ckptool.formats.lightning import as_one_file
 from ckptool.formats.shards import list_misplaced, note_part, read_index, read_shards
 from ckptool.formats.writing import nest_state, note_companions, select_plain
 from ckptool.serialization.archive.read import is_legacy, is_zip
-from ckptool.serialization.archive.write import lay_out_archive
+from ckptool.serialization.archive.write import ROOT, archive_file
 from ckptool.serialization.source import Source, expect_archives
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import Assembled, Leaf, ShareLeaf, read_file_leaves
@@ -120,8 +120,7 @@ def _lay_out(catalog: Catalog, request: Request) -> Layout:
     catalog = as_one_file(catalog)
     objects, notes = select_plain(catalog)
     state = nest_state(list(catalog.tensors.values()), objects)
-    root = request.target.rpartition(".")[0] or "archive"
-    main = FileLayout(request.target, tuple(lay_out_archive(state, root=root)))
+    main = archive_file(request.target, state, root=request.target.rpartition(".")[0] or ROOT)
     return Layout((main,), folder=False, notes=(*notes, *note_companions(catalog)))
 
 

@@ -51,7 +51,7 @@ from ckptool.formats.deepspeed.tensor_parallel import count_kept_rows, describe_
 from ckptool.formats.writing import select_plain
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.archive.tensors import describe
-from ckptool.serialization.archive.write import lay_out_archive
+from ckptool.serialization.archive.write import archive_file
 from ckptool.serialization.pickle.records import Call, Global, OrderedMapping
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.source import Source
@@ -249,10 +249,10 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         files += _lay_out_states(name, states, info, tag, rows, bare=bare)
         step = values.get(STEP, {}).get(name)
         if step is not None and STEP not in states:
-            files.append(_lay_out_file(f"{tag}/zero/{name}/{STEP}.pt", step))
-    files.append(_lay_out_file(f"{tag}/{OPTIMIZER_STATE}", _make_optimizer_state(values, parts)))
+            files.append(archive_file(f"{tag}/zero/{name}/{STEP}.pt", step))
+    files.append(archive_file(f"{tag}/{OPTIMIZER_STATE}", _make_optimizer_state(values, parts)))
     model = _make_model_state(values, parts)
-    files += [_lay_out_file(f"{tag}/{name}.pt", model) for name in _MODEL_FILES]
+    files += [archive_file(f"{tag}/{name}.pt", model) for name in _MODEL_FILES]
     marker = FileLayout(LATEST_UNIVERSAL, (Literal(tag.encode()),))
     for name, kept in rows.items():
         padded = f"rows {kept:,} to {catalog.tensors[name].shape[0]:,} pad the vocabulary"
@@ -265,11 +265,6 @@ def _loads_vectors_alone(catalog: Catalog) -> bool:
     version = re.match(r"(\d+)\.(\d+)\.(\d+)", catalog.info.get("version", ""))
     is_older = version is not None and tuple(map(int, version.groups())) < _LOADS_BOTH
     return is_older and catalog.info.get("ZeRO") == "stage 3"
-
-
-def _lay_out_file(path: str, value: Any) -> FileLayout:
-    root = path.rpartition("/")[2].rpartition(".")[0]
-    return FileLayout(path, tuple(lay_out_archive(value, root=root)))
 
 
 def _split_tensors(catalog: Catalog) -> _Parts:
@@ -319,7 +314,7 @@ def _lay_out_states(
     for kind, entry in states.items():
         path = f"{tag}/zero/{name}/{kind}.pt"
         if kind == STEP or not entry.shape:
-            yield _lay_out_file(path, TensorRef.whole(entry))
+            yield archive_file(path, TensorRef.whole(entry))
             continue
         kept = count_kept_rows(name, entry.shape, info)
         box = Box.at((0,) * len(entry.shape), (kept, *entry.shape[1:]))
@@ -327,9 +322,9 @@ def _lay_out_states(
             rows[entry.name] = kept
         state = TensorRef.of_box(entry, box)
         if bare:
-            yield _lay_out_file(path, replace(state, shape=(box.volume,)))
+            yield archive_file(path, replace(state, shape=(box.volume,)))
         else:
-            yield _lay_out_file(path, describe_cut(name, box.shape, info) | {"param": state})
+            yield archive_file(path, describe_cut(name, box.shape, info) | {"param": state})
 
 
 def _nest_values(objects: list[ObjectEntry], client: Mapping[str, TensorEntry]) -> dict[str, Any]:

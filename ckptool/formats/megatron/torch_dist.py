@@ -39,7 +39,7 @@ from ckptool.formats.dcp import DcpMetadata, read_folder
 from ckptool.formats.megatron.model import find_arguments
 from ckptool.formats.megatron.optimizer.torch_dist import name_state
 from ckptool.formats.writing import lay_out_companions, select_plain
-from ckptool.serialization.archive.write import lay_out_archive
+from ckptool.serialization.archive.write import archive_file
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.assemble import assemble
@@ -246,17 +246,12 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     args = arguments.value if arguments else _make_arguments()
     common = {_ARGUMENTS: args, **_COMMON_VALUES, **common}
     files = (
-        *map(_move_file, inner.files),
-        FileLayout(f"{RELEASE}/{COMMON}", tuple(lay_out_archive(common, root="common"))),
+        *(file.within(RELEASE) for file in inner.files),
+        archive_file(f"{RELEASE}/{COMMON}", common),
         FileLayout(f"{RELEASE}/{CONFIG}", (Literal(json.dumps(_BACKENDS).encode()),)),
         FileLayout(MEGATRON, (Literal(RELEASE.encode()),)),
     )
     return Layout((*lay_out_companions(catalog), *files), folder=True, notes=(*inner.notes, *notes))
-
-
-def _move_file(file: FileLayout) -> FileLayout:
-    path = f"{RELEASE}/{file.path}"
-    return FileLayout.lazy(path, file.nbytes, lambda: file.parts, file.rank)
 
 
 def _require_model(catalog: Catalog) -> None:

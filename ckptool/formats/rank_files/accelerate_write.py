@@ -25,7 +25,7 @@ from ckptool.formats.base import Request
 from ckptool.formats.companions import TRAINER_STATE
 from ckptool.formats.rank_files.write import by_family, own_path, values_of
 from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
-from ckptool.serialization.archive.write import lay_out_archive
+from ckptool.serialization.archive.write import archive_file
 from ckptool.serialization.pickle.write import TensorRef
 
 _FOLDERS = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}
@@ -92,8 +92,7 @@ def _files_beside(catalog: Catalog, mesh: Mesh) -> tuple[list[FileLayout], list[
             name = own.format(rank) if own else _name(family, is_trainers=is_trainers)
             if own and is_trainers and mesh.size == 1:
                 name = "rng_state.pth"
-            parts = tuple(lay_out_archive(state, root=name.partition(".")[0]))
-            files.append(FileLayout(name, parts, rank if own else None))
+            files.append(archive_file(name, state, rank=rank if own else None))
     return files, notes
 
 

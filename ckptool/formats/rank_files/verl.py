@@ -21,7 +21,7 @@ from ckptool.formats.companions import OF_VERL
 from ckptool.formats.rank_files.names import VERL_FAMILIES
 from ckptool.formats.rank_files.write import RankTensors, by_family, values_of
 from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
-from ckptool.serialization.archive.write import lay_out_archive
+from ckptool.serialization.archive.write import archive_file
 
 CONFIG = "fsdp_config.json"
 _MESH = {1: ("fsdp",), 2: ("ddp", "fsdp")}
@@ -48,8 +48,8 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         leaves = [*tensors.leaves(rank), *values_of(objects, rank, placed.mesh)]
         numbered = ((_with_number(path), leaf) for path, leaf in leaves)
         for family, state in by_family(numbered).items():
-            stem = f"{family}_world_size_{size}_rank_{rank}"
-            files.append(FileLayout(f"{stem}.pt", tuple(lay_out_archive(state, root=stem)), rank))
+            name = f"{family}_world_size_{size}_rank_{rank}.pt"
+            files.append(archive_file(name, state, rank=rank))
     version = catalog.info.get("FSDP version")
     if version is not None:
         config = {"FSDP_version": int(version), "world_size": size}

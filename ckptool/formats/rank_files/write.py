@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ckptool.core.box import Box
@@ -31,7 +31,7 @@ from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
 from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
-from ckptool.serialization.archive.write import RankRecords, lay_out_archive
+from ckptool.serialization.archive.write import ROOT, RankRecords, archive_file
 from ckptool.serialization.pickle.write import TensorRef, contiguous_strides, dtype_global
 from ckptool.serialization.state_dict.tree import nest
 
@@ -42,9 +42,8 @@ def lay_out_rank_files(catalog: Catalog, request: Request) -> Layout:
     objects, notes = select_plain(catalog)
     files = lay_out_companions(catalog)
     for rank in range(tensors.mesh.size):
-        stem = f"checkpoint_{rank}"
         state = nest([*tensors.leaves(rank), *values_of(objects, rank, tensors.mesh)])
-        files.append(FileLayout(f"{stem}.pt", tuple(lay_out_archive(state, root=stem)), rank))
+        files.append(archive_file(f"checkpoint_{rank}.pt", state, rank=rank))
     return Layout(tuple(files), folder=True, notes=(*notes, *tensors.notes))
 
 
@@ -65,12 +64,20 @@ def values_of(objects: Iterable[ObjectEntry], rank: int, mesh: Mesh) -> Iterator
             yield path, entry.value
 
 
-def by_family(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
-    """Return the nested state of each family, by which paths begin."""
+def by_family(
+    leaves: Iterable[tuple[Path, Any]], family: Callable[[Path], str] = lambda path: str(path[0])
+) -> dict[str, Any]:
+    """Return the nested state of each family, by which paths begin.
+
+    Raises Unsupported if one is both a value and a container of others.
+    """
     inside: dict[str, list[tuple[Path, Any]]] = {}
     for path, leaf in leaves:
-        inside.setdefault(str(path[0]), []).append((path[1:], leaf))
-    return {family: nest(parts) for family, parts in inside.items()}
+        inside.setdefault(family(path), []).append((path[1:], leaf))
+    for name, parts in inside.items():
+        if len(parts) > 1 and any(not path for path, _ in parts):
+            raise Unsupported(f"{name!r} is both a value and a container of others")
+    return {name: nest(parts) for name, parts in inside.items()}
 
 
 def own_path(path: Path, rank: int, mesh: Mesh) -> Path | None:
@@ -173,22 +180,11 @@ def lay_out_torch_checkpointing(catalog: Catalog, request: Request) -> Layout:
     values = [(entry.path, entry.value) for entry in objects]
     for rank in range(placed.mesh.size):
         leaves = [((*head, *path), leaf) for path, leaf in tensors.leaves(rank)]
-        for item, value in _by_item([*leaves, *values]).items():
-            files.append(FileLayout(f"{item}_{rank}.pt", tuple(lay_out_archive(value)), rank))
+        for item, value in by_family([*leaves, *values], _item).items():
+            files.append(archive_file(f"{item}_{rank}.pt", value, root=ROOT, rank=rank))
     metadata = _metadata(catalog, placed, tensors, head)
     files.append(FileLayout(METADATA, (Literal(pickle.dumps(metadata, protocol=4)),)))
     return Layout(tuple(files), folder=True, notes=(*notes, *tensors.notes))
-
-
-def _by_item(leaves: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
-    """Return the value of each item, nested."""
-    inside: dict[str, list[tuple[Path, Any]]] = {}
-    for path, leaf in leaves:
-        inside.setdefault(_item(path), []).append((path[1:], leaf))
-    for item, parts in inside.items():
-        if len(parts) > 1 and any(not path for path, _ in parts):
-            raise Unsupported(f"{item!r} is both a value and a container of others")
-    return {item: nest(parts) for item, parts in inside.items()}
 
 
 def _item(path: Path) -> str:

@@ -18,7 +18,7 @@ from msgspec import Struct
 from ckptool.core.box import row_major_strides
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.core.layout import Literal, Part, Patch
+from ckptool.core.layout import FileLayout, Literal, Part, Patch
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import LocalShard
 from ckptool.errors import Damaged, NotFound, Unsupported
@@ -45,7 +45,8 @@ from ckptool.serialization.zip import (
 
 _ALIGNMENT = 64
 _UTF8 = 0x800
-_ROOT = "archive"
+ROOT = "archive"
+"""The name of the folder of records that torch.save gives to a stream."""
 _IDENTITY = ".data/serialization_id"
 _OF_PICKLE = slice(20, 40)
 _CRC32_AT = 16
@@ -53,10 +54,18 @@ _CRC32_AT = 16
 _LARGEST_FILE = 1 << 63
 
 
-def lay_out_archive(value: Any, *, root: str = _ROOT) -> list[Part]:
+def lay_out_archive(value: Any, *, root: str = ROOT) -> list[Part]:
     """Lay out a torch.save zip of ``value``, whose tensors are references."""
     data, storages = dump(value)
     return _lay_out(data, storages, root, _identity(zlib.crc32(data)))
+
+
+def archive_file(
+    path: str, value: Any, *, root: str | None = None, rank: int | None = None
+) -> FileLayout:
+    """Lay out a file that is a torch.save zip, whose records are named after it or its ``root``."""
+    stem = path.rpartition("/")[2].rpartition(".")[0]
+    return FileLayout(path, tuple(lay_out_archive(value, root=root or stem)), rank)
 
 
 def lay_out_side(value: Any, partner: bytes) -> tuple[list[Part], str]:
@@ -69,7 +78,7 @@ def lay_out_side(value: Any, partner: bytes) -> tuple[list[Part], str]:
     data, storages = dump(value)
     mark = int.from_bytes(sha256(partner + data).digest()[:8]) or 1
     identity = _identity(zlib.crc32(data), mark)
-    return _lay_out(data, storages, _ROOT, identity), identity.decode()
+    return _lay_out(data, storages, ROOT, identity), identity.decode()
 
 
 def _lay_out(data: bytes, storages: Iterable[Content], root: str, identity: bytes) -> list[Part]:
@@ -108,7 +117,7 @@ def read_identity(source: Source, file: str) -> str | None:
         records = read_directory(Region(source, file, 0, source.files[file]))
     except (Damaged, NotFound):
         return None
-    pickle, mark = (records.get(f"{_ROOT}/{name}") for name in ("data.pkl", _IDENTITY))
+    pickle, mark = (records.get(f"{ROOT}/{name}") for name in ("data.pkl", _IDENTITY))
     wanted = b"" if pickle is None else _identity(pickle.crc32)
     if mark is None or mark.stored != len(wanted):
         return None
