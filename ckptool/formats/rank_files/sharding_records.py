@@ -7,21 +7,25 @@ record that says more than these, or has another type, stops the tensor: what it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptool.core.catalog import flat_name
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.mesh import Mesh, Replicate
-from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES, declared_pieces
+from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES
 from ckptool.errors import Damaged, Refusal, Unsupported
 from ckptool.formats.rank_files.torch_checkpointing import MALFORMED, METADATA, Item
 from ckptool.serialization.archive.dtensor import (
     DeclaredShare,
     DTensorShare,
     make_placement,
+    read_declared_share,
     read_flat_ints,
     read_name,
+    require_known,
 )
 from ckptool.serialization.archive.tensors import StoredTensor, describe, read_sizes
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, ShareLeaf
@@ -90,7 +94,7 @@ def _read_share(tensor: StoredTensor, record: _Fields, rank: int) -> DTensorShar
 
 
 def _read_dtensor(tensor: StoredTensor, data: _Fields, rank: int) -> DTensorShare:
-    _require_known(data, _DTENSOR, "a DTensor's record")
+    require_known(data, _DTENSOR, "a DTensor's record")
     kinds = [read_name(item["type"]) for item in data["placements"]]
     rest = [{k: v for k, v in item.items() if k != "type"} for item in data["placements"]]
     placements = tuple(map(make_placement, kinds, rest))
@@ -102,7 +106,7 @@ def _read_dtensor(tensor: StoredTensor, data: _Fields, rank: int) -> DTensorShar
 
 
 def _read_mesh(spec: _Fields) -> Mesh:
-    _require_known(spec, _MESH, "a device mesh")
+    require_known(spec, _MESH, "a device mesh")
     shape, ranks = read_sizes(spec["mesh_shape"]), read_flat_ints(spec["mesh_data"])
     if math.prod(shape) != len(ranks) or len({*ranks}) != len(ranks):
         raise Damaged(f"a mesh of shape {list(shape)} with the ranks {list(ranks)}")
@@ -111,15 +115,11 @@ def _read_mesh(spec: _Fields) -> Mesh:
 
 
 def _read_declared(tensor: StoredTensor, data: _Fields, rank: int) -> DeclaredShare:
-    _require_known(data, _DECLARED, "a tensor's record")
-    shape, *lists = (data[name] for name in SHARD_ATTRIBUTES)
-    whole = read_sizes(shape)
-    above, inside, lengths = (tuple(map(read_sizes, items)) for items in lists)
-    try:
-        pieces = declared_pieces(whole, above, inside, lengths, tensor.shape)
-    except ValueError as error:
-        raise Damaged(str(error)) from None
-    return DeclaredShare(_read_dtype(data["dtype"]), whole, tensor, pieces)
+    require_known(data, _DECLARED, "a tensor's record")
+    share = read_declared_share(data, tensor)
+    if share is None:
+        raise KeyError(f"one of {SHARD_ATTRIBUTES}")
+    return replace(share, dtype=_read_dtype(data["dtype"]))
 
 
 _Reader = Callable[[StoredTensor, _Fields, int], DTensorShare | DeclaredShare]
@@ -134,10 +134,3 @@ def _read_dtype(text: Any) -> DType:
     if name not in BY_NAME:
         raise Unsupported(f"that its element type is {text!r}")
     return BY_NAME[name]
-
-
-def _require_known(fields: _Fields, known: Collection[str], what: str) -> None:
-    """Raise Unsupported for a field that may change what the others mean."""
-    more = [key for key in fields if key not in known]
-    if more:
-        raise Unsupported(f"more than is known in {what}: {describe(more[0])}")

@@ -202,7 +202,7 @@ def make_placement(name: str, fields: Mapping[str, Any]) -> Placement:
     Raises Unsupported for an unknown one, and for a field that may change what it means.
     """
     name = name.removeprefix("_") if name in ("_StridedShard", "_Partial") else name
-    _require_known(fields, _PLACEMENT_FIELDS.get(name, fields), f"a placement {name}")
+    require_known(fields, _PLACEMENT_FIELDS.get(name, fields), f"a placement {name}")
     if name == "Shard":
         return Shard(_dim(fields.get("dim")))
     if name == "StridedShard":
@@ -214,7 +214,7 @@ def make_placement(name: str, fields: Mapping[str, Any]) -> Placement:
     raise Unsupported(f"unknown placement {name}", UNREAD)
 
 
-def _require_known(fields: Mapping[str, Any], known: Collection[str], what: str) -> None:
+def require_known(fields: Mapping[str, Any], known: Collection[str], what: str) -> None:
     """Raise Unsupported for a field of a record that is not known."""
     more = [name for name in fields if name not in known]
     if more:
@@ -394,5 +394,5 @@ def read_fields(
     if not isinstance(value, Call):
         raise Damaged(f"expected a {expected} record, got {type(value).__name__}")
     if known is not None:
-        _require_known(value.fields, known, f"a {expected} record")
+        require_known(value.fields, known, f"a {expected} record")
     return value.fields
