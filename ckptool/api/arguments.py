@@ -57,8 +57,8 @@ _OF_RUNS = ("allow_nonfinite",)
 KEYWORDS: dict[str, tuple[OptionGroup, ...]] = {
     "ReadKeywords": (OptionGroup(ReadOptions, without=_UNSTACKED),),
     "OpenKeywords": (OptionGroup(ReadOptions), OptionGroup(RewriteOptions)),
-    "DiffKeywords": (OptionGroup(DiffOptions),),
-    "ExtractKeywords": (OptionGroup(ExtractOptions),),
+    "DiffKeywords": (OptionGroup(DiffOptions, without=("html",)),),
+    "ExtractKeywords": (OptionGroup(ExtractOptions, without=("out",)),),
     "ConvertKeywords": (OptionGroup(ConvertOptions, without=("to",)),),
     "SaveKeywords": (OptionGroup(SaveOptions),),
     "ReshardKeywords": (OptionGroup(ReshardOptions),),

@@ -137,10 +137,10 @@ class MergeKeywords(ExtractKeywords, total=False):
     average: bool
     weights: str | Sequence[float]
     ema: float | None
-    onto: str | None
-    lora: str | None
-    add: str | None
-    minus: str | None
+    onto: AnyPath | None
+    lora: AnyPath | None
+    add: AnyPath | None
+    minus: AnyPath | None
     scale: float
     apply_delta: bool
     take: Mapping[str, AnyPath]

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.page import Html, require_page, write_page
-from ckptool.cli.parameters import AsJson, Debug, Silent, parse_place
+from ckptool.cli.page import require_page, write_page
+from ckptool.commands.options import parse_place
 from ckptool.commands.options.diff import DiffOptions
+from ckptool.commands.options.screen import SilentScreen
 from ckptool.errors import Damaged
 
 
@@ -29,10 +30,7 @@ def diff(
     ],
     *,
     options: DiffOptions,
-    html: Html = None,
-    as_json: AsJson = False,
-    quiet: Silent = False,
-    debug: Debug = False,
+    screen: SilentScreen,
 ) -> None:
     """Show what differs between two checkpoints, or between one and the model it is for.
 
@@ -46,14 +44,14 @@ def diff(
     from ckptool.render.messages import print_json
     from ckptool.render.progress import started_progress
 
-    file = require_page(html)
+    file = require_page(options.html)
     places = parse_place(source, "SRC"), parse_place(other, "OTHER")
-    with started_progress(quiet=quiet) as started:
+    with started_progress(quiet=screen.quiet) as started:
         report = run_diff(*places, options, started)
-    write_page(file, report.to_dict, quiet=quiet)
-    if as_json:
+    write_page(file, report.to_dict, quiet=screen.quiet)
+    if screen.as_json:
         print_json(report.to_dict())
-    elif not quiet:
+    elif not screen.quiet:
         show_diff(report)
     if not report.ok:
         raise typer.Exit(1 if report.readable else Damaged.exit_code)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptool.cli.completion import complete_names
-from ckptool.cli.parameters import AsJson, Debug, Quiet, SourcePath, parse_place
+from ckptool.cli.parameters import SourcePath
+from ckptool.commands.options import parse_place
 from ckptool.commands.options.extract import ExtractOptions
+from ckptool.commands.options.screen import Screen
 
 if TYPE_CHECKING:
     from ckptool.storage.url import Location
@@ -28,19 +30,8 @@ def extract(
         ),
     ],
     *,
-    out: Annotated[
-        str | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="FILE",
-            help="Write this .npy or .safetensors file; never overwrites.",
-        ),
-    ] = None,
     options: ExtractOptions,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    screen: Screen,
 ) -> None:
     """Print tensors or slices of them, or save them to a file.
 
@@ -50,29 +41,26 @@ def extract(
     from ckptool.commands.extract import SUFFIXES
     from ckptool.commands.verify.salvage.offer import offering_salvage
 
-    place = parse_place(source, "SRC")
-    if out is None and len(names) > 1 and names[-1].endswith(SUFFIXES):
-        *names, out = names
+    place, target = parse_place(source, "SRC"), options.out
+    if target is None and len(names) > 1 and names[-1].endswith(SUFFIXES):
+        target = parse_place(names.pop(), "FILE")
     with offering_salvage(place, options.read):
-        if out is None:
-            _print(place, names, options, as_json=as_json, quiet=quiet)
+        if target is None:
+            _print(place, names, options, screen)
         else:
-            target = parse_place(out, "--out")
-            _write(place, names, target, options, as_json=as_json, quiet=quiet)
+            _write(place, names, target, options, screen)
 
 
-def _print(
-    source: Location, names: Sequence[str], options: ExtractOptions, *, as_json: bool, quiet: bool
-) -> None:
+def _print(source: Location, names: Sequence[str], options: ExtractOptions, screen: Screen) -> None:
     """Print tensors or slices."""
     from ckptool.commands.extract import open_slices, read_values
     from ckptool.render.extract import MOST_IN_JSON, show_values, values_json
     from ckptool.render.messages import print_json, show_notes
 
     taken = open_slices(source, names, options)
-    if not quiet:
+    if not screen.quiet:
         show_notes(taken.notes)
-    if as_json:
+    if screen.as_json:
         print_json(values_json(taken, read_values(taken, MOST_IN_JSON)))
     else:
         show_values(read_values(taken))
@@ -83,9 +71,7 @@ def _write(
     names: Sequence[str],
     target: Location,
     options: ExtractOptions,
-    *,
-    as_json: bool,
-    quiet: bool,
+    screen: Screen,
 ) -> None:
     """Write tensors or slices to a file."""
     from ckptool.commands.extract import prepare_extract
@@ -94,11 +80,11 @@ def _write(
     from ckptool.render.progress import progress
 
     planned = prepare_extract(source, names, target, options)
-    if not quiet:
+    if not screen.quiet:
         show_notes(planned.report.notes)
-    with progress(planned.nbytes, quiet=quiet) as advance:
+    with progress(planned.nbytes, quiet=screen.quiet) as advance:
         report = planned.run(advance)
-    if as_json:
+    if screen.as_json:
         print_json(report.to_dict())
-    elif not quiet:
+    elif not screen.quiet:
         show_extract(report)

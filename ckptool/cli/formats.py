@@ -7,18 +7,19 @@ from typing import Annotated
 import typer
 
 from ckptool.cli.completion import complete_from
-from ckptool.cli.parameters import AsJson, Debug, parse_place
 from ckptool.commands.options.choices import builtin_map_names
-from ckptool.commands.options.rewrite import MapOptions
+from ckptool.commands.options.declaration import OptionGroup
+from ckptool.commands.options.rewrite import MapCheckOptions, MapOptions
+from ckptool.commands.options.screen import Screen
 from ckptool.errors import UsageError
 
 
-def formats(as_json: AsJson = False) -> None:
+def formats(*, screen: Annotated[Screen, OptionGroup(without=("quiet", "debug"))]) -> None:
     """List the formats that are read and written."""
     from ckptool.render.formats import formats_json, show_formats
     from ckptool.render.messages import print_json
 
-    if as_json:
+    if screen.as_json:
         print_json(formats_json())
     else:
         show_formats()
@@ -33,17 +34,9 @@ def maps(
             autocompletion=complete_from(builtin_map_names),
         ),
     ] = None,
-    check: Annotated[
-        str | None,
-        typer.Option(
-            "--check",
-            metavar="CKPT",
-            help="List the tensors of this checkpoint's model that no rule of the map matches, and"
-            " the rules that match no tensor, each with the closest candidate.",
-        ),
-    ] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
+    *,
+    options: MapCheckOptions,
+    screen: Annotated[Screen, OptionGroup(without=("quiet",))],
 ) -> None:
     """List the key maps that --map takes by name, print one, or check one against a checkpoint.
 
@@ -52,19 +45,19 @@ def maps(
     from ckptool.render.formats import maps_json, show_map, show_map_check, show_maps
     from ckptool.render.messages import print_json
 
-    if check is not None:
+    if options.check is not None:
         from ckptool.commands.keymap.check import check_map
 
         if name is None:
             raise UsageError("--check requires a map", hint="ckptool maps NAME --check CKPT")
-        report = check_map(parse_place(check, "--check"), MapOptions(name))
-        if as_json:
+        report = check_map(options.check, MapOptions(name))
+        if screen.as_json:
             print_json(report.to_dict())
         else:
             show_map_check(report)
         if not report.ok:
             raise typer.Exit(1)
-    elif as_json:
+    elif screen.as_json:
         print_json(maps_json(name))
     elif name is None:
         show_maps()

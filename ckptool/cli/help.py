@@ -9,6 +9,8 @@ import typer
 
 from ckptool.cli.app import SUMMARIES, app
 from ckptool.cli.completion import complete_from
+from ckptool.commands.options.declaration import OptionGroup
+from ckptool.commands.options.screen import Screen
 from ckptool.core.text import did_you_mean
 from ckptool.errors import UsageError
 
@@ -30,6 +32,8 @@ def help(
             autocompletion=complete_from(lambda: [*_read_pages(), *SUMMARIES]),
         ),
     ] = None,
+    *,
+    screen: Annotated[Screen, OptionGroup(without=("json", "quiet", "debug"))],
 ) -> None:
     """List the pages of the documentation and the commands, show one, or search them."""
     from ckptool.render.help import find_word, show_page, show_places, show_topics

@@ -6,22 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptool.cli.completion import complete_from, complete_names
-from ckptool.cli.page import Html, require_page, write_inspect_page, write_page
-from ckptool.cli.parameters import (
-    AsJson,
-    Debug,
-    SourcePath,
-    parse_form,
-    parse_place,
-)
+from ckptool.cli.completion import complete_names
+from ckptool.cli.page import require_page, write_inspect_page, write_page
+from ckptool.cli.parameters import SourcePath, parse_form
+from ckptool.commands.options import parse_place
 from ckptool.commands.options.declaration import OptionGroup
+from ckptool.commands.options.inspect import FORMS, TABLES, InspectOptions
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.options.rewrite import NAMED
+from ckptool.commands.options.screen import Screen
 from ckptool.errors import CkptoolError, Several, UsageError, damaged
 from ckptool.storage.place import on_disk
 
@@ -31,11 +27,8 @@ if TYPE_CHECKING:
     from ckptool.commands.inspect import InspectReport
     from ckptool.commands.inspect.stats import StatsReport
     from ckptool.commands.reshard.holdings import MeshHoldings
+    from ckptool.core.mesh import Mesh
     from ckptool.storage.url import Location
-
-
-TABLES = ("csv", "markdown")
-FORMATS = ("text", "json", *TABLES)
 
 
 def inspect(
@@ -49,84 +42,8 @@ def inspect(
         ),
     ] = None,
     *,
-    tensors: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tensors",
-            metavar="NAME",
-            autocompletion=complete_names,
-            help=f"List matching tensors in full: {NAMED} (repeatable).",
-        ),
-    ] = None,
-    shards: Annotated[
-        str | None,
-        typer.Option(
-            "--shards",
-            metavar="NAME",
-            autocompletion=complete_names,
-            help="Draw a tensor, or all that match: which rank and file holds which box.",
-        ),
-    ] = None,
-    depth: Annotated[
-        int | None,
-        typer.Option(
-            "--depth",
-            metavar="N",
-            min=1,
-            help="Group tensors by the first N parts of their names: count, size, element types.",
-        ),
-    ] = None,
-    sort: Annotated[
-        Literal["name", "size"],
-        typer.Option("--sort", metavar="name|size", help="Sort tensors and modules."),
-    ] = "name",
-    rank_bytes: Annotated[
-        bool, typer.Option("--rank-bytes", help="Show the bytes per rank, and the imbalance.")
-    ] = False,
-    mesh: Annotated[
-        str | None,
-        typer.Option(
-            "--mesh",
-            metavar="MESH",
-            help="Show what each rank of this mesh would hold after a reshard, and the largest:"
-            " 2x4, 8, or dp=2,tp=4.",
-        ),
-    ] = None,
-    values: Annotated[bool, typer.Option("--values", help="Show the non-tensor values.")] = False,
-    stats: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--stats",
-            metavar="NAME",
-            autocompletion=complete_names,
-            help="Read matching tensors, '*' for all: min, max, mean, std, NaN, Inf (repeatable).",
-        ),
-    ] = None,
-    export: Annotated[
-        Path | None,
-        typer.Option("--export", metavar="FILE", help="Also save the screen as an .svg file."),
-    ] = None,
-    html: Html = None,
-    reading: Annotated[ReadOptions, OptionGroup(without=("split_stacked",))],
-    verbose: Annotated[
-        bool,
-        typer.Option(
-            "--verbose", "-v", help="For a URL, show how much was requested from the store."
-        ),
-    ] = False,
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="FORMAT",
-            help="Print text, json (same as --json), or one table as csv or markdown: the tensors,"
-            " or what --depth, --shards, --rank-bytes, --mesh, --values or --stats select; for a"
-            " run, its steps.",
-            autocompletion=complete_from(lambda: FORMATS),
-        ),
-    ] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
+    options: InspectOptions,
+    screen: Annotated[Screen, OptionGroup(without=("quiet",))],
 ) -> None:
     """Show what a checkpoint holds, from its metadata alone.
 
@@ -139,55 +56,32 @@ def inspect(
     from ckptool.render.messages import show_notes
     from ckptool.render.text import console
 
-    form = parse_form(form, FORMATS, as_json=as_json) or "text"
-    tensors = [*(names or ()), *(tensors or ())]
-    asked = {
-        "stats": stats, "modules": depth, "shards": shards, "rank_bytes": rank_bytes,
-        "holdings": mesh, "values": values, "tensors": tensors,
-    }  # fmt: skip
-    views = [view for view, option in asked.items() if option] or ["tensors"]
-    _require_printable(form, views, export)
-    page_file = require_page(html)
+    form = parse_form(options.form, FORMS, as_json=screen.as_json) or "text"
+    options = replace(options, tensors=(*(names or ()), *options.tensors))
+    views = options.views()
+    _require_printable(form, views or ["tensors"], options.export)
+    page_file = require_page(options.html)
     place = parse_place(source, "SRC")
     _require_one_place(source, names or ())
-    reading = replace(reading, values=values or on_disk(place) is not None)
-    report = _inspect(place, reading, lists_steps=not any((*asked.values(), export)))
+    reading = replace(options.read, values=options.values or on_disk(place) is not None)
+    report = _inspect(place, reading, lists_steps=not (views or options.export))
     if report is None:
         _show_run(place, reading, page_file, form)
         return
-    held = _hold(report, mesh) if mesh else None
-    statistics = _read_stats(report, stats) if stats else None
+    held = _hold(report, options.mesh) if options.mesh else None
+    statistics = _read_stats(report, options.stats) if options.stats else None
     write_inspect_page(page_file, report, statistics)
     if form != "text":
-        content = inspect_json(
-            report,
-            tensors=tensors,
-            ranks=rank_bytes,
-            shards=shards,
-            depth=depth,
-            held=held,
-            sort=None if sort == "name" and form == "json" else sort,
-        )
+        content = inspect_json(report, options, held, is_table=form != "json")
         content |= {} if statistics is None else statistics.more()
-        _print_content(content, form, views[0])
+        _print_content(content, form, [*views, "tensors"][0])
     else:
-        screen = console(record=export is not None)
-        show(
-            report,
-            screen,
-            tensors=tensors,
-            ranks=rank_bytes,
-            values=values,
-            shards=shards,
-            stats=() if statistics is None else statistics,
-            depth=depth,
-            held=held,
-            sort=sort,
-        )
-        if export is not None:
-            _export(screen, export)
+        shown = console(record=options.export is not None)
+        show(report, shown, options, held, () if statistics is None else statistics)
+        if options.export is not None:
+            _export(shown, options.export)
         show_notes(report.notes)
-    if verbose:
+    if options.verbose:
         show_traffic(report)
     if report.problems:
         _fail(report, reading, shown=form == "text")
@@ -230,12 +124,11 @@ def _export(screen: Console, file: Path) -> None:
     write_whole(file, export_screen(screen), mark=EXPORT_MARK)
 
 
-def _hold(report: InspectReport, mesh: str) -> MeshHoldings:
+def _hold(report: InspectReport, mesh: Mesh) -> MeshHoldings:
     """Place the tensors on another mesh."""
     from ckptool.commands.reshard.holdings import hold_by_default
-    from ckptool.core.sharding.placement import parse_mesh
 
-    return hold_by_default(report.opened, parse_mesh(mesh))
+    return hold_by_default(report.opened, mesh)
 
 
 def _require_one_place(source: str, names: Sequence[str]) -> None:
@@ -249,7 +142,7 @@ def _require_one_place(source: str, names: Sequence[str]) -> None:
             )
 
 
-def _read_stats(report: InspectReport, names: list[str]) -> StatsReport:
+def _read_stats(report: InspectReport, names: Sequence[str]) -> StatsReport:
     """Read the tensors of these names."""
     from ckptool.commands.inspect.stats import stats
     from ckptool.render.progress import started_progress

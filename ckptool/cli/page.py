@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.inspect import InspectReport
     from ckptool.commands.inspect.stats import StatsReport
-
-Html = Annotated[
-    str | None,
-    typer.Option(
-        "--html",
-        metavar="FILE",
-        help="Also write all of it as one HTML page, to open offline or to share.",
-    ),
-]
 
 
 def require_page(html: str | None) -> Path | None:

@@ -1,4 +1,4 @@
-"""Options of the command line, derived from the commands' options classes; and screen options."""
+"""Options of the command line, derived from the commands' options classes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ from dataclasses import is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from ckptool.cli.completion import complete_from
+from ckptool.cli.completion import complete_from, complete_names
 from ckptool.cli.usage import RENAMED, show_all_help
-from ckptool.commands.options.declaration import RARE, SPEED, Option, OptionGroup, build, options_of
+from ckptool.commands.options.declaration import RARE, Option, OptionGroup, build, options_of
 from ckptool.core.text import one_of
 from ckptool.errors import CkptoolError, UsageError
 
-if TYPE_CHECKING:
-    from ckptool.storage.url import Location
-
 Command = Callable[..., None]
-RUN = "Runs (folders of steps)"
-"""The panel of the options about runs."""
 
 
 def with_options(command: Command) -> tuple[Command, dict[str, int]]:
@@ -46,7 +41,6 @@ def with_options(command: Command) -> tuple[Command, dict[str, int]]:
             parameters += map(_parameter, options_of(group))
         else:
             parameters.append(parameter.replace(annotation=hint))
-    parameters += _screen_parameters()
     declared = {option.keyword: option for each in groups.values() for option in options_of(each)}
     if any(option.panel == RARE for option in declared.values()):
         parameters.append(_help_all())
@@ -57,7 +51,7 @@ def with_options(command: Command) -> tuple[Command, dict[str, int]]:
         from ckptool.storage.url import storage_options
 
         values.pop("help_all", None)
-        _set_screen(values.pop("color"), no_progress=values.pop("no_progress"))
+        _set_screen(values["color"], no_progress=values["no_progress"])
         written = {name: values.pop(name) for name in declared}
         known = {name: v for name, v in written.items() if v is not None and v != []}
 
@@ -94,26 +88,6 @@ def _naming_places(source: str | None, target: str | None) -> Iterator[None]:
         raise
 
 
-def _screen_parameters() -> list[Parameter]:
-    """Return the screen options that every command has."""
-    color = typer.Option(
-        "--color", metavar="WHEN", rich_help_panel=SPEED, help="Use colors: auto, always or never."
-    )
-    bar = typer.Option(
-        "--no-progress",
-        rich_help_panel=SPEED,
-        help="Show no progress, neither a bar nor lines in a log.",
-    )
-    return [
-        Parameter(
-            "color", Parameter.KEYWORD_ONLY, default="auto", annotation=Annotated[str, color]
-        ),
-        Parameter(
-            "no_progress", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, bar]
-        ),
-    ]
-
-
 def _help_all() -> Parameter:
     """Return the option that shows the help with what is rarely needed."""
     shape = typer.Option(
@@ -145,17 +119,18 @@ _COLORS = {"auto": "", "always": "FORCE_COLOR", "never": "NO_COLOR"}
 def _parameter(option: Option) -> Parameter:
     """Return the option as a typer parameter."""
     default = option.shown if option.shown is not None else option.default
-    if type(default) is not option.kind.line:
+    if type(default) is not option.kind.line and default not in get_args(option.kind.line):
         default = None
+    names = complete_names if option.completes_names else None
     shape = typer.Option(
-        option.flag,
+        *filter(None, (option.flag, option.short)),
         metavar=option.metavar,
         help=option.help,
         min=option.minimum,
         max=option.maximum,
         rich_help_panel=option.panel,
         show_default=default is not None,
-        autocompletion=option.choices and complete_from(option.choices),
+        autocompletion=complete_from(option.choices) if option.choices else names,
     )
     kind = option.kind.line if option.required else option.kind.line | None
     return Parameter(
@@ -173,15 +148,6 @@ SourcePath = Annotated[
         help="A checkpoint: its folder, a file inside it, or its parent folder; a path or a URL.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-Quiet = Annotated[
-    bool,
-    typer.Option("--quiet", "-q", help="Print only errors and the output that was asked for."),
-]
-Silent = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing; see the exit code.")]
-Debug = Annotated[
-    bool, typer.Option("--debug", rich_help_panel=SPEED, help="Show the traceback of an error.")
-]
 
 
 def parse_form(form: str | None, forms: Sequence[str], *, as_json: bool) -> str | None:
@@ -191,12 +157,3 @@ def parse_form(form: str | None, forms: Sequence[str], *, as_json: bool) -> str 
     if as_json and form not in (None, "json"):
         raise UsageError(f"--json is --format json: not with --format {form}")
     return "json" if as_json else form
-
-
-def parse_place(text: str, argument: str) -> Location:
-    """Return the path or URL of an argument; UsageError if it is empty, as an unset variable is."""
-    from ckptool.storage.url import location
-
-    if not text:
-        raise UsageError(f"{argument}: empty path", hint="is a variable of the shell not set?")
-    return location(text)

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ckptool.cli.parameters import AsJson, Debug, Quiet, parse_place
+from ckptool.commands.options import parse_place
 from ckptool.commands.options.prune import PruneOptions
+from ckptool.commands.options.screen import Screen
 
 
 def prune(
@@ -16,9 +17,7 @@ def prune(
     ],
     *,
     options: PruneOptions,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    screen: Screen,
 ) -> None:
     """Remove old steps of a run, after verifying those that are kept.
 
@@ -30,10 +29,11 @@ def prune(
     from ckptool.render.messages import print_json, show_step
     from ckptool.render.prune import show_prune
 
-    report = _prune(parse_place(run, "RUN"), options, (lambda text: None) if quiet else show_step)
-    if as_json:
+    notify = (lambda text: None) if screen.quiet else show_step
+    report = _prune(parse_place(run, "RUN"), options, notify)
+    if screen.as_json:
         print_json(report.to_dict())
-    elif not quiet or not options.yes:
+    elif not screen.quiet or not options.yes:
         show_prune(report)
     if not report.ok:
         raise typer.Exit(1)

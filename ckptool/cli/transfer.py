@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from ckptool.cli.parameters import RUN, AsJson, Debug, Quiet, SourcePath, parse_place
-from ckptool.commands.options.declaration import OptionGroup, changed
+from ckptool.cli.parameters import SourcePath
+from ckptool.commands.options import parse_place
+from ckptool.commands.options.declaration import RUNS, OptionGroup, changed
 from ckptool.commands.options.merge import MergeOptions
+from ckptool.commands.options.screen import Screen
 from ckptool.commands.options.steps import StepChoice
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.errors import NotFound, Several, Unsupported, UsageError
@@ -33,10 +35,8 @@ def convert(
     ],
     *,
     options: ConvertOptions,
-    steps: Annotated[StepChoice, OptionGroup(panel=RUN)],
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    steps: Annotated[StepChoice, OptionGroup(panel=RUNS)],
+    screen: Screen,
 ) -> None:
     """Write a checkpoint in another format, bit for bit.
 
@@ -50,7 +50,7 @@ def convert(
     places = parse_place(source, "SRC"), parse_place(target, "DST")
     if changed(steps):
         options.transfer.require_one_way()
-        _convert_steps(places, steps, options, as_json=as_json, quiet=quiet)
+        _convert_steps(places, steps, options, screen)
         return
 
     def plan(ranks: Ranks) -> Transfer[ConvertReport]:
@@ -66,16 +66,14 @@ def convert(
         show_convert(report)
 
     with offering_salvage(places[0], options.read):
-        _run_transfer(plan, options.transfer, show, as_json=as_json, quiet=quiet)
+        _run_transfer(plan, options.transfer, show, screen)
 
 
 def _convert_steps(
     places: tuple[Location, Location],
     steps: StepChoice,
     options: ConvertOptions,
-    *,
-    as_json: bool,
-    quiet: bool,
+    screen: Screen,
 ) -> None:
     """Convert steps of a run and show what became of each; exit 1 if one fails or none is good."""
     import os
@@ -90,12 +88,12 @@ def _convert_steps(
         raise Unsupported(
             "under torchrun, the ranks share one checkpoint: convert steps in one process"
         )
-    notify, noted = (show_step, show_notes) if not quiet else (lambda text: None,) * 2
-    with _noting_what_stands(), started_progress(quiet=quiet) as started:
+    notify, noted = (show_step, show_notes) if not screen.quiet else (lambda text: None,) * 2
+    with _noting_what_stands(), started_progress(quiet=screen.quiet) as started:
         report = convert_run(*places, steps, options, notify, started, noted)
-    if as_json:
+    if screen.as_json:
         print_json(report.to_dict())
-    elif not quiet or options.transfer.dry_run:
+    elif not screen.quiet or options.transfer.dry_run:
         show_converted_steps(report)
     if not report.ok:
         raise typer.Exit(1)
@@ -111,9 +109,7 @@ def reshard(
     ] = None,
     *,
     options: ReshardOptions,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    screen: Screen,
 ) -> None:
     """Write a checkpoint for a new device mesh, in one process or under torchrun.
 
@@ -135,7 +131,7 @@ def reshard(
         show_reshard(report)
 
     with offering_salvage(place, options.read):
-        _run_transfer(plan, options.transfer, show, as_json=as_json, quiet=quiet)
+        _run_transfer(plan, options.transfer, show, screen)
 
 
 def merge(
@@ -148,9 +144,7 @@ def merge(
     ] = None,
     *,
     options: MergeOptions,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    screen: Screen,
 ) -> None:
     """Average, add, subtract and splice checkpoints, tile by tile.
 
@@ -173,7 +167,7 @@ def merge(
 
         show_merge(report)
 
-    _run_transfer(plan, options.convert.transfer, show, as_json=as_json, quiet=quiet)
+    _run_transfer(plan, options.convert.transfer, show, screen)
 
 
 def _target_first(
@@ -197,9 +191,7 @@ def _run_transfer(
     plan: Callable[[Ranks], Transfer[Report]],
     how: TransferOptions,
     show: Callable[[Report], None],
-    *,
-    as_json: bool,
-    quiet: bool,
+    screen: Screen,
 ) -> None:
     """Plan a transfer on each rank, write it or not, and ``show`` its report on the first rank.
 
@@ -211,10 +203,10 @@ def _run_transfer(
     with join_ranks() as ranks:
         planned = ranks.together(partial(plan, ranks))
         with _noting_what_stands() as stands:
-            silent = quiet or ranks.rank > 0
+            silent = screen.quiet or ranks.rank > 0
             report = _run(planned, ranks, stands, dry_run=how.dry_run, quiet=silent)
-            if ranks.rank == 0 and (as_json or how.dry_run or not quiet):
-                _show(report, show, as_json=as_json)
+            if ranks.rank == 0 and (screen.as_json or how.dry_run or not screen.quiet):
+                _show(report, show, as_json=screen.as_json)
 
 
 def _show(report: Report, show: Callable[[Report], None], *, as_json: bool) -> None:

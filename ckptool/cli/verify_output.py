@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.cli.page import write_page
 from ckptool.cli.parameters import parse_form
+from ckptool.commands.options.verify import FORMS
 
 if TYPE_CHECKING:
     from ckptool.render.ci import Suite
-
-FORMATS = ("text", "json", "junit", "github")
 
 
 class Answer(NamedTuple):
@@ -38,7 +37,7 @@ class Output(NamedTuple):
     @classmethod
     def of(cls, form: str | None, *, as_json: bool, quiet: bool) -> Output:
         """Return the requested form, or else ``github`` if GitHub Actions runs this."""
-        form = parse_form(form, FORMATS, as_json=as_json)
+        form = parse_form(form, FORMS, as_json=as_json)
         return cls(form or ("github" if _on_github() else "text"), quiet)
 
     def show(self, answer: Answer, *, strict: bool) -> None:

@@ -11,9 +11,9 @@ import pytest
 from conftest import run_command
 
 from ckptool.cli.app import SUMMARIES, load_command
-from ckptool.cli.parameters import parse_place
 from ckptool.cli.process import known_error
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options import parse_place
 from ckptool.commands.options.declaration import parse_dims
 from ckptool.errors import CkptoolError, Damaged, NotFound, UsageError, damaged
 from ckptool.render.messages import show_error

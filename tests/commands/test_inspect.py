@@ -18,6 +18,7 @@ from ckptool.commands.inspect import InspectReport, report, step_of, values
 from ckptool.commands.inspect.stats import stats
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.open import survey as open_survey
+from ckptool.commands.options.inspect import InspectOptions
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, TensorEntry
 from ckptool.core.dtype import BY_NAME
@@ -186,13 +187,13 @@ def test_json_leaves_out_a_value_it_cannot_hold(value, monkeypatch):
 
 def test_json_has_the_views_that_are_asked_for():
     held = described(tensor("a.w"), tensor("b.w"))
-    found = inspect_json(held, tensors=("a.*",), ranks=True, shards="b.w")
+    found = inspect_json(held, InspectOptions(("a.*",), rank_bytes=True, shards="b.w"))
     assert [row["name"] for row in found["tensors"]] == ["a.w"]
     assert found["totals"]["tensors"] == 2
     assert [(one["from"], one["to"]) for one in found["shards"]] == [([0, 0], [4, 2])]
     assert found["rank_bytes"] == [{"rank": 0, "chunks": 2, "bytes": 64}]
     with pytest.raises(UsageError, match="NAME 'c' matches none of"):
-        inspect_json(held, tensors=("c",))
+        inspect_json(held, InspectOptions(("c",)))
 
 
 def test_json_is_ascii_whatever_the_names_are():

@@ -16,6 +16,7 @@ from ckptool.commands.inspect import report
 from ckptool.commands.inspect.fold import fold, products
 from ckptool.commands.inspect.stats import TensorStats
 from ckptool.commands.open import OpenedCheckpoint
+from ckptool.commands.options.inspect import InspectOptions
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import (
     Catalog,
@@ -64,7 +65,9 @@ def tensor(name, shape=(4, 2), grid=None, dtype="float32", placements=None):
     return TensorEntry(name, path, BY_NAME[dtype], shape, tuple(chunks), placements)
 
 
-def screen(*entries, width=200, tty=False, objects=None, catalog=None, **views):
+def screen(
+    *entries, width=200, tty=False, objects=None, catalog=None, held=None, stats=(), **views
+):
     """Everything ``show`` prints."""
     values = {k: ObjectEntry(k, tuple(k.split(".")), v) for k, v in (objects or {}).items()}
     found = Catalog("dcp", {e.name: e for e in entries}, values, {"f": 1}, **(catalog or {}))
@@ -72,7 +75,7 @@ def screen(*entries, width=200, tty=False, objects=None, catalog=None, **views):
     opened = OpenedCheckpoint(root, LocalSource(root, {}), FORMATS["dcp"], found)
     stream = io.StringIO()
     console = Console(file=stream, width=width, force_terminal=tty, color_system=None, emoji=False)
-    show(report(opened), console, **views)
+    show(report(opened), console, InspectOptions(**views), stats=stats)
     return stream.getvalue()
 
 
@@ -294,7 +297,9 @@ def test_legend_says_how_the_bytes_lie(place, told):
 
 
 def test_ranks_fold_equal_loads_and_give_the_imbalance():
-    shown = screen(tensor("w", (8, 2), (8, 1)), tensor("v"), ranks=True, catalog={"world_size": 10})
+    shown = screen(
+        tensor("w", (8, 2), (8, 1)), tensor("v"), rank_bytes=True, catalog={"world_size": 10}
+    )
     assert "0 " in shown
     assert "1..7" in shown
     assert "8,9" in shown

@@ -13,7 +13,7 @@ from ckptool.commands.options.merge import ROWS, ExpressionOptions
 from ckptool.core.text import plural
 from ckptool.engine.formulas.rows import MEAN, ZEROS
 from ckptool.errors import UsageError
-from ckptool.storage.url import Location, location
+from ckptool.storage.url import Location
 
 _NOISE = 1e-9
 """How much of its terms a sum must be."""
@@ -116,7 +116,7 @@ def read_recipe(
             )
     rows = _rows(options)
     recipe = _sum_of(sources, options)
-    takes = tuple(Take(name, _place(place, "--take")) for name, place in options.take)
+    takes = tuple(Take(name, place) for name, place in options.take)
     return replace(recipe, takes=takes, rows=rows, with_optimizer=options.with_optimizer)
 
 
@@ -133,7 +133,7 @@ def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
     if not asked:
         return Recipe((Term(_base(sources, options)),))
     if options.lora is not None:
-        return Recipe((Term(_base(sources, options)),), lora=_place(options.lora, "--lora"))
+        return Recipe((Term(_base(sources, options)),), lora=options.lora)
     if asked == ["--add"]:
         return Recipe(_added(sources, options))
     if options.apply_delta:
@@ -195,7 +195,7 @@ def _newest(sources: Sequence[Location], count: int) -> list[Location]:
 
 def _base(sources: Sequence[Location], options: ExpressionOptions) -> Location:
     """Return the one checkpoint into which an adapter is folded, or of which parts are replaced."""
-    bases = [*sources, *([] if options.onto is None else [_place(options.onto, "--onto")])]
+    bases = [*sources, *([] if options.onto is None else [options.onto])]
     if options.lora is None and not (options.take or options.rows):
         raise UsageError(
             "no operation is given", hint=f"say {_WAYS}: `ckptool help merge` has examples"
@@ -217,12 +217,8 @@ def _added(sources: Sequence[Location], options: ExpressionOptions) -> tuple[Ter
             f"{sources[0]}: --add and --minus take no SRC beside their own",
             hint="--onto BASE names what they are added to",
         )
-    signed = (
-        ("--onto", options.onto, 1.0),
-        ("--add", options.add, options.scale),
-        ("--minus", options.minus, -options.scale),
-    )
-    return tuple(Term(_place(text, way), w) for way, text, w in signed if text is not None)
+    signed = ((options.onto, 1.0), (options.add, options.scale), (options.minus, -options.scale))
+    return tuple(Term(place, weight) for place, weight in signed if place is not None)
 
 
 def _base_of(sources: Sequence[Location], options: ExpressionOptions) -> Term:
@@ -233,10 +229,9 @@ def _base_of(sources: Sequence[Location], options: ExpressionOptions) -> Term:
             f"--apply-delta: needs {lacking}",
             hint="ckptool merge OUT --apply-delta DELTA1 DELTA2 --onto BASE",
         )
-    base = _place(options.onto, "--onto")
-    if base in sources:
-        raise UsageError(f"--onto {base}: is one of the deltas, too")
-    return Term(base)
+    if options.onto in sources:
+        raise UsageError(f"--onto {options.onto}: is one of the deltas, too")
+    return Term(options.onto)
 
 
 def _moving(sources: Sequence[Location], decay: float) -> tuple[Term, ...]:
@@ -274,10 +269,3 @@ def _rows(options: ExpressionOptions) -> tuple[Rows, ...]:
     if rule is not None and isinstance(fill, str) and rule not in (MEAN, ZEROS):
         raise UsageError(f"invalid --fill {rule!r}", hint=f"{MEAN}, {ZEROS} or {_COPIED}ROW")
     return tuple(Rows(name, count, fill) for name, count in options.rows)
-
-
-def _place(text: str, option: str) -> Location:
-    """Return the place that an option names; UsageError if it is empty, as an unset variable is."""
-    if not text:
-        raise UsageError(f"{option}: empty path", hint="is a variable of the shell not set?")
-    return location(text)

@@ -9,10 +9,13 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptool.commands.options.declaration import Kind, parse_dims, parse_share
 from ckptool.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckptool.storage.url import Location
 
 
 def _texts(value: Any) -> Sequence[Any]:
@@ -25,10 +28,14 @@ def _file(value: Any, name: str) -> Path:
     return Path(value)
 
 
-def _place(value: Any, name: str) -> Any:
+def parse_place(value: Any, name: str) -> Location:
+    """Return the path or URL of an argument; UsageError if it is empty, as an unset variable is."""
     from ckptool.storage.url import location
 
-    return location(os.fspath(value))
+    text = os.fspath(value)
+    if not text:
+        raise UsageError(f"{name}: empty path", hint="is a variable of the shell not set?")
+    return location(text)
 
 
 def _tp_rules(value: Any, name: str) -> Any:
@@ -109,7 +116,7 @@ def _storage_options(value: Any, name: str) -> Mapping[str, Any]:
 
 
 FILE = Kind(Path, "AnyPath", _file, metavar="FILE")
-PLACE = Kind(str, "AnyPath", _place)
+PLACE = Kind(str, "AnyPath", parse_place)
 PART = Kind(str, "str", _part, metavar="K/N")
 SHARE = Kind(str, "float | str", lambda v, name: parse_share(str(v), name), metavar="SHARE")
 DURATION = Kind(str, "float | str", _duration, metavar="TIME")

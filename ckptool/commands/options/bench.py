@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptool.commands.options import DURATION, INTERVAL, PLACE
+from ckptool.commands.options import DURATION, FILE, INTERVAL, PLACE
 from ckptool.commands.options.choices import strategy_names
-from ckptool.commands.options.declaration import COUNT, FLAG, LIST, SIZE, OptionSet, option
+from ckptool.commands.options.declaration import COUNT, FLAG, LIST, SIZE, OptionSet, group, option
+from ckptool.commands.options.screen import page_option
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.cost import Interval
@@ -78,3 +79,20 @@ class BenchOptions(OptionSet):
     abort: bool = option(
         "--abort", FLAG, help="Also kill each strategy in mid-save, and report what is left."
     )
+
+
+class BenchCommand(OptionSet):
+    """What to measure, and how to show it; ``tolerance`` is the slowdown that is no regression."""
+
+    bench: BenchOptions = group(BenchOptions)
+    plot: Path | None = option("--plot", FILE, help="Draw the bars as .svg or .png.")
+    compare: Path | None = option(
+        "--compare", FILE, metavar="OLD.json", help="Exit 1 if this earlier run was faster."
+    )
+    tolerance: str = option(
+        "--tolerance", default="10%", metavar="SHARE", help="Allowed slowdown for --compare."
+    )
+    recommend: bool = option(
+        "--recommend", FLAG, help="Print only the recommended strategy and why."
+    )
+    html: str | None = page_option()

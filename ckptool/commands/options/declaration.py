@@ -144,18 +144,21 @@ SIZE = Kind(str, "Size", lambda value, name: parse_size(str(value), name), metav
 SPEED = "Speed and screen"
 RARE = "Rarely needed"
 """The last panels of the help, the second of which only ``--help-all`` shows."""
+RUNS = "Runs (folders of steps)"
 
 
 class Option(NamedTuple):
     """One option. ``shown`` is the default as displayed, ``former`` the flag's old name.
 
-    ``choices`` returns its named values, for completion. ``panel`` is the help's; that of its group
-    comes before it, unless it is one of the last.
+    ``choices`` returns its named values, for completion, which otherwise ``completes_names`` of the
+    checkpoint's tensors. ``panel`` is the help's; that of its group comes before it, unless it is
+    one of the last.
     """
 
     flag: str
     kind: Kind
     help: str
+    short: str | None = None
     metavar: str | None = None
     shown: str | None = None
     minimum: int | None = None
@@ -163,6 +166,7 @@ class Option(NamedTuple):
     panel: str | None = None
     former: str | None = None
     choices: Callable[[], Iterable[str]] | None = None
+    completes_names: bool = False
     field: str = ""
     default: Any = None
 

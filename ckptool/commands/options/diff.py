@@ -6,6 +6,7 @@ from ckptool.commands.options.declaration import FLAG, OptionSet, group, option
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.run import workers_option
+from ckptool.commands.options.screen import page_option
 from ckptool.commands.options.verify import CompareOptions
 
 
@@ -22,3 +23,4 @@ class DiffOptions(OptionSet):
     compare: CompareOptions = group(CompareOptions, "When values are equal")
     rewrite: RewriteOptions = group(RewriteOptions)
     workers: int | None = workers_option()
+    html: str | None = page_option()

@@ -8,7 +8,7 @@ from pathlib import Path
 from shlex import join
 from typing import TYPE_CHECKING, Any
 
-from ckptool.commands.options import FILE, MESH
+from ckptool.commands.options import FILE, MESH, PLACE, parse_place
 from ckptool.commands.options.declaration import (
     COUNT,
     FLAG,
@@ -26,6 +26,7 @@ from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.core.mesh import Mesh
+    from ckptool.storage.url import Location
 
 
 ROWS = "such as --rows embed_tokens=152064 --rows lm_head=152064 --fill mean"
@@ -42,7 +43,7 @@ def _weights(value: Any, name: str) -> tuple[float, ...]:
         raise UsageError(f"{name} {value!r}: not numbers", hint="such as --weights 1,2,1") from None
 
 
-def _takes(value: Any, name: str) -> tuple[tuple[str, str], ...]:
+def _takes(value: Any, name: str) -> tuple[tuple[str, Location], ...]:
     """Return names and the places to take them from, of a table or of three words each."""
     if isinstance(value, Mapping):
         value = [(what, _FROM, fspath(place)) for what, place in value.items()]
@@ -52,7 +53,7 @@ def _takes(value: Any, name: str) -> tuple[tuple[str, str], ...]:
                 f"invalid {name} {join((what, between, place))}: expected {_TAKE}",
                 hint="such as --take 'mtp.*' FROM base/",
             )
-    return tuple((what, place) for what, _, place in value)
+    return tuple((what, parse_place(place, name)) for what, _, place in value)
 
 
 def _rows(value: Any, name: str) -> tuple[tuple[str, int], ...]:
@@ -74,7 +75,7 @@ _WEIGHTS = Kind(str, "str | Sequence[float]", _weights, (), "W,W,...")
 
 
 class ExpressionOptions(OptionSet):
-    """What each tensor is computed as; places as texts."""
+    """What each tensor is computed as."""
 
     average: bool = option("--average", FLAG, help="Average the tensors of all SRC.")
     weights: tuple[float, ...] = option(
@@ -86,21 +87,28 @@ class ExpressionOptions(OptionSet):
         metavar="DECAY",
         help="Average all SRC, the oldest first: each moves the average by 1 - DECAY.",
     )
-    onto: str | None = option("--onto", metavar="BASE", help="Start from the tensors of BASE.")
-    lora: str | None = option(
+    onto: Location | None = option(
+        "--onto", PLACE, metavar="BASE", help="Start from the tensors of BASE."
+    )
+    lora: Location | None = option(
         "--lora",
+        PLACE,
         metavar="ADAPTER",
         help="Fold PEFT's LoRA or DoRA into BASE, as its merge_and_unload does.",
     )
-    add: str | None = option("--add", metavar="A", help="Add the tensors of A, times --scale.")
-    minus: str | None = option("--minus", metavar="B", help="Subtract those of B, times --scale.")
+    add: Location | None = option(
+        "--add", PLACE, metavar="A", help="Add the tensors of A, times --scale."
+    )
+    minus: Location | None = option(
+        "--minus", PLACE, metavar="B", help="Subtract those of B, times --scale."
+    )
     scale: float = option("--scale", NUMBER, default=1.0, help="How much of it to add.")
     apply_delta: bool = option(
         "--apply-delta",
         FLAG,
         help="Apply the weight deltas SRC, in this order, to --onto BASE, bit for bit.",
     )
-    take: tuple[tuple[str, str], ...] = option(
+    take: tuple[tuple[str, Location], ...] = option(
         "--take",
         _TAKES,
         help=f"Take what GLOB means from SRC instead: {NAMED} (repeatable).",

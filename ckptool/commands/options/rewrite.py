@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptool.commands.options import CASTS, DIMS, FILE, METADATA
+from ckptool.commands.options import CASTS, DIMS, FILE, METADATA, PLACE
 from ckptool.commands.options.choices import dtype_names, expert_words, map_names
 from ckptool.commands.options.declaration import FLAG, RARE, TEXTS, OptionSet, group, option
 
 if TYPE_CHECKING:
     from ckptool.core.casts import Casts
+    from ckptool.storage.url import Location
 
 NAMES = "What to keep, under which names and as which types"
 NAMED = "a name, a glob, or a whole part between dots"
@@ -102,6 +103,18 @@ class MapOptions(OptionSet):
     def is_asked(self) -> bool:
         """Whether a key map was requested."""
         return self.name is not None or self.experts is not None
+
+
+class MapCheckOptions(OptionSet):
+    """What to check a key map against."""
+
+    check: Location | None = option(
+        "--check",
+        PLACE,
+        metavar="CKPT",
+        help="List the tensors of this checkpoint's model that no rule of the map matches, and the"
+        " rules that match no tensor, each with the closest candidate.",
+    )
 
 
 class RewriteOptions(OptionSet):

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ckptool.commands.document import plain
 from ckptool.commands.inspect import InspectReport
+from ckptool.commands.options.inspect import OVERVIEW, InspectOptions
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.selection import is_used, select, tensors_named
 from ckptool.core.text import plural
@@ -42,33 +43,27 @@ if TYPE_CHECKING:
 def show(
     report: InspectReport,
     console: Console,
-    *,
-    tensors: Sequence[str] = (),
-    ranks: bool = False,
-    values: bool = False,
-    shards: str | None = None,
-    stats: Sequence[TensorStats] = (),
-    depth: int | None = None,
+    options: InspectOptions = OVERVIEW,
     held: MeshHoldings | None = None,
-    sort: str = "name",
+    stats: Sequence[TensorStats] = (),
 ) -> None:
     """Print the whole overview, or only the requested views."""
-    catalog = report.catalog
+    catalog, sort = report.catalog, options.sort
     views = [stats_lines(stats, console)] if len(stats) else []  # a report with NaN is false
-    if depth is not None:
-        views.append(module_lines(report, depth, console, sort))
-    of_tensors, of_values = _apart(catalog, tensors)
+    if options.depth is not None:
+        views.append(module_lines(report, options.depth, console, sort))
+    of_tensors, of_values = _apart(catalog, options.tensors)
     if of_tensors:
         views.append(tensor_lines(catalog, of_tensors, console, sort))
     if of_values:
         views.append(value_lines(select(catalog, of_values), console))
-    if shards is not None:
-        views.append(shard_lines(catalog, shards, console))
-    if ranks:
+    if options.shards is not None:
+        views.append(shard_lines(catalog, options.shards, console))
+    if options.rank_bytes:
         views.append(rank_lines(catalog, console))
     if held is not None:
         views.append(mesh_lines(held, console))
-    if values and not of_values:
+    if options.values and not of_values:
         views.append([*value_lines(catalog, console), *metadata_lines(catalog, console)])
     if not views:
         views.append(overview(report, console, sort))
@@ -98,34 +93,32 @@ def show_traffic(report: InspectReport) -> None:
 
 def inspect_json(
     report: InspectReport,
-    *,
-    tensors: Sequence[str] = (),
-    ranks: bool = False,
-    shards: str | None = None,
-    depth: int | None = None,
+    options: InspectOptions = OVERVIEW,
     held: MeshHoldings | None = None,
-    sort: str | None = None,
+    *,
+    is_table: bool = False,
 ) -> dict[str, Any]:
     """Return the report as ``ckptool.inspect/2``; ``value`` is omitted if JSON cannot hold it.
 
-    With globs only the ``tensors`` that match, in the checkpoint's order unless they are to be
-    sorted; ``rank_bytes``, ``shards``, ``modules`` and ``holdings`` only on request.
+    With globs only the ``tensors`` that match, in the checkpoint's order unless they are sorted by
+    size, or for a table; ``rank_bytes``, ``shards``, ``modules`` and ``holdings`` only on request.
     """
-    catalog = report.catalog
-    of_tensors, _ = _apart(catalog, tensors)
-    names = tensors_named(catalog, of_tensors, "NAME") if tensors else catalog.tensors
+    catalog, sort = report.catalog, options.sort
+    of_tensors, _ = _apart(catalog, options.tensors)
+    names = tensors_named(catalog, of_tensors, "NAME") if options.tensors else catalog.tensors
     entries = [catalog.tensors[name] for name in names]
-    content = report.to_dict(in_order(entries, sort) if sort else entries)
-    if depth is not None:
-        content["modules"] = plain(sorted_modules(report, depth, sort or "name"))
-    if ranks:
+    as_stored = sort == "name" and not is_table
+    content = report.to_dict(entries if as_stored else in_order(entries, sort))
+    if options.depth is not None:
+        content["modules"] = plain(sorted_modules(report, options.depth, sort))
+    if options.rank_bytes:
         loads = sorted(loads_of(catalog)[0].items())
         content["rank_bytes"] = [{"rank": r, "chunks": n, "bytes": size} for r, (n, size) in loads]
     if held is not None:
         rows = enumerate(held.loads)
         content["holdings"] = [{"rank": r, "tensors": n, "bytes": size} for r, (n, size) in rows]
-    if shards is not None:
-        wanted = tensors_named(catalog, [shards], "--shards")
+    if options.shards is not None:
+        wanted = tensors_named(catalog, [options.shards], "--shards")
         content["shards"] = [row for n in wanted for row in _shards_json(catalog.tensors[n])]
     return content
 

@@ -13,6 +13,8 @@ from bench.bench_samples import FAST, GIB, QUICKEST, SYNC, dirty, measured, repo
 import ckptool
 from ckptool.cli.bench import _show
 from ckptool.commands.bench.baseline import Baseline, parse_tolerance
+from ckptool.commands.options.bench import BenchCommand
+from ckptool.commands.options.screen import Screen
 from ckptool.errors import CkptoolError, NotFound, Unsupported, UsageError
 
 # Numbers
@@ -143,7 +145,7 @@ def test_a_regression_ends_the_command_with_1(
     now = report(SYNC, measured("fast", blocked, 4.0))
     changes = Baseline.read(old).changes(now, 0.1)
     with pytest.raises(typer.Exit) if code else nullcontext() as ended:
-        _show(now, changes)
+        _show(now, changes, BenchCommand(), Screen())
     assert ended is None or ended.value.exit_code == code
     screen = capsys.readouterr().out
     assert ("regression: fast: blocked 0.60 s, was 0.50 s (+20%)" in screen) is bool(code)

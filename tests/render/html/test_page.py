@@ -24,6 +24,8 @@ from typer.testing import CliRunner, Result
 from ckptool.cli.app import app
 from ckptool.cli.bench import _show
 from ckptool.commands.inspect import InspectReport, report
+from ckptool.commands.options.bench import BenchCommand
+from ckptool.commands.options.screen import Screen
 from ckptool.core.box import Box
 from ckptool.core.catalog import ObjectEntry, TensorEntry
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard
@@ -231,7 +233,7 @@ def test_bench_writes_its_page_and_prints_its_screen(
 ) -> None:
     made = bench_report(measured("dcp-sync", 2.0, 2.5), measured("<b>", 0.5, 3.0))
     file = tmp_path / "bench.html"
-    _show(made, None, page=file, quiet=True)
+    _show(made, None, BenchCommand(), Screen(quiet=True), file)
     assert "dcp-sync" in capsys.readouterr().out
     assert [row["name"] for row in Page(file.read_bytes()).json["strategies"]] == [
         "<b>",
