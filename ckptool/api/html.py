@@ -5,11 +5,12 @@ Names are inert.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ckptool.commands.document import cells_html, table_html
 from ckptool.commands.inspect import PartShare, shares_of
 from ckptool.commands.inspect.fold import fold
 from ckptool.core.dtype import short_name
@@ -27,7 +28,7 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     """Return the summary of a checkpoint, a table of its parts, and one of its tensors folded."""
     lines = fold(checkpoint.tensors.values())
     rows = [
-        _row(
+        cells_html(
             "td",
             (
                 line.name,
@@ -40,12 +41,12 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
         for line in islice(lines, _MOST_ROWS)
     ]
     more = len(lines) - len(rows)
-    rows += [_row("td", (f"... and {more:,} more", "", "", "", ""))] if more else []
-    tensors = [_row("th", ("tensor", "dtype", "shape", "placements", "")), *rows]
+    rows += [cells_html("td", (f"... and {more:,} more", "", "", "", ""))] if more else []
+    tensors = [cells_html("th", ("tensor", "dtype", "shape", "placements", "")), *rows]
     facts = "".join(f"<div>{escape(fact)}</div>" for fact in _facts(checkpoint))
-    parts = _table(_parts(shares_of(checkpoint.tensors.values())))
+    parts = table_html(_parts(shares_of(checkpoint.tensors.values())))
     head = f"<code>{escape(repr(checkpoint))}</code>{facts}"
-    return f"<div>{head}{parts}{_table(tensors)}</div>"
+    return f"<div>{head}{parts}{table_html(tensors)}</div>"
 
 
 def _facts(checkpoint: Checkpoint) -> list[str]:
@@ -65,7 +66,7 @@ def _facts(checkpoint: Checkpoint) -> list[str]:
 def _parts(shares: Sequence[PartShare]) -> list[str]:
     whole = max(1, sum(share.nbytes for share in shares))
     heads = ("part", "dtype", "tensors", "elements", "bytes", "")
-    return [_row("th", heads), *(_part(share, share.nbytes / whole) for share in shares)]
+    return [cells_html("th", heads), *(_part(share, share.nbytes / whole) for share in shares)]
 
 
 def _part(share: PartShare, part: float) -> str:
@@ -73,12 +74,4 @@ def _part(share: PartShare, part: float) -> str:
     cells = (share.part, short_name(share.dtype.name), *counts)
     style = f"width:{120 * part:.0f}px;height:0.7em;background:{_PARTS[share.part]}"
     bar = f'<td title="{part:.1%}"><div style="{style}"></div></td>'
-    return _row("td", cells).replace("</tr>", f"{bar}</tr>")
-
-
-def _table(rows: Iterable[str]) -> str:
-    return f"<table>{''.join(rows)}</table>"
-
-
-def _row(tag: str, cells: Iterable[str]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+    return cells_html("td", cells) + bar

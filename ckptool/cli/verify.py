@@ -22,7 +22,7 @@ from ckptool.errors import Several, UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.verify.compare.against import AgainstReport
-    from ckptool.commands.verify.verify import Started
+    from ckptool.engine.progress import Started
     from ckptool.engine.ranks import Ranks
     from ckptool.storage.url import Location
 

@@ -9,7 +9,7 @@ names in ``computed`` come last.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from enum import Enum
 from pathlib import PurePath
 from typing import Any, ClassVar
@@ -42,11 +42,8 @@ class Report(Struct, frozen=True):
         return f"<ckptool.{type(self).__name__} {said}>"
 
     def _repr_html_(self) -> str:
-        from html import escape
-
-        said = {name: escape(str(value)) for name, value in self._short().items()}
-        rows = (f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in said.items())
-        return f"<table>{''.join(rows)}</table>"
+        said = self._short().items()
+        return table_html(cells_html("th", [name]) + cells_html("td", [it]) for name, it in said)
 
     def _short(self) -> dict[str, Any]:
         """Return the fields that are single numbers, texts, paths or booleans."""
@@ -61,6 +58,18 @@ def document(schema: str, report: object = None, **more: object) -> dict[str, An
     content = {} if report is None else plain(report)
     extra = {key: plain(value) for key, value in more.items()}
     return {"schema": f"ckptool.{schema}/{VERSION}"} | content | extra
+
+
+def cells_html(tag: str, cells: Iterable[object]) -> str:
+    """Return cells of a row of a table in a notebook: ``th`` or ``td``."""
+    from html import escape
+
+    return "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells)
+
+
+def table_html(rows: Iterable[str]) -> str:
+    """Return a table for a notebook, whose rows are made of ``cells_html``."""
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
 _PLAIN = frozenset([type(None), bool, int, str])

@@ -18,6 +18,7 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.quantization.names import packed_names
 from ckptool.core.selection import tensors_named
 from ckptool.core.sharding.coverage import coverage_problems
+from ckptool.engine.progress import Started, untold
 from ckptool.engine.read.numbers import Array, decode
 from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import read_tiles, require_unchanged
@@ -181,7 +182,7 @@ class _Moments(Struct):
 def stats(
     opened: OpenedCheckpoint,
     globs: Sequence[str],
-    started: Callable[[int], Callable[[int], None]] = lambda total: lambda nbytes: None,
+    started: Started = untold,
 ) -> StatsReport:
     """Return statistics of every tensor that matches any of ``globs``, in the catalog's order.
 

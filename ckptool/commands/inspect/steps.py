@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from html import escape
 from itertools import chain
 from operator import itemgetter
 from typing import Any, ClassVar
 
 from msgspec import Struct, field
 
-from ckptool.commands.document import Report
+from ckptool.commands.document import Report, cells_html, table_html
 from ckptool.commands.open import Survey
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
@@ -81,9 +80,7 @@ class RunSummary(Report, frozen=True):
         """Return a table of the steps for a notebook."""
         shown = ("number", "path", "saved", "bytes", "complete", "optimizer")
         steps = map(itemgetter(*shown), (step.to_dict() for step in self.steps))
-        rows = [f"<td>{'</td><td>'.join(escape(str(cell)) for cell in row)}</td>" for row in steps]
-        heads = f"<th>{'</th><th>'.join(shown)}</th>"
-        return f"<table><tr>{'</tr><tr>'.join([heads, *rows])}</tr></table>"
+        return table_html([cells_html("th", shown), *(cells_html("td", row) for row in steps)])
 
 
 def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:

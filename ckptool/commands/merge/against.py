@@ -12,7 +12,7 @@ from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.verify.compare.against import AgainstReport, Comparison, Side, other_side
 from ckptool.commands.verify.findings import SIDES
-from ckptool.commands.verify.verify import Started
+from ckptool.engine.progress import Started, untold
 from ckptool.storage.url import Location
 
 
@@ -22,7 +22,7 @@ def against_recipe(
     options: VerifyOptions,
     rewriting: RewriteOptions,
     comparing: CompareOptions,
-    started: Started | None = None,
+    started: Started = untold,
 ) -> AgainstReport:
     """Compare what a recipe computes with the checkpoint that was merged by it.
 

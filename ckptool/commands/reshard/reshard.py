@@ -32,7 +32,7 @@ from ckptool.commands.rewrite import RewriteResult, rewrite, select_entries
 from ckptool.commands.transfer.overwrite import may_open_late
 from ckptool.commands.transfer.rewritten import RewrittenReport, rewriting
 from ckptool.commands.transfer.target import require_apart, resolve_target
-from ckptool.commands.transfer.transfer import Progress, Transfer, no_progress
+from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.chunks import chunks_of
 from ckptool.core.mesh import Mesh
@@ -41,6 +41,7 @@ from ckptool.core.quantization.names import is_plain
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.sharding.placement import POLICIES, Choice, PlacedTensors, Placer
 from ckptool.core.text import one_of
+from ckptool.engine.progress import Progress, no_progress
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.run import peak_memory
 from ckptool.errors import Unsupported, UsageError

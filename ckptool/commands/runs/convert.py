@@ -21,8 +21,8 @@ from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.compare.against import against
-from ckptool.commands.verify.verify import Started
 from ckptool.core.text import list_some
+from ckptool.engine.progress import Started, untold
 from ckptool.errors import SourceError, Unsupported, UsageError
 from ckptool.formats import FORMATS, single_file_suffixes
 from ckptool.storage.place import is_gone
@@ -82,7 +82,7 @@ def convert_run(
     choice: StepChoice,
     options: ConvertOptions,
     notify: Notify = lambda text: None,
-    started: Started = lambda total: lambda nbytes: None,
+    started: Started = untold,
     noted: Noted = lambda notes: None,
 ) -> ConvertRunReport:
     """Convert the good steps of a run that are asked for into a folder, the newest first.

@@ -7,7 +7,7 @@ then the content is read once, or the requested share of it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 
@@ -49,8 +49,8 @@ from ckptool.core.quantization.names import packed_names
 from ckptool.engine.check.content import ContentReport, check_spans
 from ckptool.engine.check.copies import copied_files
 from ckptool.engine.check.spans import ByteSpan
+from ckptool.engine.progress import Started, untold
 from ckptool.engine.ranks import Ranks
-from ckptool.engine.read.tiles import Progress
 from ckptool.engine.share import ALL, Share
 from ckptool.errors import CkptoolError, Problem, UsageError
 from ckptool.formats.companions import lost_random_states
@@ -58,13 +58,11 @@ from ckptool.storage.file_status import changed
 from ckptool.storage.files import Files, ReadSpan
 from ckptool.storage.url import Location
 
-Started = Callable[[int], Progress]
-
 
 def verify(
     path: Location,
     options: VerifyOptions,
-    started: Started | None = None,
+    started: Started = untold,
     ranks: Ranks | None = None,
 ) -> VerifyReport:
     """Check the checkpoint at ``path``, all of it or a part, sharing the work with ``ranks``.
@@ -86,7 +84,7 @@ def verify(
 def examine(
     path: Location,
     options: VerifyOptions,
-    started: Started | None = None,
+    started: Started = untold,
     *,
     digest: bool = False,
     share: Share = ALL,
@@ -96,7 +94,6 @@ def examine(
     verification = Verification(survey(path, options.read), options, share)
     verification.check_structure(path)
     if not options.quick:
-        started = started or (lambda total: lambda nbytes: None)
         verification.check_content(started, digest=digest)
     return verification
 

@@ -20,8 +20,9 @@ from msgspec import Struct, field
 from ckptool.core.dtype import DType
 from ckptool.engine.check.spans import ByteSpan, SpanTile, View, span_jobs
 from ckptool.engine.checksum import CrcPiece, crc32, join_crcs
+from ckptool.engine.progress import Progress
 from ckptool.engine.read.byte_reader import ByteSource
-from ckptool.engine.read.tiles import Progress, read_tiles
+from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import CkptoolError, Problem
 from ckptool.storage.files import Files
 

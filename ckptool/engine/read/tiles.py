@@ -18,11 +18,10 @@ from time import perf_counter, thread_time
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ckptool.core.catalog import Catalog, Opening
+from ckptool.engine.progress import Progress, no_progress
 from ckptool.engine.read.containers import Need, runs_of
 from ckptool.storage.file_status import changed
 from ckptool.storage.files import Files, ReadSpan
-
-Progress = Callable[[int], None]
 
 PAIR_TILE = 3 << 20
 """Bytes of a compared tile: with smaller ones two threads wait for the GIL when reading."""
@@ -141,7 +140,7 @@ def read_tiles(
     wanted: Iterable[Job[Subject, Reader, TileOut]],
     sink: Callable[[Subject, Iterator[TileOut]], None],
     workers: int,
-    progress: Progress = lambda nbytes: None,
+    progress: Progress = no_progress,
 ) -> None:
     """Read all jobs into the sink, on ``workers`` threads.
 

@@ -27,6 +27,7 @@ from ckptool.commands.runs.assessment import RunReport, verify_run
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.verify import examine
+from ckptool.engine.progress import untold
 from ckptool.errors import (
     Changed,
     CkptoolError,
@@ -347,7 +348,7 @@ def test_a_step_that_is_saved_meanwhile_is_not_taken(
             file.write_bytes(file.read_bytes())
             return lambda nbytes: None
 
-        return scan(part, options, started if part.name == "step-3" else None)
+        return scan(part, options, started if part.name == "step-3" else untold)
 
     monkeypatch.setattr(assessment, "examine", writing)
     assert latest(run) == "step-2"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from ckptool.commands.verify.checks.pickles import PickleAudit
 from ckptool.core.catalog import Container
@@ -149,13 +149,12 @@ def _of_another_name(file: str, saved_as: str, source: Source) -> Iterator[Probl
         yield Problem(message, "rank-copied", file=file)
 
 
-def _with_header_at_hand(region: Region, records: Iterable[ZipRecord]) -> Iterator[ZipRecord]:
-    """Yield all records; of a decoded item only those near its ends, as the rest is not kept."""
-    is_decoded = region.source is None
-    for record in records:
-        end = record.offset + record.stored + 24
-        if not is_decoded or record.header < _EDGE // 2 or region.nbytes - end < _EDGE // 2:
-            yield record
+def _with_header_at_hand(region: Region, records: list[ZipRecord]) -> list[ZipRecord]:
+    """Return all records; of a decoded item only those near its ends, as the rest is not kept."""
+    if region.source is not None:
+        return records
+    half, end = _EDGE // 2, region.nbytes - 24
+    return [r for r in records if r.header < half or end - r.offset - r.stored < half]
 
 
 def _span(item: Container, region: Region, record: ZipRecord, has_crc: bool) -> ByteSpan:

@@ -46,11 +46,12 @@ from ckptool.commands.verify.findings import (
     conflict_problems,
 )
 from ckptool.commands.verify.severity import Severity
-from ckptool.commands.verify.verify import Started, changes
+from ckptool.commands.verify.verify import changes
 from ckptool.core.casts import RangeCounts, as_type, is_computed
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import plural
 from ckptool.engine.check.pairs import TensorPair
+from ckptool.engine.progress import Started, untold
 from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import UNREAD, Damaged, Hostile, Problem, UsageError
 from ckptool.formats import torch_save
@@ -102,7 +103,7 @@ def against(
     options: VerifyOptions,
     rewriting: RewriteOptions,
     comparing: CompareOptions,
-    started: Started | None = None,
+    started: Started = untold,
 ) -> AgainstReport:
     """Compare the checkpoint at ``path`` with another; all differences are collected.
 
@@ -212,10 +213,10 @@ class Comparison:
         self._whole_values = 0, 0
         self.alignment: Alignment | None = None
 
-    def run(self, started: Started | None) -> AgainstReport:
+    def run(self, started: Started) -> AgainstReport:
         """Compare everything, and return the report."""
         self.compare_structure()
-        self.compare_content(started or (lambda total: lambda nbytes: None))
+        self.compare_content(started)
         return self.report()
 
     def compare_structure(self) -> None:

@@ -14,9 +14,10 @@ from msgspec import Struct
 from ckptool.commands.verify.compare.difference import DifferingTensor
 from ckptool.commands.verify.compare.elements import numbers_of
 from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, pair_jobs
+from ckptool.engine.progress import Progress
 from ckptool.engine.read.numbers import Array
 from ckptool.engine.read.tensors import TensorSource
-from ckptool.engine.read.tiles import Progress, read_tiles
+from ckptool.engine.read.tiles import read_tiles
 from ckptool.storage.files import Files
 
 

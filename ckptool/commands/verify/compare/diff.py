@@ -25,9 +25,9 @@ from ckptool.commands.verify.compare.names import (
 from ckptool.commands.verify.compare.runs import is_argument, newest_of_both
 from ckptool.commands.verify.findings import NOTHING_COMPARED, SIDES, Finding
 from ckptool.commands.verify.severity import Severity
-from ckptool.commands.verify.verify import Started
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.text import plural
+from ckptool.engine.progress import Started, untold
 from ckptool.errors import UsageError
 from ckptool.storage.url import Location
 
@@ -135,7 +135,7 @@ def diff(
     path: Location,
     other: Location,
     options: DiffOptions,
-    started: Started = lambda total: lambda nbytes: None,
+    started: Started = untold,
 ) -> DiffReport:
     """Compare names, shapes and element types of tensors, and with ``values`` their content.
 

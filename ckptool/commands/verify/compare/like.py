@@ -21,12 +21,13 @@ from ckptool.commands.verify.compare.names import readable
 from ckptool.commands.verify.compare.tensors import compare
 from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.severity import Severity
-from ckptool.commands.verify.verify import Started, Verification, examine
+from ckptool.commands.verify.verify import Verification, examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.selection import tensors_named
 from ckptool.core.state_category import model_prefixes
 from ckptool.core.text import plural
 from ckptool.engine.check.pairs import TensorPair
+from ckptool.engine.progress import Started, untold
 from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import Damaged, Hostile, Problem, UsageError
 from ckptool.storage.url import Location
@@ -40,7 +41,7 @@ def verify_like(
     asked: LikeOptions,
     options: VerifyOptions,
     rewriting: RewriteOptions,
-    started: Started | None = None,
+    started: Started = untold,
     other_format: str | None = None,
 ) -> VerifyReport:
     """Verify the checkpoint at ``path``, and compare its model with that of ``asked.like``.
@@ -149,7 +150,7 @@ def _unexpected(
     lined: LineUp,
     asked: LikeOptions,
     options: VerifyOptions,
-    started: Started | None,
+    started: Started,
 ) -> Iterator[Problem]:
     """Yield the tensors that are equal to the other's and should have changed, or the reverse."""
     alike = [
@@ -182,7 +183,7 @@ def _differing(
     lined: LineUp,
     names: Iterable[str],
     options: VerifyOptions,
-    started: Started | None,
+    started: Started,
 ) -> tuple[set[str], list[Problem]]:
     """Return which tensors differ, and why some cannot be read.
 
@@ -201,7 +202,7 @@ def _differing(
     ]
     workers = options.workers or max(side.source.policy.workers for side in sides)
     reads = CheckedSource(sides[0].source), CheckedSource(sides[1].source)
-    progress = (started or (lambda total: lambda nbytes: None))(sum(p.nbytes for p in pairs))
+    progress = started(sum(pair.nbytes for pair in pairs))
     differing: set[str] = set()
     for how in (CompareOptions(), CompareOptions(rtol=0.0)):
         some = [p for p in pairs if (p.one.dtype is p.other.dtype) != how.as_numbers]

@@ -20,10 +20,11 @@ from ckptool.engine.check.pairs import PairSource, TensorPair
 from ckptool.engine.check.proof import proof_jobs
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.check.rest import Rest
+from ckptool.engine.progress import Progress
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tensors import TensorSource
-from ckptool.engine.read.tiles import Progress, read_tiles
+from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import Changed, SourceError
 from ckptool.storage.files import Files
 

@@ -29,10 +29,11 @@ from ckptool.commands.verify.manifest.schema import (
     write_manifest,
 )
 from ckptool.commands.verify.severity import Severity
-from ckptool.commands.verify.verify import Started, examine
+from ckptool.commands.verify.verify import examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import plural
 from ckptool.engine.check.digest import digests, file_digests
+from ckptool.engine.progress import Started, untold
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
 from ckptool.errors import UNREAD, CkptoolError, Damaged, Hostile, Problem
 from ckptool.serialization.state_dict.values import Repeated
@@ -48,7 +49,7 @@ def build_manifest(
     target: Location,
     options: VerifyOptions,
     rewriting: RewriteOptions,
-    started: Started | None = None,
+    started: Started = untold,
     *,
     overwrite: bool = False,
 ) -> VerifyReport:
@@ -117,7 +118,7 @@ def measure(
     opened: OpenedCheckpoint,
     catalog: Catalog,
     options: VerifyOptions,
-    started: Started | None,
+    started: Started,
     files: Collection[str],
     known: Mapping[str, str],
 ) -> tuple[CheckpointManifest, list[Problem], int]:
@@ -132,7 +133,7 @@ def measure(
     unread = [name for name in files if name not in known]
     nbytes = sum(entry.nbytes for entry in catalog.tensors.values())
     nbytes += sum(sizes[name] for name in unread)
-    progress = started(nbytes) if started is not None else lambda nbytes: None
+    progress = started(nbytes)
     workers = options.workers or source.policy.workers
     located, lost = readable(opened, catalog)
     entries = list(located.tensors.values())

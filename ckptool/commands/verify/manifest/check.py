@@ -20,10 +20,11 @@ from ckptool.commands.verify.manifest.build import (
     open_unless_damaged,
 )
 from ckptool.commands.verify.manifest.schema import CheckpointManifest, ValueProof, read_manifest
-from ckptool.commands.verify.verify import Started, examine
+from ckptool.commands.verify.verify import examine
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, places
 from ckptool.core.dtype import BY_NAME, short_name
 from ckptool.core.text import plural
+from ckptool.engine.progress import Started, untold
 from ckptool.errors import Problem
 from ckptool.storage.url import Location
 
@@ -35,7 +36,7 @@ def check_manifest(
     recorded_in: Location,
     options: VerifyOptions,
     rewriting: RewriteOptions,
-    started: Started | None = None,
+    started: Started = untold,
 ) -> VerifyReport:
     """Verify the checkpoint at ``path``, read all of it, and compare it with a manifest.
 

@@ -16,10 +16,11 @@ from ckptool.commands.open import OpenedCheckpoint, survey
 from ckptool.commands.options.verify import SalvageOptions
 from ckptool.commands.transfer.report import target_notes
 from ckptool.commands.transfer.target import require_apart, resolve_target
-from ckptool.commands.transfer.transfer import Progress, Transfer, no_progress
+from ckptool.commands.transfer.transfer import Transfer
 from ckptool.commands.verify.salvage.intact import find_intact
 from ckptool.commands.verify.salvage.repair import rebuild
 from ckptool.core.planning.plan import Plan
+from ckptool.engine.progress import Progress, no_progress
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.stage import RESUME_HINT, RESUME_OVERWRITE
 from ckptool.errors import Committed, NotFound, TransferError, Unsupported
