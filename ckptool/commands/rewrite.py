@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -43,7 +43,7 @@ from ckptool.core.state_category import (
     with_every_part,
 )
 from ckptool.core.views import reads_any_order
-from ckptool.errors import Refusal, Unsupported, UsageError
+from ckptool.errors import Refusal, Unsupported
 from ckptool.serialization.safetensors_metadata import rewrite_texts
 from ckptool.storage.files import Files
 
@@ -83,7 +83,7 @@ def rewrite(
     opened: OpenedCheckpoint,
     options: RewriteOptions,
     *,
-    kept: Catalog | None = None,
+    selected: Selected | None = None,
     locate: bool = False,
     defers: bool = True,
     shared: bool = False,
@@ -91,34 +91,31 @@ def rewrite(
 ) -> RewriteResult:
     """Select, rename, map and cast a checkpoint's contents. No tensor byte is read.
 
-    ``kept`` is the selection, if it is made already. ``check`` raises if the selection is
+    ``selected`` is the selection, if it is made already. ``check`` raises if the selection is
     unsuitable. With ``locate`` every container is opened; if it ``defers``, its reader may open it,
     or has a share of work that is ``shared``; a key map needs this. Raises UsageError or
     Unsupported if it cannot be done as requested, and as ``check`` does: Damaged if part of the
     selection cannot be read, Hostile if it must not be.
     """
     casts, selection, cast_counts = options.casts, options.selection, dict[str, int]()
+    report: MapReport | None = None
     source = DequantizeResult(opened.catalog, {}, {})
     if options.dequantize:
         _require_torch("--dequantize")
         source = dequantized(opened, None if casts is None else casts.model, options.map.assets)
-    unwrapped, renamed = tuple[str, ...](), RenamedCounts()
-    if kept is None or _is_of_model(selection):
-        chosen = _select(source.catalog, selection)
-        unwrapped = model_prefixes(chosen) if _is_of_model(selection) else ()
-        kept = _as_model(chosen, selection) if kept is None else kept
+    selected = selected or select_entries(source.catalog, selection)
+    kept, renamed = selected.catalog, RenamedCounts()
     if selection.rename or selection.strip_prefix is not None:
         kept, renamed = _rename(kept, selection)
     counts = source.counts(kept)
     check(opened, kept)
     if casts is not None:
         require_scales(source.catalog, kept, casts)
-    whole = not (selection.select or selection.drop)
+    options.map.require_asked()
+    catalog, whole = kept, not (selection.select or selection.drop)
     if locate or options.map.is_asked:
         how = {"defers": defers, "shared": shared}
         catalog, report = open_mapped(opened, kept, options.map, whole=whole, **how)
-    else:
-        catalog, report = _apply_key_map(opened, kept, options.map, whole=whole)
     if casts is not None:
         catalog, cast_counts = cast_catalog(opened, catalog, casts, options.map.assets)
     if catalog.metadata or options.drop_metadata or options.metadata:
@@ -130,7 +127,7 @@ def rewrite(
             given=options.metadata,
         )
     return RewriteResult(
-        source.catalog, kept, catalog, report, cast_counts, counts, renamed, unwrapped
+        source.catalog, kept, catalog, report, cast_counts, counts, renamed, selected.unwrapped
     )
 
 
@@ -180,17 +177,19 @@ class _SmallReader:
         self._gatherer.close()
 
 
-def select_entries(catalog: Catalog, selection: Selection) -> Catalog:
+class Selected(NamedTuple):
+    """What is selected of a catalog; ``unwrapped`` are the prefixes that a model's names lost."""
+
+    catalog: Catalog
+    unwrapped: tuple[str, ...] = ()
+
+
+def select_entries(catalog: Catalog, selection: Selection) -> Selected:
     """Return the selection from a catalog; UsageError for invalid requests.
 
     Every entry keeps the ``part`` that it had under its former name.
     """
-    return _as_model(_select(catalog, selection), selection)
-
-
-def _select(catalog: Catalog, selection: Selection) -> Catalog:
-    """Return the selection from a catalog, before it is reduced to a model."""
-    catalog = with_every_part(catalog)
+    catalog, unwrapped = with_every_part(catalog), tuple[str, ...]()
     names = names_of(catalog) if selection.select or selection.drop else ()
     optimizer = optimizer_names(catalog) if selection.no_optimizer else ()
     if selection.select:
@@ -199,18 +198,11 @@ def _select(catalog: Catalog, selection: Selection) -> Catalog:
         catalog = drop(catalog, selection.drop, names)
     if selection.no_optimizer:
         catalog = drop_names(catalog, optimizer)
-    return catalog
-
-
-def _as_model(catalog: Catalog, selection: Selection) -> Catalog:
-    """Return what is left of a selection if it is reduced to a model, or to an adapter."""
-    if _is_of_model(selection):
-        catalog = only_model(catalog)
-    return adapter_of(catalog) if selection.peft_adapter else catalog
-
-
-def _is_of_model(selection: Selection) -> bool:
-    return selection.model_only or selection.peft_adapter
+    if selection.model_only or selection.peft_adapter:
+        unwrapped, catalog = model_prefixes(catalog), only_model(catalog)
+    if selection.peft_adapter:
+        catalog = adapter_of(catalog)
+    return Selected(catalog, unwrapped)
 
 
 def _rename(catalog: Catalog, selection: Selection) -> tuple[Catalog, RenamedCounts]:
@@ -276,17 +268,18 @@ def open_mapped(
     """
     shared = shared and not options.is_asked
     located = opened.open_containers(kept, defers=defers, shared=shared)
-    if not (defers and options.is_asked):
-        return _apply_key_map(opened, located, options, whole=whole)
-    try:
-        catalog, report = _apply_key_map(opened, located, options, whole=whole)
-    except Unsupported:  # as nothing is added to an unopened tensor
-        pass
-    else:
-        chunks = (chunk for entry in catalog.tensors.values() for chunk in entry.chunks)
-        if all(map(_may_stay_unopened, chunks)):
-            return catalog, report
-    return _apply_key_map(opened, opened.open_containers(kept), options, whole=whole)
+    if not options.is_asked:
+        return located, None
+    from ckptool.commands.keymap.maps import map_checkpoint
+
+    if defers:
+        with suppress(Unsupported):  # as nothing is added to an unopened tensor
+            catalog, report = map_checkpoint(opened, located, options, whole=whole)
+            chunks = (chunk for entry in catalog.tensors.values() for chunk in entry.chunks)
+            if all(map(_may_stay_unopened, chunks)):
+                return catalog, report
+        located = opened.open_containers(kept)
+    return map_checkpoint(opened, located, options, whole=whole)
 
 
 def _may_stay_unopened(chunk: Chunk) -> bool:
@@ -295,18 +288,6 @@ def _may_stay_unopened(chunk: Chunk) -> bool:
     if not isinstance(at, Container):
         return True
     return not chunk.copies and at.part is not None and reads_any_order(at.part, chunk.box.shape)
-
-
-def _apply_key_map(
-    opened: OpenedCheckpoint, catalog: Catalog, options: MapOptions, *, whole: bool
-) -> tuple[Catalog, MapReport | None]:
-    if options.name is None and (options.dims or options.inverse is not None):
-        raise UsageError("--dim and --inverse require --map")
-    if not options.is_asked:
-        return catalog, None
-    from ckptool.commands.keymap.maps import map_checkpoint
-
-    return map_checkpoint(opened, catalog, options, whole=whole)
 
 
 def cast_catalog(

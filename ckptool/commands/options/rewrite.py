@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ckptool.commands.options import CASTS, DIMS, FILE, METADATA, PLACE
 from ckptool.commands.options.choices import dtype_names, expert_words, map_names
 from ckptool.commands.options.declaration import FLAG, RARE, TEXTS, OptionSet, group, option
+from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.core.casts import Casts
@@ -103,6 +104,11 @@ class MapOptions(OptionSet):
     def is_asked(self) -> bool:
         """Whether a key map was requested."""
         return self.name is not None or self.experts is not None
+
+    def require_asked(self) -> None:
+        """Raise UsageError for parameters of a key map without one."""
+        if self.name is None and (self.dims or self.inverse is not None):
+            raise UsageError("--dim and --inverse require --map")
 
 
 class MapCheckOptions(OptionSet):

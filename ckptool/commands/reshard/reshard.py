@@ -28,7 +28,7 @@ from ckptool.commands.reshard.rank_state import (
     require_rank_state,
     resolve_rank_state,
 )
-from ckptool.commands.rewrite import RewriteResult, rewrite, select_entries
+from ckptool.commands.rewrite import RewriteResult, Selected, rewrite, select_entries
 from ckptool.commands.transfer.overwrite import may_open_late
 from ckptool.commands.transfer.rewritten import RewrittenReport, rewriting
 from ckptool.commands.transfer.target import require_apart, resolve_target
@@ -194,9 +194,9 @@ def plan_reshard(
     writer = _writer(options.to, opened)
     same_ranks = writer.loading.has_rank_state and opened.catalog.world_size == placer.mesh.size
     selected = select_entries(opened.catalog, options.rewrite.selection)
-    kept, dropped = resolve_rank_state(selected, options.rank_state, same_ranks=same_ranks)
+    kept, dropped = resolve_rank_state(selected.catalog, options.rank_state, same_ranks=same_ranks)
     of_ranks = rank_state_notes(dropped, kept, placer.mesh, opened.catalog)
-    rewritten = _rewrite(opened, kept, target, options, ranks)
+    rewritten = _rewrite(opened, selected._replace(catalog=kept), target, options, ranks)
     assets = options.rewrite.map.assets
     catalog = in_families(rewritten.catalog, writer.writing.families)
     held = hold(catalog, placer, writer)
@@ -224,7 +224,7 @@ def plan_reshard(
             plan, opened.source, options.transfer.run, local=on_disk(target) is not None
         ),
         budget=options.transfer.run.budget,
-        **rewriting(rewritten, selected, options.rewrite),
+        **rewriting(rewritten, selected.catalog, options.rewrite),
         dropped=dropped,
         notes=(*catalog.notes, *of_ranks, *layout.notes),
     )
@@ -236,16 +236,16 @@ def plan_reshard(
 
 
 def _rewrite(
-    opened: OpenedCheckpoint, kept: Catalog, target: Location, options: ReshardOptions, ranks: int
+    opened: OpenedCheckpoint, kept: Selected, target: Location, options: ReshardOptions, ranks: int
 ) -> RewriteResult:
     """Map and cast what is kept of a checkpoint, if it may be written; containers are opened."""
-    require_writable(opened, kept)
-    if not kept.tensors:
+    require_writable(opened, kept.catalog)
+    if not kept.catalog.tensors:
         raise Unsupported(f"{opened.path}: no tensors to reshard")
     return rewrite(
         opened,
         options.rewrite,
-        kept=kept,
+        selected=kept,
         locate=True,
         defers=may_open_late(target, overwrites=options.transfer.overwrite),
         shared=options.transfer.is_shared(ranks),
