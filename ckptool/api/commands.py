@@ -27,20 +27,15 @@ from ckptool.commands.options.declaration import TEXTS
 from ckptool.commands.options.diff import DiffOptions
 from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.prune import PruneOptions
+from ckptool.commands.options.question import Question
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.steps import StepChoice
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
-from ckptool.commands.options.verify import (
-    CompareOptions,
-    LikeOptions,
-    ManifestOptions,
-    SalvageOptions,
-    VerifyOptions,
-)
+from ckptool.commands.options.verify import CompareOptions, SalvageOptions, VerifyOptions
 from ckptool.commands.reshard.reshard import ReshardReport, prepare_reshard
 from ckptool.engine.ranks import join_ranks
-from ckptool.errors import Several, UsageError
+from ckptool.errors import Several
 from ckptool.formats import list_formats as list_formats
 from ckptool.storage.place import full_name, on_disk
 from ckptool.storage.url import Location
@@ -288,34 +283,12 @@ def verify(
     of another checkpoint or a config.json. Raises NotFound or Unrecognized if there is no
     checkpoint. Damage does not raise: it is in the report.
     """
+    from ckptool.commands.verify.answer import answer
+
     place, given = _place(path, options)
-    keywords = Keywords("verify", given, VerifyKeywords)
-    parsed, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)
-    manifest, like = keywords.options(ManifestOptions), keywords.options(LikeOptions)
-    target, recorded = manifest.write_manifest, manifest.manifest
-    questions = sum(each is not None for each in (target, recorded, like.like))
-    if questions > 1:
-        raise UsageError("manifest, write_manifest and like cannot be combined")
-    if parsed.part is not None and questions:
-        raise UsageError("part: of the check of a checkpoint by itself, not by a manifest or like")
-    from ckptool.commands.verify import verify as _verify
-    from ckptool.commands.verify.manifest.build import build_manifest
-    from ckptool.commands.verify.manifest.check import check_manifest
-
-    overwrite, started = manifest.overwrite, started_progress(progress)
-    if target is not None:
-        return build_manifest(place, target, parsed, rewrite, started, overwrite=overwrite)
-    if recorded is not None:
-        return check_manifest(place, recorded, parsed, rewrite, started)
-    if like != LikeOptions():
-        from ckptool.commands.verify.compare.like import verify_like
-
-        return verify_like(place, like, parsed, rewrite, started)
-    if rewrite != RewriteOptions():
-        raise UsageError(
-            "selecting, renaming, mapping or casting needs a manifest, like, or compare()"
-        )
-    return _verify.verify(place, parsed, started)
+    asked = Keywords("verify", given, VerifyKeywords).options(Question)
+    asked.require_possible()
+    return answer(place, asked, started_progress(progress))
 
 
 @with_keywords(CompareKeywords)

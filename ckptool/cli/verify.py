@@ -11,13 +11,9 @@ from ckptool.cli.page import require_page
 from ckptool.cli.parameters import SourcePath
 from ckptool.cli.verify_output import Answer, Output
 from ckptool.commands.options import parse_place
+from ckptool.commands.options.question import Question
 from ckptool.commands.options.screen import SilentScreen
-from ckptool.commands.options.verify import (
-    FollowOptions,
-    VerifyCommand,
-    VerifyOptions,
-    salvage_options,
-)
+from ckptool.commands.options.verify import FollowOptions, VerifyOptions, salvage_options
 from ckptool.errors import Several, UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +23,7 @@ if TYPE_CHECKING:
     from ckptool.storage.url import Location
 
 
-def verify(source: SourcePath = ".", *, options: VerifyCommand, screen: SilentScreen) -> None:
+def verify(source: SourcePath = ".", *, options: Question, screen: SilentScreen) -> None:
     """Check that a checkpoint is complete, unchanged and safe, from its own files alone.
 
     Reads everything once. Exits 0 if no errors are found, 1 if there are any, 3 if there is no
@@ -52,7 +48,7 @@ def verify(source: SourcePath = ".", *, options: VerifyCommand, screen: SilentSc
         _verify_steps(place, check, output, every=options.every)
     if following.follow or following.then is not None:
         _follow(place, following, check, output)
-    is_plain = not options.questions()
+    is_plain = not options.asked
     try:
         with (
             _ranks(alone=check.quick or not is_plain) as ranks,
@@ -75,49 +71,30 @@ def _ranks(*, alone: bool) -> AbstractContextManager[Ranks]:
     return nullcontext(Ranks()) if alone else join_ranks()
 
 
-def _answer(source: Location, options: VerifyCommand, started: Started, ranks: Ranks) -> Answer:
+def _answer(source: Location, asked: Question, started: Started, ranks: Ranks) -> Answer:
     """Answer the question about one checkpoint."""
+    from ckptool.commands.verify.answer import answer
     from ckptool.render.ci import Suite
     from ckptool.render.verify import show_verify
 
-    check, rewrite, comparison = options.check, options.rewrite, options.comparison
-    manifest, judged = options.manifest, tuple[str, ...]()
-    if options.against is not None:
+    how = asked.check, asked.rewrite, asked.comparison, started
+    if asked.against is not None:
         from ckptool.commands.verify.compare.against import against
 
-        return _compared(against(source, options.against, check, rewrite, comparison, started))
-    if options.recipe is not None:
+        return _compared(against(source, asked.against, *how), asked)
+    if asked.recipe is not None:
         from ckptool.commands.merge.against import against_recipe
 
-        recipe = options.recipe
-        return _compared(against_recipe(recipe, source, check, rewrite, comparison, started))
-    if options.like.like is not None:
-        from ckptool.commands.verify.compare.like import verify_like
-
-        judged, form = ("comparison",), comparison.other_format
-        report = verify_like(source, options.like, check, rewrite, started, form)
-    elif manifest.write_manifest is not None:
-        from ckptool.commands.verify.manifest.build import build_manifest
-
-        judged, target, overwrite = ("manifest",), manifest.write_manifest, manifest.overwrite
-        report = build_manifest(source, target, check, rewrite, started, overwrite=overwrite)
-    elif manifest.manifest is not None:
-        from ckptool.commands.verify.manifest.check import check_manifest
-
-        judged = ("manifest",)
-        report = check_manifest(source, manifest.manifest, check, rewrite, started)
-    else:
-        from ckptool.commands.verify.verify import verify as run_verify
-
-        report = run_verify(source, check, started, ranks)
-    return Answer([Suite(report, judged)], lambda: show_verify(report), report.to_dict)
+        return _compared(against_recipe(asked.recipe, source, *how), asked)
+    report = answer(source, asked, started, ranks)
+    return Answer([Suite(report, asked.checks)], lambda: show_verify(report), report.to_dict)
 
 
-def _compared(report: AgainstReport) -> Answer:
+def _compared(report: AgainstReport, asked: Question) -> Answer:
     from ckptool.render.ci import Suite
     from ckptool.render.verify import show_against
 
-    suite = Suite(report.verify, ("comparison",))
+    suite = Suite(report.verify, asked.checks)
     return Answer([suite], lambda: show_against(report), report.to_dict)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.cli.page import write_page
 from ckptool.cli.parameters import parse_form
-from ckptool.commands.options.verify import FORMS
+from ckptool.commands.options.question import FORMS
 
 if TYPE_CHECKING:
     from ckptool.render.ci import Suite

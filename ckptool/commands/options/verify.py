@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptool.commands.options import FILE, PART, PLACE, SHARE
+from ckptool.commands.options import PART, PLACE, SHARE
 from ckptool.commands.options.choices import code_names, format_names
 from ckptool.commands.options.declaration import (
     COUNT,
     FLAG,
     NUMBER,
     RARE,
-    RUNS,
     TEXTS,
     OptionSet,
-    changed,
     group,
     option,
 )
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.run import RunOptions, workers_option
-from ckptool.commands.options.screen import form_option, page_option
 from ckptool.commands.options.target import TransferOptions, overwrite_option
-from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.engine.share import Share
@@ -179,124 +173,6 @@ class ManifestOptions(OptionSet):
         help="Verify against this manifest, whatever format it was written from.",
     )
     overwrite: bool = overwrite_option()
-
-
-AGAINST = "Compare with another checkpoint, or with the model that it should be"
-REWRITING = "What of SRC to compare, as `ckptool convert` would write it"
-BESIDE = "Manifests, and what is left of damage"
-FORMS = ("text", "json", "junit", "github")
-
-
-class VerifyCommand(OptionSet):
-    """All that can be asked of a checkpoint or of a run: one question at a time."""
-
-    check: VerifyOptions = group(VerifyOptions)
-    against: Location | None = option(
-        "--against",
-        PLACE,
-        metavar="OTHER",
-        panel=AGAINST,
-        help="Compare with this checkpoint, of any format, bit by bit.",
-    )
-    recipe: Path | None = option(
-        "--recipe",
-        FILE,
-        panel=AGAINST,
-        help="Compare with what this recipe of a merge computes of its sources.",
-    )
-    comparison: CompareOptions = group(CompareOptions, AGAINST)
-    like: LikeOptions = group(LikeOptions, AGAINST)
-    rewrite: RewriteOptions = group(RewriteOptions, REWRITING)
-    manifest: ManifestOptions = group(ManifestOptions, BESIDE)
-    latest_good: bool = option(
-        "--latest-good",
-        FLAG,
-        panel=RUNS,
-        help="Print the path of the newest step without errors, and nothing else, on stdout.",
-    )
-    every: bool = option("--all", FLAG, panel=RUNS, help="Verify every step; show a table.")
-    following: FollowOptions = group(FollowOptions, RUNS)
-    salvage: Location | None = option(
-        "--salvage",
-        PLACE,
-        metavar="DST",
-        panel=BESIDE,
-        help="Write what is intact to DST (a DCP folder, or a .safetensors or .pt file), and next"
-        " to it a list of what is lost.",
-    )
-    codes: bool = option("--codes", FLAG, help="List the finding codes and exit.")
-    form: str | None = form_option(
-        None,
-        "Print text, json (as --json does), junit, or github: text with annotations; default:"
-        " github where GITHUB_ACTIONS is true, else text.",
-    )
-    html: str | None = page_option()
-
-    def questions(self) -> list[str]:
-        """Return what is asked besides whether it is sound, in words of the command line."""
-        return [*dict.fromkeys(_QUESTIONS[flag] for flag in changed(self) if flag in _QUESTIONS)]
-
-    def require_possible(self) -> None:
-        """Raise UsageError for questions and options that cannot be combined."""
-        questions, check = self.questions(), self.check
-        if len(questions) > 1:
-            raise UsageError(
-                f"{' and '.join(questions)}: one at a time", hint="one command for each"
-            )
-        asked = questions[0] if questions else None
-        if check.allow_nonfinite and asked not in (_OF_RUN, "--follow"):
-            raise UsageError(
-                "--allow-nonfinite is for runs: it needs --latest-good, --all or --follow",
-                hint="without --fail-nonfinite, NaN and infinite values are warnings",
-            )
-        if asked in _OTHERS and (check.quick or check.sample < 1):
-            raise UsageError(
-                f"{asked} compares every byte: it cannot be combined with --quick or --sample",
-                hint="leave them out; `ckptool diff` compares names, shapes and types only",
-            )
-        if check.part is not None and asked:
-            raise UsageError(
-                "--part checks a single checkpoint",
-                hint="leave out --against, --recipe, --like, manifests, --salvage and what is of"
-                " runs",
-            )
-        for field, users, needs, hint in _NEEDS:
-            known = {"--other-format"} if asked == "--like" else set()
-            flags = [flag for flag in changed(getattr(self, field)) if flag not in known]
-            if flags and asked not in users:
-                raise UsageError(
-                    f"{flags[0]} says what to compare: it needs {needs}",
-                    hint=hint.format(flags[0]),
-                )
-
-
-_OF_RUN = "--latest-good or --all"
-_QUESTIONS = {
-    "--against": "--against",
-    "--recipe": "--recipe",
-    "--like": "--like",
-    "--write-manifest": "--write-manifest",
-    "--manifest": "--manifest",
-    "--latest-good": _OF_RUN,
-    "--all": _OF_RUN,
-    "--follow": "--follow",
-    "--salvage": "--salvage",
-}
-"""The flags that ask something, and what a message says of them."""
-_OTHERS = ("--against", "--recipe")
-"""The questions that compare with all of another checkpoint."""
-_BY_NAME = (*_OTHERS, "--like", "--write-manifest", "--manifest")
-_NEEDS = (
-    ("comparison", _OTHERS, "--against OTHER", "`ckptool verify SRC --against OTHER {} ...`"),
-    (
-        "rewrite",
-        _BY_NAME,
-        "--against OTHER, --like OTHER, --manifest or --write-manifest",
-        "such as `ckptool verify SRC --against OTHER {}`",
-    ),
-    ("like", ("--like",), "--like OTHER", "`ckptool verify SRC --like OTHER {} ...`"),
-)
-"""Options of which field say more on which questions, and how to ask one."""
 
 
 class SalvageOptions(OptionSet):

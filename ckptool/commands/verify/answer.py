@@ -1,0 +1,40 @@
+"""Answer a question about a checkpoint, for the command line and for Python alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptool.commands.options.question import Question
+from ckptool.engine.progress import Started, untold
+
+if TYPE_CHECKING:
+    from ckptool.commands.verify.findings import VerifyReport
+    from ckptool.engine.ranks import Ranks
+    from ckptool.storage.url import Location
+
+
+def answer(
+    path: Location, asked: Question, started: Started = untold, ranks: Ranks | None = None
+) -> VerifyReport:
+    """Verify the checkpoint at ``path`` by itself, like another model, or by a manifest.
+
+    Or write its manifest. Several ``ranks`` share only what it is by itself.
+    """
+    options, rewrite, manifest = asked.check, asked.rewrite, asked.manifest
+    if asked.like.like is not None:
+        from ckptool.commands.verify.compare.like import verify_like
+
+        form = asked.comparison.other_format
+        return verify_like(path, asked.like, options, rewrite, started, form)
+    if manifest.write_manifest is not None:
+        from ckptool.commands.verify.manifest.build import build_manifest
+
+        target, overwrite = manifest.write_manifest, manifest.overwrite
+        return build_manifest(path, target, options, rewrite, started, overwrite=overwrite)
+    if manifest.manifest is not None:
+        from ckptool.commands.verify.manifest.check import check_manifest
+
+        return check_manifest(path, manifest.manifest, options, rewrite, started)
+    from ckptool.commands.verify.verify import verify
+
+    return verify(path, options, started, ranks)
