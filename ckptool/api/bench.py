@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ckptool.api.arguments import AnyPath, Keywords, with_keywords
 from ckptool.api.keywords import BenchKeywords
 from ckptool.commands.options.bench import BenchOptions
-from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.baseline import Change
@@ -31,8 +30,6 @@ def bench(
     from ckptool.commands.bench.run import prepare_bench
 
     parsed = Keywords("bench", options, BenchKeywords).options(BenchOptions)
-    if parsed.like is not None and parsed.size is not None:
-        raise UsageError("like and size cannot be combined")
     return prepare_bench(parsed).run(progress)
 
 

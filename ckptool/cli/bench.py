@@ -10,7 +10,6 @@ import typer
 from ckptool.cli.page import require_page, write_page
 from ckptool.commands.options.bench import BenchCommand
 from ckptool.commands.options.screen import Screen
-from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.baseline import Change
@@ -25,8 +24,6 @@ def bench(*, options: BenchCommand, screen: Screen) -> None:
     during a save, and what was saved is loaded back and compared.
     """
     page = require_page(options.html)
-    if options.bench.like is not None and options.bench.size is not None:
-        raise UsageError("--like and --size cannot be combined")
     report, changes = _measure(options, quiet=screen.quiet)
     if report is not None:
         _show(report, changes, options, screen, page)

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Set
+from datetime import datetime
 from enum import Enum
 from pathlib import PurePath
 from typing import Any, ClassVar
 
 from msgspec import Struct
+
+from ckptool.core.mesh import Mesh
 
 VERSION = 2
 """The major version of all schemas that ``--json`` prints."""
@@ -76,7 +79,7 @@ _PLAIN = frozenset([type(None), bool, int, str])
 
 
 def plain(value: object) -> Any:
-    """Return a JSON form of a value: infinite and NaN floats, and paths, as text."""
+    """Return a JSON form of a value: infinite and NaN floats, paths and times as text."""
     if type(value) in _PLAIN or isinstance(value, int):
         return value
     if isinstance(value, float):
@@ -85,8 +88,12 @@ def plain(value: object) -> Any:
         return plain(value.value)
     if isinstance(value, str):
         return str(value)
+    if isinstance(value, Mesh):
+        return {"shape": plain(value.shape), "names": plain(value.names)}
     if isinstance(value, Struct):
         return _content(value)
+    if isinstance(value, datetime):
+        return value.isoformat(timespec="seconds")
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | Set):

@@ -28,7 +28,7 @@ from ckptool.commands.bench.strategies import select_strategies
 from ckptool.commands.bench.worker.device import Accelerators
 from ckptool.commands.options.bench import STATE_SIZE, BenchOptions
 from ckptool.engine.ranks import read_launch, read_number
-from ckptool.errors import TransferError, Unsupported
+from ckptool.errors import TransferError, Unsupported, UsageError
 
 _CPU_RANKS = 2
 _OLDEST_TORCH = (2, 9)
@@ -110,9 +110,11 @@ class PreparedBench(Struct, frozen=True):
 def prepare_bench(options: BenchOptions) -> PreparedBench:
     """Decide what is measured and where, and that it fits.
 
-    Raises UsageError for an unknown strategy, Unsupported without torch or room, and the errors of
-    ``open_checkpoint`` for ``like``.
+    Raises UsageError for an unknown strategy or two states, Unsupported without torch or room, and
+    the errors of ``open_checkpoint`` for ``like``.
     """
+    if options.like is not None and options.size is not None:
+        raise UsageError("--like and --size cannot be combined")
     names = select_strategies(options.strategies)
     training = TrainingJob.of(options.step_time, options.interval, options.mtbf)
     out = save_folder(options.out, abort=options.abort)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import chain
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from msgspec import Struct, field
+from msgspec import Struct
 
-from ckptool.commands.document import Report, cells_html, table_html
+from ckptool.commands.document import Report, cells_html, plain, table_html
 from ckptool.commands.open import Survey
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
@@ -46,40 +46,20 @@ class StepSummary(Struct, frozen=True):
     mesh: Mesh | None
     pointer: str | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return its JSON."""
-        return {
-            "path": self.path,
-            "number": self.number,
-            "saved": None if self.saved is None else self.saved.isoformat(timespec="seconds"),
-            "bytes": self.nbytes,
-            "formats": self.formats,
-            "complete": self.complete,
-            "reasons": self.reasons,
-            "optimizer": self.optimizer,
-            "ranks": self.ranks,
-            "mesh": self.mesh and {"shape": self.mesh.shape, "names": self.mesh.names},
-            "pointer": self.pointer,
-        }
-
 
 class RunSummary(Report, frozen=True):
     """The steps of the run at ``path``, newest first; ``mentions`` are other files naming one."""
 
     path: Location
-    steps: tuple[StepSummary, ...] = field(name="_steps")
+    steps: tuple[StepSummary, ...]
     mentions: tuple[str, ...] = ()
 
     schema: ClassVar = "inspect-run"
 
-    def more(self) -> Mapping[str, object]:
-        """Return the steps."""
-        return {"steps": [step.to_dict() for step in self.steps]}
-
     def _repr_html_(self) -> str:
         """Return a table of the steps for a notebook."""
         shown = ("number", "path", "saved", "bytes", "complete", "optimizer")
-        steps = map(itemgetter(*shown), (step.to_dict() for step in self.steps))
+        steps = map(itemgetter(*shown), map(plain, self.steps))
         return table_html([cells_html("th", shown), *(cells_html("td", row) for row in steps)])
 
 

@@ -90,7 +90,6 @@ class ReshardReport(RewrittenReport, frozen=True, kw_only=True):
         return {
             **RewrittenReport.more(self),
             **more,
-            "mesh": {"shape": self.mesh.shape, "names": self.mesh.names},
             "tensors": tensors,
             "files": [{"path": f.path, "bytes": f.nbytes, "rank": f.rank} for f in self.files],
         }
