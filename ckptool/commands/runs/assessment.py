@@ -175,8 +175,12 @@ class Assessor:
         self._contents: dict[Location, Contents] = {}
         self._good: set[object] = set()
 
-    def assess(self, step: Step) -> Assessment:
-        """Return whether a step is good, and if not why. Raises NoAnswer."""
+    def assess(self, step: Step, *, reads: bool = False) -> Assessment:
+        """Return whether a step is good, and if not why. Raises NoAnswer.
+
+        It ``reads`` the data even where the options leave it out.
+        """
+        options = replace(self._options, quick=self._options.quick and not reads)
         reasons = [*self._by_names(step)]
         reports: list[VerifyReport] = []
         surveys: list[Survey] = []
@@ -185,7 +189,7 @@ class Assessor:
                 where = "" if part == step.path else f"{within(part, self._run.path)}: "
                 where = f"{within(part, step.path)}: " if part in step and where else where
                 try:
-                    examined = examine(part, self._options_for(part, step))
+                    examined = examine(part, self._options_for(part, step, options))
                     report = examined.report()
                 except NoAnswer:
                     raise
@@ -197,7 +201,7 @@ class Assessor:
                 reasons += [where + why for why in self._faults(report, examined.surveyed.catalog)]
         export = is_export(step, self._run.path) and not self._is_of_exports()
         if not reasons:
-            reasons += self._by_side_files(step, surveys)
+            reasons += self._by_side_files(step, surveys, options)
         if not reasons:
             self._contents[step.path] = Contents.of(tuple(surveys))
             reasons += () if export else self._by_contents(step)
@@ -207,18 +211,19 @@ class Assessor:
         whole = StepReport(step.path, step.number, *found, step.beside, export)
         return Assessment(whole, tuple(surveys))
 
-    def _options_for(self, part: Location, step: Step) -> VerifyOptions:
+    @staticmethod
+    def _options_for(part: Location, step: Step, options: VerifyOptions) -> VerifyOptions:
         """Return how to verify a part: one of several ranks' files by itself, as it was saved.
 
         The others in its folder may be of other steps, and are not to be read with it: what it has
         of a tensor is only its own shard.
         """
-        read = self._options.read
+        read = options.read
         if part not in step.entries or not step.name.has_rank or read.from_format is not None:
-            return self._options
+            return options
         alone = replace(read, from_format="torch-save")
-        ignore = (*self._options.ignore, "chunk-gap", "rank-missing")
-        return replace(self._options, read=alone, ignore=ignore)
+        ignore = (*options.ignore, "chunk-gap", "rank-missing")
+        return replace(options, read=alone, ignore=ignore)
 
     def contents_of(self, step: Step) -> Contents:
         """Return what a step has, from its metadata. Raises NoAnswer."""
@@ -270,13 +275,15 @@ class Assessor:
             elif finding.code in _ANOTHER:
                 yield f"{_text_of(finding, report)} (--ignore {finding.code} counts it as good)"
 
-    def _by_side_files(self, step: Step, surveys: Sequence[Survey]) -> Iterator[str]:
+    def _by_side_files(
+        self, step: Step, surveys: Sequence[Survey], options: VerifyOptions
+    ) -> Iterator[str]:
         """Yield why files that training needs, beside the checkpoints, are not whole."""
         read: set[Location] = set()
         for each in surveys:
             folder = each.path if each.path.is_dir() else each.path.parent
             read |= {folder / file for file in (each.catalog.files if each.catalog else ())}
-        yield from damaged_side_files(step, self._run, read, self._options)
+        yield from damaged_side_files(step, self._run, read, options)
 
     def _by_contents(self, step: Step) -> Iterator[str]:
         """Yield what a whole checkpoint lacks that training needs."""

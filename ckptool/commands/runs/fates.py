@@ -127,7 +127,9 @@ class _Decision:
         if reason is None and is_enough and not self._is_needed(step):
             return replace(fate, fate="remove", reason="no rule keeps it", freed=fate.nbytes)
         self._notify(f"verifying {step.path}")
-        return self._by_report(step, fate, reason, self._assessor.assess(step).report)
+        # one good step is read, however quick: no other may go for one that hides NaN in its data
+        report = self._assessor.assess(step, reads=not self._good).report
+        return self._by_report(step, fate, reason, report)
 
     def _by_report(
         self, step: Step, fate: StepFate, reason: str | None, report: StepReport

@@ -100,12 +100,18 @@ def test_the_newest_finite_step_is_the_good_one(where: str, how: str, tmp_path: 
     assert fates(pruned(tmp_path, allow_nonfinite=True))["step-2"] == "remove"
 
 
-def test_no_finite_step_is_removed_for_one_that_is_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quick", [False, True])
+def test_no_finite_step_is_removed_for_one_that_is_not(quick: bool, tmp_path: Path) -> None:
     run_with(SPOILED["a mean"], WRITERS["torch"], tmp_path)
-    pruned(tmp_path, yes=True)
-    assert "step-2" in names_in(tmp_path)
-    pruned(tmp_path, yes=True)  # nothing changes the second time
-    assert "step-2" in names_in(tmp_path)
+    report = pruned(tmp_path, yes=True, quick=quick)
+    assert {step.path.name: step.ok for step in report.steps[:3]} == {
+        "step-4": False,
+        "step-3": False,
+        "step-2": True,
+    }
+    assert names_in(tmp_path) == ["step-2", "step-3", "step-4"]
+    pruned(tmp_path, yes=True, quick=quick)  # nothing changes the second time
+    assert names_in(tmp_path) == ["step-2", "step-3", "step-4"]
 
 
 @pytest.mark.parametrize(
