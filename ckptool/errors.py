@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -39,7 +39,7 @@ class Problem(str):
 
     ``code`` is one of those that ``verify`` documents, ``file`` is relative to the source's root.
     ``end`` is the offset in bytes that a truncated file should reach, if known; ``hint`` is the
-    next step if the code does not imply it.
+    next step if the code does not imply it; ``counts`` says how many of what were found, by name.
     """
 
     code: str
@@ -47,6 +47,7 @@ class Problem(str):
     tensor: str | None
     end: int | None
     hint: str | None = None
+    counts: Mapping[str, int] | None = None
 
     def __new__(
         cls,
@@ -68,6 +69,10 @@ class Problem(str):
     def with_hint(self, hint: str) -> Self:
         """Return the same problem with its own next step."""
         return self._like(str(self), hint=hint)
+
+    def with_counts(self, **counts: int) -> Self:
+        """Return the same problem with what was counted."""
+        return self._like(str(self), counts=counts)
 
     def recoded(self, code: str) -> Problem:
         """Return the same problem under another code."""

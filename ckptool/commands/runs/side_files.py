@@ -89,20 +89,20 @@ def spoiling(finding: Finding, catalog: Catalog | None) -> Finding | None:
     if finding.code != _NOT_FINITE:
         return None
     entries = {} if catalog is None else catalog.tensors
-    said = finding.affected or (Affected(finding.tensor, finding.message),)
-    for name, text in ((each.tensor or "", each.message) for each in said):
-        entry = entries.get(name)
-        if entry and state_category(entry) == "optimizer" and _ends_training(name, text):
+    for each in finding.affected:
+        entry = entries.get(each.tensor or "")
+        if entry and state_category(entry) == "optimizer" and _ends_training(each):
             continue
-        message = finding.message.replace(said[0].message, text, 1)
+        message = finding.message.replace(finding.affected[0].message, each.message, 1)
         return structs.replace(finding, message=message)
     return None
 
 
-def _ends_training(name: str, text: str) -> bool:
-    counts = text.removeprefix(f"{name}: ")
-    is_infinite = counts.startswith("0 NaN ") and ", first inf " in counts
-    return is_infinite and _OF_SQUARES.fullmatch(name) is not None
+def _ends_training(odd: Affected) -> bool:
+    counts = odd.counts
+    if not counts or _OF_SQUARES.fullmatch(odd.tensor or "") is None:
+        return False
+    return not (counts["nan"] or counts["below_zero"])
 
 
 def _broken_record(file: Location, size: int, name: str) -> Iterator[str]:

@@ -58,10 +58,19 @@ SIDES = ("A", "B")
 
 
 class Affected(Struct, frozen=True):
-    """A tensor or value that a finding affects, and how; or another symptom of the cause."""
+    """A tensor or value that a finding affects, and how; or another symptom of the cause.
+
+    ``counts`` says how many of what were found in it, by name.
+    """
 
     tensor: str | None
     message: str
+    counts: Mapping[str, int] | None = None
+
+    @classmethod
+    def by(cls, problem: Problem) -> Affected:
+        """Return what a problem is about."""
+        return cls(problem.tensor, str(problem), problem.counts)
 
 
 class Finding(Struct, frozen=True):
@@ -87,7 +96,7 @@ class Finding(Struct, frozen=True):
 
     def within(self, head: str) -> Finding:
         """Return the finding, prefixed with what it is part of."""
-        affected = tuple(Affected(a.tensor, f"{head}: {a.message}") for a in self.affected)
+        affected = tuple(replace(a, message=f"{head}: {a.message}") for a in self.affected)
         return replace(self, message=f"{head}: {self.message}", affected=affected)
 
     def first_line(self, head: str) -> str:
@@ -98,17 +107,6 @@ class Finding(Struct, frozen=True):
     def count(self) -> int:
         """Return how many tensors and values it affects, at least 1."""
         return max(1, len({affected.tensor for affected in self.affected if affected.tensor}))
-
-
-def conflict_problems(catalog: Catalog) -> list[Problem]:
-    """Return why names of a catalog cannot be read."""
-    return [_conflict_problem(name, why) for name, why in catalog.conflicts.items()]
-
-
-def _conflict_problem(name: str, why: str) -> Problem:
-    if not isinstance(why, Problem):
-        return Problem(why, "ranks-disagree", tensor=name)
-    return why if why.tensor else why.of_tensor(name)
 
 
 def finding_of(problem: Problem, affected: tuple[Affected, ...] = ()) -> Finding:
@@ -259,7 +257,7 @@ class Findings(Struct, frozen=True):
         elif len(group) > 1:
             finding = self._of_parts(group)
         else:
-            finding = finding_of(cause)
+            finding = finding_of(cause, () if cause.counts is None else (Affected.by(cause),))
         if cause.code == "not-finite" and self.fail_nonfinite:
             return replace(finding, severity=Severity.ERROR, hint=None)
         return finding
@@ -267,7 +265,7 @@ class Findings(Struct, frozen=True):
     def _of_parts(self, group: Sequence[Problem]) -> Finding:
         """Return the finding of a file of which several parts, or its tensors, show the cause."""
         cause = group[0]
-        affected = [Affected(p.tensor, str(p)) for p in group if p.tensor or p is not cause]
+        affected = [Affected.by(p) for p in group if p.tensor or p is not cause]
         names = dict.fromkeys(part.tensor for part in affected if part.tensor)
         alike = sum(p.code == cause.code and _detail(p) != _detail(cause) for p in group)
         more = f"; and {alike:,} more" if alike and alike >= len(names) else ""
@@ -278,14 +276,14 @@ class Findings(Struct, frozen=True):
     def _of_file(self, file: str, group: Sequence[Problem]) -> Finding:
         """Return the finding of a missing, empty or truncated file, with everything it affects."""
         cause = group[0]
-        affected = list(dict.fromkeys(Affected(p.tensor, str(p)) for p in group if p.tensor))
+        affected = list(dict.fromkeys(Affected.by(p) for p in group if p.tensor))
         names = dict.fromkeys(part.tensor for part in affected if part.tensor)
         tensors = self.catalog.tensors if self.catalog and cause.code != "file-truncated" else {}
         for name, entry in tensors.items():
             if name not in names and any(at.file == file for at in places(entry)):
                 affected.append(Affected(name, f"{name}: stored in {file}"))
                 names[name] = None
-        affected += dict.fromkeys(Affected(None, str(p)) for p in group[1:] if not p.tensor)
+        affected += dict.fromkeys(Affected.by(p) for p in group[1:] if not p.tensor)
         message = str(cause)
         end = max((problem.end or 0 for problem in group), default=0)
         if cause.code == "file-truncated" and end and file in self.sizes:
@@ -307,7 +305,7 @@ class Findings(Struct, frozen=True):
 
 def _of_alike(group: Sequence[Problem]) -> Finding:
     """Return the finding of several names with the same problem."""
-    finding = finding_of(group[0], tuple(Affected(p.tensor, str(p)) for p in group))
+    finding = finding_of(group[0], tuple(map(Affected.by, group)))
     message = (
         f"{list_some([str(problem.tensor) for problem in group], _MOST_NAMED)}: {_detail(group[0])}"
     )

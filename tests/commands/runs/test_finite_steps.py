@@ -52,6 +52,11 @@ def in_moment(kind: str, value: float) -> Callable[[State], object]:
     return lambda state: state["optimizer"]["state"][0][kind].view(-1)[-1:].fill_(value)
 
 
+def in_squares(state: State) -> None:
+    squares = state["optimizer"]["state"][0]["exp_avg_sq"].view(-1)
+    squares[0], squares[-1] = INF, -INF
+
+
 SPOILED: dict[str, Callable[[State], object]] = {
     "the last value": in_model(NAN),
     "minus infinity": in_model(-INF),
@@ -67,6 +72,7 @@ SPOILED: dict[str, Callable[[State], object]] = {
     "a mean of squares": in_moment("exp_avg_sq", NAN),
     "an infinite mean": in_moment("exp_avg", INF),
     "a mean of squares below zero": in_moment("exp_avg_sq", -INF),
+    "the second infinite mean of squares": in_squares,
     "infinite masters": in_moment("master_param", INF),
     "masters": lambda state: state["optimizer"].update(fp32_from_fp16=[WEIGHT * NAN]),
 }

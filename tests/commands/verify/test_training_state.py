@@ -103,6 +103,8 @@ def test_nan_is_a_warning_and_finite_makes_it_an_error(tmp_path: Path) -> None:
         (name, f"{name}: 1 NaN and 1 infinite values of 3,000, first {first} (rank 0, state.pt)")
         for name, first in (("w", "nan at [7, 1]"), ("columns", "nan at [1, 7]"))
     ]
+    counts = {"nan": 1, "infinite": 1, "below_zero": 1}
+    assert [each.counts for each in found.affected] == [counts, counts]
     assert found.message.endswith("2 tensors affected: w, columns")
     assert checked(folder).ok
     assert not checked(folder, fail_nonfinite=True).ok

@@ -21,7 +21,6 @@ from ckptool.commands.model.adapter_config import (
 )
 from ckptool.commands.model.config import config_problems
 from ckptool.commands.model.records import CONFIG, Record, read_beside
-from ckptool.commands.verify.findings import conflict_problems
 from ckptool.core.catalog import Catalog, TensorEntry, flat_name
 from ckptool.core.sharding.coverage import coverage_problem, lone_rank_problem
 from ckptool.engine.check.replicas import differing_replicas
@@ -54,6 +53,17 @@ def catalog_problems(catalog: Catalog) -> Iterator[Problem]:
     for note in catalog.notes:
         remark = note if isinstance(note, Problem) else Problem(note)
         yield remark.recoded("note") if remark.code == UNCODED else remark
+
+
+def conflict_problems(catalog: Catalog) -> list[Problem]:
+    """Return why names of a catalog cannot be read."""
+    return [_conflict_problem(name, why) for name, why in catalog.conflicts.items()]
+
+
+def _conflict_problem(name: str, why: str) -> Problem:
+    if not isinstance(why, Problem):
+        return Problem(why, "ranks-disagree", tensor=name)
+    return why if why.tensor else why.of_tensor(name)
 
 
 def replica_problems(entries: Iterable[TensorEntry], source: Files) -> Iterator[Problem]:

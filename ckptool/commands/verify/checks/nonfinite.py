@@ -21,10 +21,13 @@ _TILE_ELEMENTS = 1 << 20
 
 
 class _Count(Struct):
-    """The NaN and infinite values so far, and the index of the first in row-major order."""
+    """The NaN and infinite values so far, ``below`` zero some of these, and the index of the first
+    in row-major order.
+    """
 
     nan: int = 0
     inf: int = 0
+    below: int = 0
     first: tuple[int, ...] | None = None
     value: float = 0.0
 
@@ -36,6 +39,7 @@ class _Count(Struct):
             return
         nan = int(np.count_nonzero(np.isnan(values[odd])))
         self.nan, self.inf = self.nan + nan, self.inf + odd.size - nan
+        self.below += int(np.count_nonzero(np.real(values[odd]) < 0))
         if self.first is None:
             inside = np.unravel_index(int(odd[0]), tile.box.shape)
             self.first = tuple(int(a) + b for a, b in zip(inside, tile.box.lo, strict=True))
@@ -74,10 +78,11 @@ def not_finite_problems(
 def _problem(entry: TensorEntry, count: _Count | None) -> Problem:
     if count is None or count.first is None:
         message = f"{entry.name}: NaN or infinite values"
-        return Problem(message, "not-finite", tensor=entry.name)
+        return Problem(message, "not-finite", tensor=entry.name).with_counts()
     at = Box.at(count.first, (1,) * len(count.first))
     chunk = next(ChunkIndex(entry).find(at)).chunk
     place = chunk.at.file if chunk.rank is None else f"rank {chunk.rank}, {chunk.at.file}"
     message = f"{entry.name}: {count.nan:,} NaN and {count.inf:,} infinite values"
     message += f" of {entry.elements:,}, first {count.value} at {list(count.first)} ({place})"
-    return Problem(message, "not-finite", file=chunk.at.file, tensor=entry.name)
+    problem = Problem(message, "not-finite", file=chunk.at.file, tensor=entry.name)
+    return problem.with_counts(nan=count.nan, infinite=count.inf, below_zero=count.below)

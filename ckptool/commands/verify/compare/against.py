@@ -14,6 +14,7 @@ from ckptool.commands.open import PART_NAMED, OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
+from ckptool.commands.verify.checks.consistency import conflict_problems
 from ckptool.commands.verify.codes import CODES, require_codes
 from ckptool.commands.verify.compare.coverage import (
     NOT_COMPARED,
@@ -43,7 +44,6 @@ from ckptool.commands.verify.findings import (
     Finding,
     Findings,
     VerifyReport,
-    conflict_problems,
 )
 from ckptool.commands.verify.severity import Severity
 from ckptool.commands.verify.verify import changes

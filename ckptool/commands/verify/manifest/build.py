@@ -11,6 +11,7 @@ from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, require_sou
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.rewrite import rewrite
+from ckptool.commands.verify.checks.consistency import conflict_problems
 from ckptool.commands.verify.codes import CODES, require_codes
 from ckptool.commands.verify.compare.coverage import (
     Amount,
@@ -19,7 +20,7 @@ from ckptool.commands.verify.compare.coverage import (
 )
 from ckptool.commands.verify.compare.names import readable, stored_problems
 from ckptool.commands.verify.compare.values import text_digest, value_text
-from ckptool.commands.verify.findings import VerifyReport, conflict_problems
+from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.manifest.schema import (
     CheckpointManifest,
     FileProof,
