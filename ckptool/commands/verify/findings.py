@@ -43,7 +43,7 @@ _ALIKE = frozenset((*_ONE_SIDED, *_OF_BOTH)).union(
 """The codes with one finding for several names that show the same."""
 _MOMENTS = ("moments-negative", "moments-zero", "moments-copied")
 _WEIGHTS = ("weight-zero", "weight-constant", "weight-denormal", "weights-differ-from-masters")
-_ONE_CAUSE = frozenset(["not-finite", *_WEIGHTS, "layers-equal", *_MOMENTS])
+_ONE_CAUSE = frozenset(["not-finite", *_WEIGHTS, "layers-equal", *_MOMENTS, "optimizer-shape"])
 """The codes of what is of one cause in all tensors, in whatever file they are."""
 _LOSSES = frozenset([*_ABSENT, "file-unreadable", "metadata-unreadable", "zip-structure"])
 """Possible reasons why nothing of a file could be placed."""

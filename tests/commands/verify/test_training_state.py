@@ -93,6 +93,35 @@ def test_moments_of_a_projection(odd: tuple[int, ...], of: str, count: int, tmp_
     assert sum(len(found.affected) or 1 for found in findings) == count
 
 
+@pytest.mark.parametrize(
+    ("odd", "count"),
+    [
+        ({"up": (4, 16), "down": (16, 4)}, 0),  # a minority of matrices is projected
+        ({"up": (4, 16), "down": (16, 3)}, 0),  # each kind to a rank of its own
+        ({"up": (4, 16), "head": (32, 4)}, 0),
+        ({"2.up": (4, 16)}, 2),  # of one layer
+        ({"up": (32, 8), "down": (8, 32), "q": (8, 16)}, 12),  # half of what is cut by rows
+        ({"head": (32, 4)}, 2),
+    ],
+)
+def test_moments_are_projected_by_kind(
+    odd: dict[str, tuple[int, ...]], count: int, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    shapes = {"up": (64, 16), "down": (16, 64), "gate": (64, 16), "q": (16, 16), "o": (16, 16)}
+    shapes = {f"layers.{n}.{kind}": shape for n in range(3) for kind, shape in shapes.items()}
+    shapes |= {"embed": (32, 16), "head": (32, 16)}
+    odd = {name: of for name in shapes for end, of in odd.items() if name.endswith(end)}
+    model = {name: torch.ones(shape) for name, shape in shapes.items()}
+    state = {
+        name: {kind: torch.ones(odd.get(name, shape)) for kind in ("exp_avg", "exp_avg_sq")}
+        for name, shape in shapes.items()
+    }
+    content = {"model": model, "optimizer": {"state": state}}
+    findings = checked(saved(tmp_path / "c", state=content), quick=True).findings
+    assert sum(len(found.affected) or 1 for found in findings) == count
+
+
 def test_nan_is_a_warning_and_finite_makes_it_an_error(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     values = torch.ones(1000, 3)

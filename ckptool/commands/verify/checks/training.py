@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ckptool.core.catalog import Catalog, Container, RankStep, TensorEntry
@@ -20,22 +19,18 @@ from ckptool.storage.files import Files
 if TYPE_CHECKING:
     from ckptool.engine.read.gather import Gatherer
 
-_LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-_KINDS = (*_LIKE_THE_PARAMETER, "step")
+_KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step")
 _WEIGHTS = frozenset(["module", "model", "fp32"])
 _KINDS_FIRST = frozenset([*_KINDS, *_WEIGHTS])
 _STEPS = ("step", "global_step", "iteration", "current_step", "epoch", "last_epoch")
 _SHOWN = 3
-_PROJECTED = 6
-"""Moments in another shape that are the way of an optimizer: those of a few matrices, and alike."""
 _FEW_VALUES = 8
 """Two saves, or parameters added later, give few values; more are not counters of a run."""
 
 
 def optimizer_problems(catalog: Catalog) -> Iterator[Problem]:
-    """Yield optimizer state that lacks a part that others have, or has another shape."""
-    states: States = defaultdict(dict)
-    of_parts: list[tuple[str, str]] = []
+    """Yield optimizer state that lacks a part that others have."""
+    kinds: dict[str, set[str]] = defaultdict(set)
     by_first: dict[str, set[str]] = defaultdict(set)
     for name, entry in catalog.tensors.items():
         first, _, rest = name.partition(".")
@@ -43,23 +38,14 @@ def optimizer_problems(catalog: Catalog) -> Iterator[Problem]:
             by_first[rest].add(first)
         head, _, last = name.rpartition(".")
         if last in _KINDS and head and state_category(entry) == "optimizer":
-            states[head][last] = entry
+            kinds[head].add(last)
         whole, _, kind = head.rpartition(".")
         if kind in _KINDS and whole and state_category(entry) == "optimizer":
-            of_parts.append((whole, kind))  # in 8 bits: exp_avg.codes and exp_avg.scale
-    kinds = {head: {*state} for head, state in states.items()}
-    for head, kind in of_parts:
-        kinds.setdefault(head, set()).add(kind)
+            kinds[whole].add(kind)  # in 8 bits: exp_avg.codes and exp_avg.scale
     # a buffer, or a frozen or tied parameter, has no state at all
     first_kinds = {name: found for name, found in by_first.items() if found - _WEIGHTS}
     for found_kinds in filter(None, (kinds, first_kinds)):
         yield from _incomplete(found_kinds, catalog.conflicts)
-    if states:
-        yield from _misshapen(catalog, states)
-
-
-States = dict[str, dict[str, TensorEntry]]
-"""The state of each parameter, by kind, as the optimizer calls it."""
 
 
 def _incomplete(states: Mapping[str, set[str]], conflicts: Collection[str]) -> Iterator[Problem]:
@@ -76,39 +62,6 @@ def _incomplete(states: Mapping[str, set[str]], conflicts: Collection[str]) -> I
             others = f"{len(groups[most]):,} other parameters"
             message = f"{list_some(heads, 1)}: without {lacking}, which {others} have"
             yield Problem(message, "optimizer-incomplete", tensor=heads[0])
-
-
-def _misshapen(catalog: Catalog, states: States) -> Iterator[Problem]:
-    """Yield state in another shape than its parameter has, but for what an optimizer projects."""
-    by_tail = models_by_tail(catalog.tensors)
-    pairs: list[tuple[TensorEntry, TensorEntry]] = []
-    for head, kinds in states.items():
-        _, state, name = head.partition("state.")
-        parameter = by_tail.get(name) if state and not name.isdigit() else None
-        like = [kinds[kind] for kind in _LIKE_THE_PARAMETER if kind in kinds]
-        pairs += [(entry, parameter or like[0]) for entry in like]
-    rank = _projected_rank(pairs)
-    for entry, of in pairs:
-        if entry.shape != of.shape and (rank is None or _rank(entry, of) != rank):
-            message = f"{entry.name}: {list(entry.shape)}, but {of.name} is {list(of.shape)}"
-            yield Problem(message, "optimizer-shape", tensor=entry.name)
-
-
-def _projected_rank(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> int | None:
-    """Return the rank that GaLore and APOLLO project most matrices' gradients to, None if none."""
-    ranks = Counter(_rank(*pair) for pair in pairs if len(pair[1].shape) == 2)
-    rank, count = max(ranks.items(), key=itemgetter(1), default=(None, 0))
-    return rank if count >= _PROJECTED and 2 * count > ranks.total() else None
-
-
-def _rank(state: TensorEntry, parameter: TensorEntry) -> int | None:
-    """Return the one dim of a matrix's state that is smaller than the matrix's, None if none is."""
-    if len(state.shape) != len(parameter.shape):
-        return None
-    sizes = zip(state.shape, parameter.shape, strict=True)
-    differing = [(own, whole) for own, whole in sizes if own != whole]
-    own, whole = differing[0] if len(differing) == 1 else (0, 0)
-    return own if own < whole else None
 
 
 def models_by_tail(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

@@ -1,10 +1,9 @@
 """Optimizer state that is not the model's: of parameters that it, or the optimizer's own groups, do
-not have, in other shapes than theirs, or of all layers but one.
+not have, or of all layers but one.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -44,7 +43,6 @@ def unfit_state_problems(catalog: Catalog) -> Iterator[Problem]:
             named[parameter].append(entry)
     if named:
         yield from _problem(_beside_the_model(catalog, named), "the model does")
-        yield from _misshapen(catalog, named)
         yield from _lacking(catalog, named)
     groups = _numbers_in_groups(catalog) if numbered else {}
     for optimizer, states in numbered.items():
@@ -100,25 +98,6 @@ def _numbers_in_groups(catalog: Catalog) -> dict[str, set[int]]:
         if steps[-1] == _PARAMS and isinstance(entry.value, list):
             numbers[optimizer].update(n for n in entry.value if isinstance(n, int))
     return numbers
-
-
-def _misshapen(catalog: Catalog, states: States) -> Iterator[Problem]:
-    """Yield state in another shape than its parameter has, as a weight and as a master.
-
-    DeepSpeed's universal checkpoints had moments of one rank's experts beside masters of all
-    (AutoEP). A run of as many elements is flat. State that ends with its kind is looked at with
-    that of torch.
-    """
-    for parameter, own in states.items():
-        keys = [*keys_of(parameter), (f"fp32.{parameter}", ())]
-        found = ((catalog.tensors.get(key), len(index)) for key, index in keys)
-        shapes = {entry.name: entry.shape[depth:] for entry, depth in found if entry}
-        known = {*shapes.values(), *((math.prod(shape),) for shape in shapes.values())}
-        for entry in own if shapes else ():
-            if entry.shape not in known and entry.name.endswith(parameter):
-                of, shape = next(iter(shapes.items()))
-                message = f"{entry.name}: {list(entry.shape)}, but {of} is {list(shape)}"
-                yield Problem(message, "optimizer-shape", tensor=entry.name)
 
 
 def _lacking(catalog: Catalog, states: States) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from ckptool.commands.verify.checks.meaning.extra_state import unfit_state_probl
 from ckptool.commands.verify.checks.meaning.masters import Masters
 from ckptool.commands.verify.checks.meaning.moments import Moments
 from ckptool.commands.verify.checks.meaning.ranks import rank_problems
+from ckptool.commands.verify.checks.meaning.state_shapes import shape_problems
 from ckptool.commands.verify.checks.meaning.weights import Weights
 from ckptool.core.catalog import Catalog
 from ckptool.errors import Problem
@@ -21,6 +22,7 @@ _SENSES: tuple[Callable[[Catalog], Sense], ...] = (Weights, Masters, Moments)
 
 _OF_METADATA: tuple[Callable[[Survey, Catalog], Iterator[Problem]], ...] = (
     lambda surveyed, catalog: unfit_state_problems(catalog),
+    lambda surveyed, catalog: shape_problems(catalog),
     count_problems,
     rank_problems,
     argument_problems,

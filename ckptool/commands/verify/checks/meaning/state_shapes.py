@@ -1,0 +1,107 @@
+"""Whether an optimizer's state has the shape of its parameter, however the two are named."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ckptool.commands.verify.checks.training import models_by_tail
+from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.keymap.model import abstract
+from ckptool.core.quantization.master_names import keys_of
+from ckptool.core.state_category import state_category
+from ckptool.errors import Problem
+
+_KINDS = "exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer"
+_BY_KIND = re.compile(rf"(?:(?:.+\.)?state\.)?(?:{_KINDS})\.(.+)")
+"""State as DeepSpeed and Megatron name it; a run of as many elements is that of a flat buffer."""
+_BY_PARAMETER = re.compile(rf"((?:(?:.+\.)?state\.)?(.+))\.(?:{_KINDS})")
+"""State as torch names it; the parameter may be a number, then its first state says the shape."""
+_DIMS = 2
+"""What is projected are matrices."""
+_LEAST, _POOLED = 4, 6
+"""States of a kind of layers, or of what is no layer's, that are all projected by no fault."""
+
+Shape = tuple[int, ...]
+
+
+class _Pair(NamedTuple):
+    """The state of a parameter, and what the shape should be, by the tensor that says so."""
+
+    state: TensorEntry
+    parameter: str
+    said_by: str
+    shape: Shape
+
+    @property
+    def rank(self) -> int | None:
+        """The one dim of a matrix's state that is smaller than the matrix's, as of a projection."""
+        if len(self.state.shape) != len(self.shape):
+            return None
+        sizes = zip(self.state.shape, self.shape, strict=True)
+        differing = [(own, whole) for own, whole in sizes if own != whole]
+        own, whole = differing[0] if len(differing) == 1 else (0, 0)
+        return own if own < whole and own <= min(self.shape) else None
+
+
+def shape_problems(catalog: Catalog) -> Iterator[Problem]:
+    """Yield state in another shape than its parameter has, but for what an optimizer projects."""
+    pairs = list(_pairs(catalog))
+    odd = [pair for pair in pairs if pair.state.shape != pair.shape]
+    ranks = _projected(pairs) if odd else set()
+    for state, _, said_by, shape in (pair for pair in odd if pair.rank not in ranks):
+        message = f"{state.name}: {list(state.shape)}, but {said_by} is {list(shape)}"
+        yield Problem(message, "optimizer-shape", tensor=state.name)
+
+
+def _pairs(catalog: Catalog) -> Iterator[_Pair]:
+    """Yield the state of parameters whose shape is known.
+
+    DeepSpeed's universal checkpoints had moments of one rank's experts beside masters of all
+    (AutoEP).
+    """
+    models = models_by_tail(catalog.tensors)
+    firsts: dict[str, TensorEntry] = {}
+    for name, entry in catalog.tensors.items():
+        if (by_kind := _BY_KIND.fullmatch(name)) and state_category(entry) == "optimizer":
+            shapes = _shapes_of(by_kind[1], catalog)
+            fits = entry.shape in shapes.values() or entry.shape in map(_flat, shapes.values())
+            if shapes:
+                said_by, shape = next(iter(shapes.items()))
+                yield _Pair(entry, by_kind[1], said_by, entry.shape if fits else shape)
+        elif (found := _BY_PARAMETER.fullmatch(name)) and state_category(entry) == "optimizer":
+            first = firsts.setdefault(found[1], entry)
+            of = first if found[2].isdigit() else models.get(found[2], first)
+            yield _Pair(entry, found[2], of.name, of.shape)
+
+
+def _shapes_of(parameter: str, catalog: Catalog) -> Mapping[str, Shape]:
+    """Return the shapes that a parameter has, as a weight and as a master, by their names."""
+    keys = [*keys_of(parameter), (f"fp32.{parameter}", ())]
+    found = ((catalog.tensors.get(key), len(index)) for key, index in keys)
+    return {entry.name: entry.shape[depth:] for entry, depth in found if entry}
+
+
+def _flat(shape: Shape) -> Shape:
+    return (math.prod(shape),)
+
+
+def _projected(pairs: Sequence[_Pair]) -> set[int | None]:
+    """Return the ranks that GaLore and APOLLO project gradients to: of a kind, all or none.
+
+    What is no layer's is of one kind. No rank is larger than the smaller dim.
+    """
+    kinds: dict[str, list[_Pair]] = defaultdict(list)
+    for pair in pairs:
+        if len(pair.shape) == _DIMS:
+            kind, numbers = abstract(pair.parameter)
+            kinds[kind if numbers else ""].append(pair)
+    found = set[int | None]()
+    for kind, alike in kinds.items():
+        ranks = {pair.rank for pair in alike}
+        if len(ranks) == 1 and len(alike) >= (_LEAST if kind else _POOLED):
+            found |= ranks
+    return found - {None}
