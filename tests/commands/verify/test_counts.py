@@ -133,6 +133,10 @@ def test_what_the_trainer_counts(
         ((2,), ""),  # of one node of a cluster, here and below
         ((100, 101), ""),
         ((1, 3, 5), ""),
+        ((0, 1, 4, 5), ""),  # in blocks
+        ((6, 7, 8, 15, 16, 17, 24, 25, 26), ""),
+        ((0, 1, 3, 4), "rng_state_2.pth: missing, of ranks up to 4"),  # none has blocks of one
+        ((0, 1, 4, 5, 6), "rng_state_2.pth, rng_state_3.pth: missing, of ranks up to 6"),
         ((0, 1, 3), "rng_state_2.pth: missing, of ranks up to 3"),
         ((100, 101, 103), "rng_state_102.pth: missing, of ranks up to 103"),
         ((1, 3, 7), "rng_state_5.pth: missing, of ranks up to 7"),
