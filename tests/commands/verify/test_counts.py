@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ckptool.commands.open import Survey, survey
 from ckptool.commands.verify.checks.meaning.arguments import argument_problems
 from ckptool.commands.verify.checks.meaning.counts import count_problems
 from ckptool.core.catalog import Catalog, ObjectEntry
+from ckptool.formats.companions import MEGATRON
 from ckptool.serialization.pickle.records import Call, Global
 
 CODES = ("counts-differ", "counts-apart", "rank-missing", "config-mismatch")
@@ -193,6 +195,65 @@ def test_what_other_trainers_count(fixture: str, values: dict[str, Any], expecte
     found = [str(each) for each in count_problems(*with_values(root, values))]
     assert len(found) == bool(expected)
     assert all(expected in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("pointer", "code"),
+    [("100", "counts-differ"), ("200", "counts-apart"), ("release", "counts-apart")],
+)
+def test_a_pointer_names_a_folder_of_another_step(
+    pointer: str, code: str, copy_of: Callable[[str], Path]
+) -> None:
+    root = copy_of("megatron_torch_dist")
+    (root / MEGATRON).write_text(f"{pointer}\n")
+    (found,) = count_problems(*with_values(root / "iter_0000100", {"iteration": 90}))
+    said = "iteration is 90, but the folder is iter_0000100"
+    said += f", as {MEGATRON} says" if code == "counts-differ" else ": it was renamed"
+    assert found.code == code
+    assert found.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("epoch=1-step=12.ckpt", ""),
+        ("best-epoch=01-step=13-v1.ckpt", ""),
+        ("last.ckpt", ""),
+        ("epoch=1-val_loss=0.30.ckpt", ""),
+        ("epoch=2-step=18.ckpt", "counts-apart: global_step is 12, but the file is epoch=2-"),
+    ],
+)
+def test_the_step_in_the_name_of_a_file_of_lightning(
+    name: str, expected: str, tmp_path: Path
+) -> None:
+    state = {"pytorch-lightning_version": "2.6.6", "global_step": 12, "epoch": 1}
+    torch.save(state | {"state_dict": {"w": torch.ones(2)}}, tmp_path / name)
+    found = said(tmp_path / name)
+    assert len(found) == bool(expected)
+    assert all(text.startswith(expected) for text in found)
+
+
+@pytest.mark.parametrize(
+    ("counted", "epoch", "expected"),
+    [
+        (500, 2.5, ""),
+        (497, 2.5, ""),  # steps of fewer batches at the end of an epoch
+        (503, 2.5, ""),
+        (400, None, ""),
+        (400, 2.5, "counts-differ: global_steps is 400, but trainer_state.json: global_step is"),
+        (4000, 2.5, ""),  # several in one of the trainer's
+    ],
+)
+def test_the_engine_that_steps_for_a_trainer(
+    counted: int, epoch: float | None, expected: str, copy_of: Callable[[str], Path]
+) -> None:
+    """As where ``latest`` names the optimizer's folder of another save."""
+    root = copy_of("deepspeed_zero_2")
+    (root / "trainer_state.json").write_text(json.dumps({"global_step": 500, "epoch": epoch}))
+    values = {"global_steps": counted, "global_samples": 2 * counted}
+    found = [f"{each.code}: {each}" for each in count_problems(*with_values(root, values))]
+    assert len(found) == bool(expected)
+    assert all(text.startswith(expected) for text in found)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from ckptool.commands.model.records import arguments_in
 from ckptool.commands.open import Survey
 from ckptool.core.catalog import Catalog
 from ckptool.errors import CkptoolError, Problem
-from ckptool.formats.companions import TRAINER_STATE, read_json_object
+from ckptool.formats.companions import MEGATRON, TRAINER_STATE, read_json_object
 from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.storage.files import Files
+from ckptool.storage.url import Location
 
 Values = Mapping[str, object]
 
@@ -38,16 +39,19 @@ class Trainer(NamedTuple):
     """What a trainer counts, under the names of a checkpoint's values; ``source`` was read.
 
     ``sign`` is the writer or framework, or a file, that its checkpoints are known by, ``folder``
-    the name of a step. On ``skipped`` steps no scheduler counts; where loss scaling may skip steps
-    that nobody counts, ``scaled`` says whether it is used. Where a user may count at the end of an
-    epoch only, ``epochs`` says how many there were. ``batch`` is how many ``samples`` a step has,
-    unless ``growth`` says that it changes.
+    the name of a step, ``pointer`` the file beside it that has the number of the latest. On
+    ``skipped`` steps no scheduler counts; where loss scaling may skip steps that nobody counts,
+    ``scaled`` says whether it is used. Where a user may count at the end of an epoch only,
+    ``epochs`` says how many there were. ``batch`` is how many ``samples`` a step has, unless
+    ``growth`` says that it changes. An ``engine`` that steps for the trainer counts at
+    most one fewer an epoch, whose last batches may be left over.
     """
 
     source: str
     sign: str
     step: str
     folder: str = r"(?!)"
+    pointer: str = ""
     schedules: tuple[Schedule, ...] = ()
     skipped: str = ""
     scaled: str = ""
@@ -55,6 +59,7 @@ class Trainer(NamedTuple):
     samples: str = ""
     batch: str = ""
     growth: str = ""
+    engine: str = ""
 
 
 _OF_RECORD = f"{TRAINER_STATE}: global_step"
@@ -75,6 +80,7 @@ TRAINERS = (
         sign="Megatron-core",
         step="iteration",
         folder=r"iter_(\d{7,18})",
+        pointer=MEGATRON,
         schedules=(Schedule("opt_param_scheduler.num_steps", of_steps=False),),
         scaled="args.fp16",
         samples="args.consumed_train_samples",
@@ -100,10 +106,21 @@ TRAINERS = (
         schedules=(Schedule("scheduler.last_epoch", of_steps=False),),
         scaled=_UNSAID,
         epochs=f"{TRAINER_STATE}: epoch",
+        engine="global_steps",
+    ),
+    *(
+        Trainer(
+            "lightning 7f0c343, callbacks/model_checkpoint.py",
+            sign="Lightning",
+            step=step,
+            folder=r"(?:.*[-_])?epoch=\d+-step=(\d{1,18})(?:-v\d+)?\.ckpt",
+        )
+        for step in ("global_step", "meta.global_step")
     ),
 )
 _FIRST = 2
 """Steps of which a save is not the first: some trainers count from zero, others from one."""
+_LONGEST = 64
 _SCALINGS = 200
 """Steps that loss scaling does not skip one after the other: 2 ** 32 is 1 after 64 of them."""
 
@@ -116,7 +133,8 @@ def count_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     for trainer in TRAINERS:
         step = _number(values, trainer.step)
         if trainer.sign in signs and step is not None:
-            yield from _of_name(trainer, values, surveyed.path.name, step)
+            yield from _of_name(trainer, values, surveyed.path, step)
+            yield from _of_engine(trainer, values, step)
             for schedule in trainer.schedules:
                 yield from _of_schedule(trainer, schedule, values, step)
             yield from _of_data(trainer, values, step)
@@ -143,22 +161,49 @@ def _number(values: Values, name: str) -> int | None:
     return value if type(value) is int and value >= -1 else None
 
 
-def _of_name(trainer: Trainer, values: Values, name: str, step: int) -> Iterator[Problem]:
+def _of_name(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
     """Yield a problem if the folder is of another step; a count may begin at zero or at one.
 
-    It may have been renamed, unless a scheduler counts what the folder does.
+    It may have been renamed, unless a scheduler counts what the folder does. Where the run's
+    pointer names it, training goes on from another step than both say.
     """
-    found = re.fullmatch(trainer.folder, name)
+    found = re.fullmatch(trainer.folder, path.name)
     named = step if found is None else int(found[1])
     if abs(named - step) <= 1:
         return
-    message = f"{trainer.step} is {step:,}, but the folder is {name}"
-    for schedule in trainer.schedules:
-        if _number(values, schedule.name) == named:
-            message += f", and {schedule.name} is {named:,}: they are of two saves"
-            yield Problem(message, "counts-differ")
-            return
-    yield Problem(f"{message}: it was renamed, or its files are of another step", "counts-apart")
+    what = "folder" if path.is_dir() else "file"
+    message = f"{trainer.step} is {step:,}, but the {what} is {path.name}"
+    counts = (schedule.name for schedule in trainer.schedules)
+    count = next((name for name in counts if _number(values, name) == named), None)
+    if count is not None:
+        message += f", and {count} is {named:,}: they are of two saves"
+        yield Problem(message, "counts-differ")
+    elif _pointed(path.parent / trainer.pointer if trainer.pointer else None) == named:
+        message += f", as {trainer.pointer} says: a resume goes on from another step"
+        yield Problem(message, "counts-differ")
+    else:
+        message += ": it was renamed, or its files are of another step"
+        yield Problem(message, "counts-apart")
+
+
+def _pointed(pointer: Location | None) -> int | None:
+    """Return the number in a pointer's file, None if there is none."""
+    with suppress(CkptoolError, OSError, ValueError):
+        return None if pointer is None else int(pointer.read_bytes()[:_LONGEST])
+    return None
+
+
+def _of_engine(trainer: Trainer, values: Values, step: int) -> Iterator[Problem]:
+    """Yield a problem if what steps for a trainer has counted fewer steps, as of an earlier save.
+
+    More than one may be a step of the trainer, as of TRL's PPO.
+    """
+    count, epochs = _number(values, trainer.engine), values.get(trainer.epochs)
+    if count is None or not isinstance(epochs, int | float):
+        return
+    if step - count > epochs + _FIRST:
+        message = f"{trainer.engine} is {count:,}, but {trainer.step} is {step:,}"
+        yield Problem(f"{message}: they are of two saves", "counts-differ")
 
 
 def _of_schedule(
