@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import Completeness, unfinished
 from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run, written_after
+from ckptool.commands.runs.pointers import find_pointers, is_for_that, latest_source
 from ckptool.commands.runs.records import survey_readable
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.side_files import damaged_side_files, spoiling
@@ -26,7 +28,7 @@ from ckptool.commands.verify.verify import examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category, weights
 from ckptool.core.text import list_some
-from ckptool.errors import CkptoolError, NoAnswer, NotFound
+from ckptool.errors import CkptoolError, NoAnswer, NotFound, TransferError
 from ckptool.storage.place import is_gone
 from ckptool.storage.url import Location, within
 
@@ -133,7 +135,21 @@ def _chosen(run: Run, step: Step) -> str:
     """Return how a step was found to be the newest, with what speaks against it."""
     later = written_after(run, step)
     but = "" if later is None else f"; {later.path.name} was written later"
+    but += "".join(f"; {source} names {other}" for source, other in _named_instead(run, step))
     return f"{step.placed or 'the only step'}{but}"
+
+
+def _named_instead(run: Run, step: Step) -> Iterator[tuple[str, str]]:
+    """Yield what a trainer would resume by, and the other step that it names.
+
+    A pointer that cannot be read names none.
+    """
+    with suppress(TransferError):
+        pointers = find_pointers(run)
+        named = {path: latest_source(sources) for path, sources in pointers.items()}
+        for path, source in named.items():
+            if source is not None and not named.get(step.path) and is_for_that(run, source):
+                yield source, str(within(path, run.path))
 
 
 class Assessment(Struct, frozen=True):

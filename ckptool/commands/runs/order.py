@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.contents import saved
 from ckptool.commands.runs.names import Position
-from ckptool.commands.runs.pointers import find_pointers
+from ckptool.commands.runs.pointers import find_pointers, latest_source
 from ckptool.commands.runs.records import recorded_position
 from ckptool.commands.runs.search import find_run
 from ckptool.commands.runs.steps import Run, Step
@@ -23,7 +23,6 @@ _RECORDED = "by the {} that it records"
 _BY_TIME = "by the time at which it was saved: no name says what it counts"
 _MIXED = "by the time at which it was saved: some names count epochs, others steps"
 _BY_NUMBER = "by the number in its name, which agrees with the time at which it was saved"
-_LATEST = re.compile(r"(?i)(?:.*[^a-z])?(?:latest|last|newest|current)(?:[^a-z].*)?")
 _AT_ONCE = 1.0
 """Seconds: files that were written together, as by a copy, are not in the order of their times."""
 
@@ -123,8 +122,7 @@ def _with_latest_last(run: Run, placed: list[Placed]) -> list[Placed]:
     with suppress(TransferError):
         pointers = find_pointers(run)
     for at, (key, rank, step) in enumerate(placed):
-        sources = pointers.get(step.path, ()) if not step.position else ()
-        latest = next((s for s in sources if _LATEST.fullmatch(s.rpartition("/")[2])), None)
+        latest = latest_source(pointers.get(step.path, ()) if not step.position else ())
         if latest is not None:
             found = key, rank, replace(step, placed=f"by {latest}")
             return [*placed[:at], *placed[at + 1 :], found]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path, PurePath, PurePosixPath
 
@@ -28,6 +28,7 @@ _LARGEST = 64 << 20
 _PIECE = 1 << 20
 _LIGHTNING = ".ckpt"
 _INDEX = ".index.json"
+_LATEST = re.compile(r"(?i)(?:.*[^a-z])?(?:latest|last|newest|current)(?:[^a-z].*)?")
 _BEST = re.compile(rb'"best_model_checkpoint"\s*:\s*')
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
@@ -49,6 +50,11 @@ def find_pointers(run: Run, values: ReadOptions | None = None) -> dict[Location,
         if source not in sources:
             sources.append(source)
     return pointers
+
+
+def latest_source(sources: Iterable[str]) -> str | None:
+    """Return which of the sources that name a step calls it the latest; None if none does."""
+    return next((s for s in sources if _LATEST.fullmatch(s.rpartition("/")[2])), None)
 
 
 def is_for_that(run: Run, source: str) -> bool:

@@ -217,3 +217,25 @@ def test_how_it_was_chosen_is_said_on_stderr(tmp_path: Path) -> None:
     assert "newest by the step in its name; step-1.pt was written later" in told.stderr
     assert CliRunner().invoke(app, [*words, "--quiet"]).stderr == ""
     assert os.path.getmtime(tmp_path / "run" / "step-1.pt") == CLOCK + 120
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ("step-2.pt", ""),
+        ("step-1.pt", "; latest names step-1.pt"),
+        ("step-3.pt", "; latest names step-3.pt"),  # which is not good
+        ("step-9.pt", ""),
+    ],
+)
+def test_a_step_is_said_that_a_trainer_would_resume_from(
+    named: str, expected: str, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3):
+        saved(tmp_path, f"step-{step}.pt", min(step, 2))
+    os.truncate(tmp_path / "step-3.pt", 100)
+    os.utime(tmp_path / "step-3.pt", (CLOCK, CLOCK))
+    (tmp_path / "latest").write_text(named)
+    (tmp_path / "notes.txt").write_text("step-1.pt was fine")
+    report = ckptool.verify_run(tmp_path)
+    assert report.chosen == f"by the step in its name{expected}"

@@ -164,8 +164,8 @@ def _number(values: Values, name: str) -> int | None:
 def _of_name(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
     """Yield a problem if the folder is of another step; a count may begin at zero or at one.
 
-    It may have been renamed, unless a scheduler counts what the folder does. Where the run's
-    pointer names it, training goes on from another step than both say.
+    It may have been renamed, and the run's pointer with it, unless a scheduler counts what the
+    folder does.
     """
     found = re.fullmatch(trainer.folder, path.name)
     named = step if found is None else int(found[1])
@@ -179,8 +179,8 @@ def _of_name(trainer: Trainer, values: Values, path: Location, step: int) -> Ite
         message += f", and {count} is {named:,}: they are of two saves"
         yield Problem(message, "counts-differ")
     elif _pointed(path.parent / trainer.pointer if trainer.pointer else None) == named:
-        message += f", as {trainer.pointer} says: a resume goes on from another step"
-        yield Problem(message, "counts-differ")
+        message += f", as {trainer.pointer} says: a resume goes on from {step:,}"
+        yield Problem(message, "counts-apart")
     else:
         message += ": it was renamed, or its files are of another step"
         yield Problem(message, "counts-apart")
