@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from msgspec import Struct, field
@@ -131,7 +132,7 @@ class FileLayout:
         return FileLayout.lazy(path, self.nbytes, self._make, self.rank, self._make_decisive)
 
 
-class WrittenCut(Struct, frozen=True, eq=False):
+class WrittenCut(Struct, frozen=True, eq=False, dict=True):
     """How tensors that are written alike are cut: each box, and its file and rank.
 
     No box occurs twice.
@@ -139,6 +140,11 @@ class WrittenCut(Struct, frozen=True, eq=False):
 
     boxes: Sequence[Box]
     files: Sequence[tuple[str, int]]
+
+    @cached_property
+    def volumes(self) -> list[int]:
+        """The number of elements of each box."""
+        return [box.volume for box in self.boxes]
 
     def places(self, paths: Collection[str]) -> list[int]:
         """Return which of the boxes are in some files."""
@@ -171,6 +177,13 @@ class WrittenChunks(LazyChunks):
 
     def __len__(self) -> int:
         return len(self._cut.boxes)
+
+    def runs(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the file, the offset and the bytes of each chunk."""
+        for (path, _), at, count in zip(
+            self._cut.files, self.offsets.tolist(), self._cut.volumes, strict=True
+        ):
+            yield path, at, count * self.itemsize
 
     def make(self, at: int) -> Chunk:
         """Return the chunk of this number."""

@@ -27,7 +27,7 @@ from ckptool.engine.check.pairs import (
     read_both,
     same_bits,
 )
-from ckptool.engine.check.run_pairs import read_close, run_jobs
+from ckptool.engine.check.run_pairs import run_jobs
 from ckptool.engine.read.containers import Need, open_place
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.segments import (
@@ -35,6 +35,7 @@ from ckptool.engine.read.segments import (
     cut_out,
     entry_needs,
     is_run,
+    segments_of_chunks,
     segments_of_tensor,
     skips_in,
 )
@@ -46,6 +47,8 @@ from ckptool.storage.files import Files
 
 _MOST = 512
 """Runs that are read at once."""
+_SMALL = 64 << 10
+"""Bytes of a tensor up to which it is read with others that are cut alike."""
 _BAND = 8 << 20
 """Bytes of rows that are read at once to cut columns out of them."""
 
@@ -76,7 +79,8 @@ class _Run(NamedTuple):
 class _Task(NamedTuple):
     """Runs that are proved by what is read of the output at once: ``segments``, or ``boxes``.
 
-    There are several only of one box; a run that has segments needs no boxes.
+    There are several only of one box; a run that has segments needs no boxes. A small tensor has
+    both: its one box, and the segments that its chunks are.
     """
 
     pair: TensorPair
@@ -98,7 +102,7 @@ def proof_jobs(
     Compared instead, so that the source is read again, are tensors of which something else was read
     than runs of what is written. Numbers that were beyond the range of a cast are counted.
     """
-    compared, tasks, nbytes = list[TensorPair](), list[_Task](), 0
+    compared, tasks, nbytes, read = list[TensorPair](), list[_Task](), 0, 0
     for pair in pairs:
         runs = _runs_read(pair, sums) if pair.is_plain else _runs_made(pair, sums, beyond)
         if runs is None:
@@ -107,9 +111,10 @@ def proof_jobs(
         for task in _tasks_of(pair, runs, by_request=sides[1].policy.by_request):
             tasks.append(task)
             nbytes += task.nbytes
-            if nbytes >= PAIR_TILE or len(tasks) >= _MOST:
+            read += max(1, len(task.segments))
+            if nbytes >= PAIR_TILE or read >= _MOST:
                 yield _job(tasks, nbytes)
-                tasks, nbytes = [], 0
+                tasks, nbytes, read = [], 0, 0
     if tasks:
         yield _job(tasks, nbytes)
     yield from run_jobs(compared, sides)
@@ -148,9 +153,12 @@ def _needs(tasks: Iterable[_Task], block: int) -> Iterator[Need]:
 def _tasks_of(pair: TensorPair, runs: Iterable[_Run], *, by_request: bool) -> Iterator[_Task]:
     """Yield the tasks of a pair: for each run that the output has as runs, else for bands.
 
-    Each read of a store is announced by itself, as elements.
+    All runs of a small tensor are one. Each read of a store is announced by itself, as elements.
     """
     written = None if by_request else segments_of_tensor(pair.other)
+    if written is None and not by_request and (chunks := _chunks_of_small(pair)):
+        yield _Task(pair, tuple(runs), [Box.whole(pair.other.shape)], chunks)
+        return
     scattered = list[_Run]()
     for run in runs:
         segments = None if written is None else _segments_of(pair, run, written)
@@ -159,6 +167,15 @@ def _tasks_of(pair: TensorPair, runs: Iterable[_Run], *, by_request: bool) -> It
         else:
             yield _Task(pair, (run,), (), segments)
     yield from _bands(pair, scattered)
+
+
+def _chunks_of_small(pair: TensorPair) -> list[Segment] | None:
+    """Return the segment that each written chunk of a small tensor is; None if it has others."""
+    if pair.boxes or pair.other.nbytes > _SMALL or not 0 < len(pair.other.chunks) <= _MOST:
+        return None
+    chunks = segments_of_chunks(pair.other)
+    is_all = chunks is not None and sum([each.nbytes for each in chunks]) == pair.other.nbytes
+    return chunks if is_all else None
 
 
 def _segments_of(pair: TensorPair, run: _Run, written: Sequence[Segment]) -> list[Segment] | None:
@@ -267,15 +284,11 @@ def _prove(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[PairTile]:
     straight = [task for task in tasks if task.segments]
     elements = [task for task in tasks if not task.segments]
     try:
-        written = [*read_close(readers.bytes[1], [task.segments for task in straight])]
+        unequal = [*_unequal_runs(straight, readers), *_unequal_stacks(straight, readers)]
     except CkptoolError:
-        straight, written, elements = [], [], [*tasks]
-    unequal = list[tuple[TensorPair, _Run]]()
-    for task, data in zip(straight, written, strict=True):
-        if checksum(data) == task.runs[0].checksum:
-            yield PairTile(2 * task.nbytes)
-        else:
-            unequal.append((task.pair, task.runs[0]))
+        straight, unequal, elements = [], [], [*tasks]
+    nbytes = sum([task.nbytes for task in straight])
+    yield PairTile(2 * (nbytes - sum([_nbytes(*found) for found in unequal])))
     for task in elements:
         try:
             wrong = _unequal(task, readers)
@@ -287,6 +300,41 @@ def _prove(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[PairTile]:
         yield PairTile(2 * (task.nbytes - sum(_nbytes(task.pair, run) for run in wrong)))
     for pair, run in unequal:
         yield from _difference(pair, run, readers)
+
+
+_Found = tuple[TensorPair, _Run]
+"""A run that the output has otherwise."""
+
+
+def _unequal_runs(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_Found]:
+    """Yield the runs that the output has otherwise, of those whose segments follow each other."""
+    straight = [task for task in tasks if not task.boxes]
+    written = readers.bytes[1].read_close([task.segments for task in straight])
+    for (pair, (run,), _, _), data in zip(straight, written, strict=True):
+        if checksum(data) != run.checksum:
+            yield pair, run
+
+
+def _unequal_stacks(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_Found]:
+    """Yield the same of small tensors: those that are written alike are read as one array."""
+    alike = dict[object, list[_Task]]()
+    for task in tasks:
+        if task.boxes:
+            other = task.pair.other
+            key = chunks_of(other).cut, other.shape, other.dtype
+            alike.setdefault(key, []).append(task)
+    for some in alike.values():
+        from ckptool.engine.read.gather import array, part_of, read_stack
+
+        other = some[0].pair.other
+        stack = array((len(some), *other.shape), other.dtype, memoryview(b""))
+        boxes = chunks_of(other).boxes
+        read_stack(readers.bytes[1], [task.segments for task in some], boxes, stack)
+        for task, values in zip(some, stack, strict=True):
+            for run in task.runs:
+                data = b"".join([part_of(values, box).tobytes() for box in run.boxes])
+                if checksum(data) != run.checksum:
+                    yield task.pair, run
 
 
 def _unequal(task: _Task, readers: SideReaders) -> list[_Run]:

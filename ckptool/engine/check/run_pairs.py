@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-from msgspec import Struct
-
 from ckptool.engine.check.pairs import (
     PairJob,
     PairTile,
@@ -16,18 +14,15 @@ from ckptool.engine.check.pairs import (
     read_both,
     tiles_of_jobs,
 )
-from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.segments import Segment, segments_of_tensor
 from ckptool.engine.read.tiles import LARGE, Job
 from ckptool.errors import CkptoolError
-from ckptool.storage.files import TILE, Files, ReadSpan
+from ckptool.storage.files import TILE, Files
 
 _SMALL = 64 << 10
 """Bytes of a tensor up to which reading it costs less than planning that."""
 _MOST = 512
 """Chunks that are read at once on each side, of at most a tile and a tensor."""
-_GAP = 4 << 10
-"""Bytes between two chunks that are read with them: less than a call of the kernel costs."""
 
 
 def run_jobs(pairs: Iterable[TensorPair], sides: tuple[Files, Files]) -> Iterator[PairJob]:
@@ -67,8 +62,8 @@ def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterato
     left = [pair for pair, segments in found if segments is None]
     runs = [(pair, *segments) for pair, segments in found if segments is not None]
     try:
-        ones = read_close(readers.bytes[0], [one for _, one, _ in runs])
-        others = read_close(readers.bytes[1], [other for _, _, other in runs])
+        ones = readers.bytes[0].read_close([one for _, one, _ in runs])
+        others = readers.bytes[1].read_close([other for _, _, other in runs])
         both = zip(runs, ones, others, strict=True)
         left += [pair for (pair, _, _), one, other in both if bytes(one) != bytes(other)]
     except CkptoolError:
@@ -91,41 +86,3 @@ def _segments(pair: TensorPair) -> _Segments | None:
     except CkptoolError:
         return None
     return None if one is None or other is None else (one, other)
-
-
-class _Window(Struct):
-    """Bytes ``start`` to ``end`` of a file that are read at once, to ``place`` in memory."""
-
-    file: str
-    start: int
-    end: int
-    place: int
-
-
-def read_close(
-    reader: ByteReader, tensors: Sequence[Sequence[Segment]]
-) -> Iterator[memoryview | bytes]:
-    """Yield the bytes of some tensors, of which runs that are close in a file are read together.
-
-    They are in memory that the reader's next call may reuse.
-    """
-    window, windows = _Window("", 0, 0, 0), list[_Window]()
-    places: dict[ReadSpan, int] = {}
-    for file, start, nbytes in sorted({run[:3] for runs in tensors for run in runs}):
-        if file != window.file or start > window.end + _GAP:
-            window = _Window(file, start, start, window.place + window.end - window.start)
-            windows.append(window)
-        places[file, start, nbytes] = window.place + start - window.start
-        window.end = max(window.end, start + nbytes)
-    memory = reader.memory(window.place + window.end - window.start)
-    for window in windows:
-        part = memory[window.place : window.place + window.end - window.start]
-        reader.read_into(window.file, window.start, part)
-    for runs in tensors:
-        parts = list[memoryview]()
-        for file, start, nbytes, _, record in runs:
-            place = places[file, start, nbytes]
-            parts.append(memory[place : place + nbytes])
-            if record is not None:
-                reader.note(record, start, parts[-1])
-        yield parts[0] if len(parts) == 1 else b"".join(parts)

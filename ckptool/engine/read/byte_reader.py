@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
 from ckptool.engine.read.segments import NotePiece, Segment
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import Job, Subject, known_runs
-from ckptool.storage.files import Files
+from ckptool.storage.files import Files, ReadSpan
+
+_GAP = 4 << 10
+"""Bytes between two runs that are read with them: less than a call of the kernel costs."""
+
+
+class _Window(Struct):
+    """Bytes ``start`` to ``end`` of a file that are read at once, to ``place`` in memory."""
+
+    file: str
+    start: int
+    end: int
+    place: int
 
 
 class ByteReader:
@@ -54,6 +66,33 @@ class ByteReader:
             self.read_into(file, offset, data)
             if record is not None:
                 self.note(record, offset, data)
+
+    def read_close(self, groups: Sequence[Iterable[Segment]]) -> Iterator[memoryview | bytes]:
+        """Yield the bytes of some groups of segments; those close in a file are read together.
+
+        They are in memory that the next call may reuse.
+        """
+        window, windows = _Window("", 0, 0, 0), list[_Window]()
+        places: dict[ReadSpan, int] = {}
+        for run in sorted({segment[:3] for group in groups for segment in group}):
+            file, start, nbytes = run
+            if file != window.file or start > window.end + _GAP:
+                window = _Window(file, start, start, window.place + window.end - window.start)
+                windows.append(window)
+            places[run] = window.place + start - window.start
+            window.end = max(window.end, start + nbytes)
+        memory = self.memory(window.place + window.end - window.start)
+        for window in windows:
+            part = memory[window.place : window.place + window.end - window.start]
+            self.read_into(window.file, window.start, part)
+        for group in groups:
+            parts = list[memoryview]()
+            for file, start, nbytes, _, record in group:
+                place = places[file, start, nbytes]
+                parts.append(memory[place : place + nbytes])
+                if record is not None:
+                    self.note(record, start, parts[-1])
+            yield parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read(self, file: str, offset: int, nbytes: int) -> memoryview:
         """Return bytes of a file, valid until the next are read."""

@@ -29,7 +29,7 @@ from ckptool.engine.read.computed import fill_computed, tensors_behind
 from ckptool.engine.read.containers import opened
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.rounding import cast, may_have_lost
-from ckptool.engine.read.segments import by_stride, run_at, strided_reads
+from ckptool.engine.read.segments import Segment, by_stride, run_at, strided_reads
 from ckptool.engine.read.strips import Strip, strip_of
 from ckptool.engine.read.window import Windows
 from ckptool.errors import Damaged
@@ -85,6 +85,18 @@ def cut(values: Array, tile: Tile, buffer: memoryview) -> memoryview:
     if filled != math.prod(shape):
         raise Damaged(f"{tile.entry.name}: {list(shape)} of a local tensor is not covered")
     return data
+
+
+def read_stack(
+    reader: ByteReader, tensors: Sequence[Sequence[Segment]], boxes: Sequence[Box], whole: Array
+) -> None:
+    """Fill an array of small tensors, along its first dim, which are all cut into the same boxes.
+
+    Each tensor has a segment for each of them. The memory of the reader is used.
+    """
+    for box, data in zip(boxes, reader.read_close([*zip(*tensors, strict=True)]), strict=True):
+        part = part_of(whole, box)
+        part[...] = np.frombuffer(data, whole.dtype).reshape(part.shape)
 
 
 class Gatherer:

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeGuard
 from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import Computed, EncodedBlob, Extent, Place, Record, TensorEntry
 from ckptool.core.chunks import chunks_of
+from ckptool.core.layout import WrittenChunks
 from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, Overlap
 from ckptool.engine.read.computed import region_of
@@ -126,6 +127,20 @@ def segments_of_tensor(entry: TensorEntry) -> list[Segment] | None:
     ends = accumulate((segment.nbytes for segment in segments), initial=0)
     follow = all(map(eq, map(_SKIP, segments), ends))  # with neither overlap nor gap
     return segments if follow and not left else None
+
+
+def segments_of_chunks(entry: TensorEntry) -> list[Segment] | None:
+    """Return the segment that each chunk of a tensor is by itself; None if any is none."""
+    chunks, itemsize = chunks_of(entry), entry.source_dtype.itemsize
+    if isinstance(chunks, WrittenChunks):
+        return [Segment(*run, 0, None) for run in chunks.runs()]
+    segments = list[Segment]()
+    for box, at in ((chunk.box, chunk.at) for chunk in chunks):
+        at = open_place(at, box.shape)
+        if not is_run(at, box.shape, itemsize):
+            return None
+        segments.append(Segment(at.file, at.offset, box.volume * itemsize, 0, at.record))
+    return segments
 
 
 def cut_out(segments: Sequence[Segment], start: int, nbytes: int) -> Iterator[Segment]:

@@ -21,7 +21,6 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.engine.check.pairs import PairSource, TensorPair
 from ckptool.engine.check.proof import proof_jobs
 from ckptool.engine.read.byte_reader import ByteReader
-from ckptool.engine.read.gather import Gatherer
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tensors import TensorSource
@@ -62,9 +61,14 @@ def strides(box: Box) -> tuple[int, ...]:
     return row_major_strides(box.shape, 2)
 
 
-def read(source: LocalSource, entry: TensorEntry, pieces: Callable[[int], list[int]]) -> ReadSums:
+def read(
+    source: LocalSource,
+    entry: TensorEntry,
+    pieces: Callable[[int], list[int]],
+    sums: ReadSums | None = None,
+) -> ReadSums:
     """Read each chunk in pieces of some numbers of elements, and note that."""
-    sums = ReadSums()
+    sums = ReadSums() if sums is None else sums
     with closing(ByteReader(source, sums=sums)) as reader:
         for chunk in entry.chunks:
             left, at = chunk.box.volume, chunk.at.offset
@@ -77,13 +81,14 @@ def read(source: LocalSource, entry: TensorEntry, pieces: Callable[[int], list[i
 
 
 def prove(
-    pair: TensorPair, sums: ReadSums, sides: tuple[LocalSource, LocalSource]
+    pairs: TensorPair | list[TensorPair], sums: ReadSums, sides: tuple[LocalSource, LocalSource]
 ) -> TensorComparison:
+    pairs = pairs if isinstance(pairs, list) else [pairs]
     found = TensorComparison()
     source = PairSource(*map(TensorSource, sides))
     read_tiles(
         source,
-        proof_jobs([pair], sums, sides, RangeCheck()),
+        proof_jobs(pairs, sums, sides, RangeCheck()),
         note_differences(found, CompareOptions()),
         1,
     )
@@ -156,23 +161,27 @@ def test_the_source_is_not_read_again(tmp_path: Path, counted: list[tuple[str, i
     assert sum(count for _, count in counted) <= (tmp_path / "other" / "data").stat().st_size
 
 
-def test_a_small_tensor_is_gathered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gathered: list[Box] = []
-    real = Gatherer.gather_into
-
-    def gather_into(self: Gatherer, values: np.ndarray, entry: TensorEntry, box: Box) -> None:
-        gathered.append(box)
-        real(self, values, entry, box)
-
-    monkeypatch.setattr(Gatherer, "gather_into", gather_into)
-    values = np.arange(math.prod(SHAPE), dtype=np.int16).reshape(SHAPE)
+def test_small_tensors_that_are_cut_alike_are_read_together(
+    tmp_path: Path, counted: list[tuple[str, int]]
+) -> None:
     rows = [Box((n, 0, 0), (n + 1, 3, 4)) for n in range(5)]
     columns = [Box((0, 0, n), (5, 3, n + 1)) for n in range(4)]
-    one = store(tmp_path / "one", values, rows)
-    pair = TensorPair(one, store(tmp_path / "other", values, columns))
+    pairs, wrong = [], {"b": (4, 2, 3)}
+    for name in "abc":
+        values = np.full(SHAPE, ord(name), np.int16)
+        one = store(tmp_path / "one", values, rows, name)
+        if name in wrong:
+            values[wrong[name]] += 1
+        pairs.append(TensorPair(one, store(tmp_path / "other", values, columns, name)))
     sides = LocalSource.folder(tmp_path / "one"), LocalSource.folder(tmp_path / "other")
-    assert not prove(pair, read(sides[0], one, lambda left: [7]), sides).differences
-    assert gathered == [Box.whole(SHAPE)]
+    sums = ReadSums()
+    for pair in pairs:
+        read(sides[0], pair.one, lambda left: [7], sums)
+    counted.clear()
+    assert not prove([pairs[0], pairs[2]], sums, sides).differences
+    assert [root for root, _ in counted] == [str(tmp_path / "other")]
+    found = prove(pairs, sums, sides)
+    assert {name: found.differences[name].first for name in found.differences} == wrong
 
 
 @pytest.mark.parametrize("how", ["a gap", "half an element", "nothing"])
