@@ -52,13 +52,14 @@ class ScatteredData(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """Four bytes at ``at`` of a literal: the little-endian CRC-32 of the file's part ``part``.
+    """Four bytes at ``at`` of a literal: the little-endian CRC-32 of another part of the file.
 
-    They are 0 in the literal. That part comes before it: a store is written from beginning to end.
+    They are 0 in the literal. That part comes ``back`` parts before it: a store is written from
+    beginning to end, and the literals of archives that are alike are the same.
     """
 
     at: int
-    part: int
+    back: int
 
 
 class Literal(NamedTuple):

@@ -47,13 +47,14 @@ def spots(transfer: Transfer[ConvertReport]) -> list[tuple[str, int]]:
     found = []
     for file in transfer.plan.layout.files:
         offset, first = 0, None
-        for part in file.parts:
+        for number, part in enumerate(file.parts):
             patches = part.patches if isinstance(part, Literal) else ()
             sums = {patch.at + n for patch in patches for n in range(4)}
             free = [n for n in range(min(part.nbytes, 99)) if n not in sums]
             found += [(file.path, offset + n) for n in free[:1]]
-            first = patches[0].part if patches and first is None else first
-            found += [(file.path, offset + p.at + 1) for p in patches if p.part == first]
+            first = number - patches[0].back if patches and first is None else first
+            of_first = (patch for patch in patches if number - patch.back == first)
+            found += [(file.path, offset + patch.at + 1) for patch in of_first]
             offset += part.nbytes
         found.append((file.path, offset - 1))
     return found

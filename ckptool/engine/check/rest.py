@@ -83,9 +83,10 @@ class _Rest:
 
     def go_on_at(self, offset: int) -> None:
         """Skip what is before an offset; begin there if the run is empty."""
+        end = self.start + len(self.data)
         if not self.data:
             self.start = offset
-        elif offset > (end := self.end):
+        elif offset > end:
             self.holes.append((end, offset - end))
             self.data += bytes(offset - end)
 
@@ -165,11 +166,12 @@ class Rest:
             0 if self._written.policy.by_request else _HOLE,
         )
         run, offset = _Rest(file.path), 0
-        for part in file.parts:
+        for number, part in enumerate(file.parts):
             nbytes = part.nbytes
             if isinstance(part, Literal):
                 run.go_on_at(offset)
-                run.sums += [(offset + patch.at, patch.part) for patch in part.patches]
+                for at, back in part.patches:
+                    run.sums.append((offset + at, number - back))
                 for at in range(0, nbytes, tile):
                     if len(run.data) >= tile:
                         yield self._run(run)
@@ -227,10 +229,11 @@ class Rest:
         values: dict[int, int] = {}
         for at, number in run.sums:
             start = at - run.offset
-            low, high = max(0, start), min(len(data), start + _SUM)
-            value = int.from_bytes(data[low:high], "little") << 8 * (low - start)
+            low = max(0, start)
+            found = data[low : start + _SUM]
+            value = int.from_bytes(found, "little") << 8 * (low - start)
             values[number] = values.get(number, 0) ^ value
-            data[low:high] = bytes(high - low)
+            found[:] = bytes(len(found))
         for number, value in values.items():
             if value:
                 with self._lock:

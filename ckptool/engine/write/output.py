@@ -118,7 +118,7 @@ class _Run:
                 return False
             else:
                 try:
-                    self.data += apply_patches(literal, self.crcs.__getitem__)
+                    self.data += apply_patches(literal, at, self.crcs.__getitem__)
                 except KeyError:
                     return False
                 self.literals += nbytes
@@ -196,13 +196,13 @@ class OutputFiles:
         return descriptors[path]
 
 
-def apply_patches(literal: Literal, part_crc: Callable[[int], int]) -> bytes:
-    """Return a literal with its patches; ``part_crc`` is the CRC-32 of one of the file's parts."""
+def apply_patches(literal: Literal, at: int, part_crc: Callable[[int], int]) -> bytes:
+    """Return a literal, part ``at`` of a file, with its patches; ``part_crc`` is that of a part."""
     if not literal.patches:
         return literal.data
     data = bytearray(literal.data)
     for patch in literal.patches:
-        data[patch.at : patch.at + 4] = part_crc(patch.part).to_bytes(4, "little")
+        data[patch.at : patch.at + 4] = part_crc(at - patch.back).to_bytes(4, "little")
     return bytes(data)
 
 

@@ -209,7 +209,7 @@ class _PlanWriter:
                     self._write_literals(descriptor, file, path, start, literals)
                     start = offset
                 if isinstance(part, Literal):
-                    literals += apply_patches(part, file.part_crc)
+                    literals += apply_patches(part, at, file.part_crc)
                 else:
                     crc = self._copy_file(part, descriptor, path, offset)
                     file.spans.append((offset, part.nbytes, crc))

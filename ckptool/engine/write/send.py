@@ -161,7 +161,7 @@ class _ContentReader:
         offset = 0
         for position, part in enumerate(self.plan.layout.files[number].parts):
             if isinstance(part, Literal):
-                yield memoryview(apply_patches(part, crcs.__getitem__))
+                yield memoryview(apply_patches(part, position, crcs.__getitem__))
             elif isinstance(part, Verbatim):
                 yield from read_verbatim(part, self._source, self._sums)
             else:

@@ -16,7 +16,7 @@ from msgspec import Struct
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.layout import Data, Literal, Part, Patch, WrittenChunks, WrittenCut
+from ckptool.core.layout import Data, Literal, Part, WrittenChunks, WrittenCut
 from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef
 
@@ -29,10 +29,12 @@ def data_file(rank: int) -> str:
 class ItemBoxes(Struct, frozen=True):
     """The cuts of similar tensors: boxes, the rank that writes each, its bytes.
 
-    ``starts`` is where in a box's archive its elements begin, ``frames`` all other bytes of it.
+    ``archives`` are the parts of a box's archive, ``starts`` is where in it its elements begin, and
+    ``frames`` all other bytes of it.
     """
 
     boxes: tuple[Box, ...]
+    archives: tuple[Sequence[Part], ...]
     ranks: Any
     lengths: Any
     starts: Any
@@ -48,7 +50,8 @@ class ItemBoxes(Struct, frozen=True):
         lengths, starts = (np.array([f[at] for f in frames], np.int64) for at in (1, 2))
         lows = np.array([box.lo for box in boxes], np.int64).reshape(len(boxes), len(entry.shape))
         ranks = np.array([*boxes.values()], np.int32)
-        return cls((*boxes,), ranks, lengths, starts, tuple(f[3] for f in frames), lows)
+        archives, others = tuple(frame[0] for frame in frames), tuple(frame[3] for frame in frames)
+        return cls((*boxes,), archives, ranks, lengths, starts, others, lows)
 
 
 class WrittenItems:
@@ -120,17 +123,8 @@ class WrittenItems:
         parts = list(values)
         for number, place in self._rows(rank):
             entry, cut = self.tensors[number]
-            box = cut.boxes[place]
-            frame = _frame(entry.dtype.name, box.shape)[0]
-            before = len(parts)
-            for part in frame:
-                if type(part) is Data:
-                    parts.append(Data(entry.name, box, part.itemsize))
-                elif type(part) is Literal and part.patches:
-                    patches = [Patch(at, before + number) for at, number in part.patches]
-                    parts.append(Literal(part.data, tuple(patches)))
-                else:
-                    parts.append(part)
+            data = Data(entry.name, cut.boxes[place], entry.dtype.itemsize)
+            parts += [data if type(part) is Data else part for part in cut.archives[place]]
         return tuple(parts)
 
     def _rows(self, rank: int) -> Iterator[tuple[int, int]]:

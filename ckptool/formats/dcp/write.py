@@ -18,7 +18,7 @@ from ckptool.formats.dcp.cuts import ItemBoxes, WrittenItems, data_file
 from ckptool.formats.dcp.pickling import MetadataPickler, WrittenAt, WrittenValue
 from ckptool.formats.lightning import split_meta
 from ckptool.formats.writing import CARRIED, WriterAssignment, lay_out_companions, note_tied
-from ckptool.serialization.archive.write import lay_out_archive, offset_parts
+from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.state_dict.values import NUMPY, Foreign, Repeated
 
 
@@ -38,7 +38,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     nbytes = 0
     for value in catalog.objects.values():
         archive = lay_out_archive(value.value)
-        parts += offset_parts(archive, len(parts))
+        parts += archive
         length = sum(part.nbytes for part in archive)
         values.append((value, WrittenAt(data_file(0), nbytes, length)))
         nbytes += length

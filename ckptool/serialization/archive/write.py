@@ -161,7 +161,7 @@ class _Archive:
         start, length = self._position, 0
         for entry in self._entries:
             central = _central_header(entry)
-            patches = (Patch(_CRC32_AT, entry.part),) if entry.crc is None else ()
+            patches = (self._patch(_CRC32_AT, entry.part),) if entry.crc is None else ()
             self._add(Literal(central, patches))
             length += len(central)
         self._add(Literal(end_records(len(self._entries), length, start)))
@@ -179,15 +179,19 @@ class _Archive:
         if nbytes:
             wide = nbytes >= IN_EXTRA or offset >= IN_EXTRA
             sizes = struct.pack("<2Q" if wide else "<2L", nbytes, nbytes)
-            patches = (Patch(4, part),) if crc is None else ()
+            patches = (self._patch(4, part),) if crc is None else ()
             self._add(Literal(b"PK\x07\x08" + struct.pack("<L", crc or 0) + sizes, patches))
+
+    def _patch(self, at: int, part: int) -> Patch:
+        """Return the patch of a part at a byte of the literal that is added next."""
+        return Patch(at, len(self._parts) - part)
 
     def _add(self, part: Part) -> int:
         """Add a part, a literal to the one before it; return the number of any other."""
         self._position += part.nbytes
         if isinstance(part, Literal):
             before = len(self._joined)
-            self._patches += [Patch(before + at, number) for at, number in part.patches]
+            self._patches += [Patch(before + at, back) for at, back in part.patches]
             self._joined += part.data
         else:
             self._end_literal()
@@ -230,17 +234,6 @@ def end_records(count: int, length: int, start: int) -> bytes:
     locator = LOCATOR64.pack(b"PK\x06\x07", 0, start + length, 1)
     short, sizes = min(count, 0xFFFF), (min(length, IN_EXTRA), min(start, IN_EXTRA))
     return end64 + locator + END.pack(b"PK\x05\x06", 0, 0, short, short, *sizes, 0)
-
-
-def offset_parts(parts: list[Part], by: int) -> list[Part]:
-    """Return the same parts, shifted by ``by`` preceding ones in a file."""
-
-    def shifted(part: Part) -> Part:
-        if not isinstance(part, Literal) or not part.patches:
-            return part
-        return Literal(part.data, tuple([Patch(at, number + by) for at, number in part.patches]))
-
-    return list(map(shifted, parts))
 
 
 _SPEC, _LAYOUT = "torch.distributed.tensor._dtensor_spec", "torch.distributed._mesh_layout"

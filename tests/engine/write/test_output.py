@@ -35,7 +35,8 @@ def layouts(draw: st.DrawFn) -> list[Part]:
         for _ in range(draw(st.integers(0, 2))):
             before = [at for at, part in enumerate(parts) if isinstance(part, Data)]
             patches = draw(st.lists(st.sampled_from(before), max_size=1)) if before else []
-            parts.append(Literal(b"literal", tuple(Patch(2, part) for part in patches)))
+            back = tuple(Patch(2, len(parts) - part) for part in patches)
+            parts.append(Literal(b"literal", back))
         parts.append(Data("t", Box((0,), (draw(st.integers(0, 9)),)), 1))
     return parts
 
@@ -97,7 +98,7 @@ def test_what_is_noted_is_written(
         offset, crcs = 0, dict[int, int]()
         for at, part in enumerate(file.parts):
             if isinstance(part, Literal):
-                data = apply_patches(part, crcs.__getitem__)
+                data = apply_patches(part, at, crcs.__getitem__)
                 image[offset : offset + part.nbytes] = data if at not in left else bytes(len(data))
                 assert left.get(at, offset) == offset
             else:

@@ -49,7 +49,8 @@ def written(state: dict[str, Any], root: str = "archive") -> bytes:
         if isinstance(part, Literal):
             data = bytearray(part.data)
             for patch in part.patches:
-                data[patch.at : patch.at + 4] = struct.pack("<L", zlib.crc32(pieces[patch.part]))
+                crc = zlib.crc32(pieces[number - patch.back])
+                data[patch.at : patch.at + 4] = struct.pack("<L", crc)
             pieces[number] = bytes(data)
     return b"".join(pieces)
 
