@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from operator import add, sub
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from ckptool.core.sharding.index import ChunkIndex, Overlap
 from ckptool.errors import Damaged
 
 _SMALL = 1 << 18
-"""Bytes of a tensor up to which it is read whole for all of its parts."""
+"""Bytes of a tensor up to which it is read whole for all of its parts, with others."""
 _BAND = 4 << 20
 """Bytes of the source's rows that are read at once to cut columns out of them."""
 _STRAIGHT = 4
@@ -88,7 +88,14 @@ class Group(Struct, frozen=True):
 
 def is_small(entry: TensorEntry, limit: int) -> bool:
     """Return whether a tensor is read whole for all of its parts, as tiles of ``limit`` bytes."""
-    return 0 < entry.elements * entry.source_dtype.itemsize <= min(limit, _SMALL)
+    itemsize = max(entry.source_dtype.itemsize, entry.dtype.itemsize)
+    return 0 < entry.elements * itemsize <= min(limit, _SMALL)
+
+
+def are_small(tiles: Sequence[Tile]) -> bool:
+    """Return whether the tiles of a job are all of one small tensor, or of several."""
+    entry = tiles[0].entry
+    return tiles[0].band == Box.whole(entry.shape) and is_small(entry, _SMALL)
 
 
 def rows_of(place: LayoutPart) -> object:

@@ -12,7 +12,10 @@ from ckptool.engine.read.tiles import Job, Subject, known_runs
 from ckptool.storage.files import Files, ReadSpan
 
 _GAP = 4 << 10
-"""Bytes between two runs that are read with them: less than a call of the kernel costs."""
+"""Bytes between two runs that are read with them: less than a call of the kernel costs.
+
+From a store nothing is read but what was announced.
+"""
 
 
 class _Window(Struct):
@@ -39,6 +42,7 @@ class ByteReader:
     ) -> None:
         self.files = source.reader()
         self.tile = source.policy.tile
+        self._gap = -1 if source.policy.by_request else _GAP
         self.note = note
         self._sums = sums
         self._memory = memoryview(b"")
@@ -59,24 +63,16 @@ class ByteReader:
         if self._sums is not None:
             self._sums.note(file, offset, buffer)
 
-    def read_segments(self, segments: Iterable[Segment], memory: memoryview) -> None:
-        """Fill memory with segments, and note those of records."""
-        for file, offset, nbytes, skip, record in segments:
-            data = memory[skip : skip + nbytes]
-            self.read_into(file, offset, data)
-            if record is not None:
-                self.note(record, offset, data)
-
     def read_close(self, groups: Sequence[Iterable[Segment]]) -> Iterator[memoryview | bytes]:
         """Yield the bytes of some groups of segments; those close in a file are read together.
 
-        They are in memory that the next call may reuse.
+        Those of records are noted. They are in memory that the next call may reuse.
         """
         window, windows = _Window("", 0, 0, 0), list[_Window]()
         places: dict[ReadSpan, int] = {}
         for run in sorted({segment[:3] for group in groups for segment in group}):
             file, start, nbytes = run
-            if file != window.file or start > window.end + _GAP:
+            if file != window.file or start > window.end + self._gap:
                 window = _Window(file, start, start, window.place + window.end - window.start)
                 windows.append(window)
             places[run] = window.place + start - window.start
@@ -84,7 +80,10 @@ class ByteReader:
         memory = self.memory(window.place + window.end - window.start)
         for window in windows:
             part = memory[window.place : window.place + window.end - window.start]
-            self.read_into(window.file, window.start, part)
+            self.files.read_into(window.file, window.start, part)
+        if self._sums is not None:
+            for (file, start, nbytes), place in places.items():
+                self._sums.note(file, start, memory[place : place + nbytes])
         for group in groups:
             parts = list[memoryview]()
             for file, start, nbytes, _, record in group:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from itertools import islice
+from itertools import groupby, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.core.box import Box
 from ckptool.core.casts import is_computed
 from ckptool.core.catalog import Chunk, Extent, TensorEntry, stored_places
-from ckptool.core.planning.groups import Tile
+from ckptool.core.planning.groups import Tile, are_small
 from ckptool.core.sharding.index import Overlap
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.byte_reader import ByteReader
@@ -26,6 +27,7 @@ from ckptool.storage.files import Files
 if TYPE_CHECKING:
     from ckptool.engine.read.gather import Array, Gatherer
 
+_NAME_OF = attrgetter("entry.name")
 _WIDEST = 16
 """Bytes of the widest element: a complex number of two of 64 bits."""
 _PLANNED = 64
@@ -90,7 +92,8 @@ class PlanReader:
     def pieces(self, tiles: Sequence[Tile]) -> Iterator[PlannedPiece]:
         """Read the tiles of a job, each piece valid until the next."""
         if tiles[0].band is not None:
-            for tile, data in self._cut(tiles, tiles[0].band):
+            of_band = self._small(tiles) if are_small(tiles) else self._cut(tiles, tiles[0].band)
+            for tile, data in of_band:
                 yield PlannedPiece(tile, 0, data, crc32(data))
             return
         for tile in tiles:
@@ -112,38 +115,55 @@ class PlanReader:
         return self._gather(tile, self._open(tile))
 
     def _cut(self, tiles: Sequence[Tile], band: Box) -> Iterator[tuple[Tile, memoryview]]:
-        """Read a band of a tensor, and cut tiles from it, each valid until the next.
+        """Read a band of a tensor, and cut tiles from it, each valid until the next."""
+        from ckptool.engine.read.gather import cut
 
-        Whole rows of a small tensor are cut without numpy.
-        """
-        entry, values = tiles[0].entry, None
-        small = self._read_small(entry) if band == Box.whole(entry.shape) else None
-        row = len(small) // (entry.shape[0] if entry.shape else 1) if small else 0
+        values = self._read_band(tiles[0].entry, band)
         for tile in tiles:
-            data = None if small is None else _rows_of(tile, small, row)
+            yield tile, cut(values, tile, self._memory(tile.nbytes))
+
+    def _small(self, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, memoryview]]:
+        """Read small tensors, and cut tiles from each, each valid until the next.
+
+        Those that are stored as rows of the type to be written are read together.
+        """
+        straight, others = list[tuple[list[Tile], list[Segment]]](), list[list[Tile]]()
+        for some in (list(of_one) for _, of_one in groupby(tiles, _NAME_OF)):
+            segments = self._find_rows(some[0].entry)
+            if segments is None:
+                others.append(some)
+            else:
+                straight.append((some, segments))
+        found = self._bytes.read_close([segments for _, segments in straight])
+        for (some, _), data in zip(straight, found, strict=True):
+            yield from self._cut_rows(some, memoryview(data))
+        for some in others:
+            yield from self._cut(some, Box.whole(some[0].entry.shape))
+
+    def _find_rows(self, entry: TensorEntry) -> list[Segment] | None:
+        """Return the segments of a tensor that is stored as rows of the type to be written."""
+        if entry.source_dtype is not entry.dtype:
+            return None
+        segments = segments_of_tensor(entry)
+        for segment in segments or ():
+            if segment.record is not None:
+                self._records.touch(segment.record, entry.name)
+        return segments
+
+    def _cut_rows(
+        self, tiles: Sequence[Tile], whole: memoryview
+    ) -> Iterator[tuple[Tile, memoryview]]:
+        """Cut tiles from a small tensor; whole rows of it without numpy."""
+        entry, values = tiles[0].entry, None
+        row = len(whole) // entry.shape[0] if entry.shape else 0
+        for tile in tiles:
+            data = _rows_of(tile, whole, row)
             if data is None:
                 from ckptool.engine.read.gather import array, cut
 
-                if values is None and small is not None:
-                    values = array(entry.shape, entry.dtype, small)
-                elif values is None:
-                    values = self._read_band(entry, band)
+                values = array(entry.shape, entry.dtype, whole) if values is None else values
                 data = cut(values, tile, self._memory(tile.nbytes))
             yield tile, data
-
-    def _read_small(self, entry: TensorEntry) -> memoryview | None:
-        """Return a small tensor that is stored as rows of the type to be written; else None."""
-        if entry.source_dtype is not entry.dtype or entry.nbytes > self._source.policy.tile:
-            return None
-        segments = segments_of_tensor(entry)
-        if segments is None:
-            return None
-        for segment in segments:
-            if segment.record is not None:
-                self._records.touch(segment.record, entry.name)
-        memory = self._bytes.memory(entry.nbytes)
-        self._bytes.read_segments(segments, memory)
-        return memory
 
     def _read_band(self, entry: TensorEntry, band: Box) -> Array:
         """Return a box of a tensor in the type to be written, valid until the next."""
@@ -238,9 +258,11 @@ def plan_jobs(
 
 
 def plan_job(tiles: Sequence[Tile]) -> Job[Sequence[Tile], PlanReader, PlannedPiece]:
-    """Return the job that reads some tiles: all of a band, or one."""
-    entry, pieces = tiles[0].entry, sum(len(tile.sources) or 1 for tile in tiles)
-    is_moved = entry.source_dtype == entry.dtype and not is_computed(entry)
-    is_small = is_moved or tiles[0].band == Box.whole(entry.shape)
-    nbytes = sum(tile.nbytes for tile in tiles) // max(1, pieces) if is_small else LARGE
+    """Return the job that reads some tiles: all of a band, or of small tensors, or one."""
+    entry, nbytes = tiles[0].entry, LARGE
+    if are_small(tiles):
+        nbytes = LARGE - 1
+    elif entry.source_dtype == entry.dtype and not is_computed(entry):
+        pieces = sum(len(tile.sources) or 1 for tile in tiles)
+        nbytes = sum(tile.nbytes for tile in tiles) // max(1, pieces)
     return Job(tiles, lambda reader: reader.pieces(tiles), [partial(tile_needs, tiles)], nbytes)

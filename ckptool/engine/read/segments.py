@@ -243,12 +243,17 @@ def worth_a_span(
 
 
 def tile_needs(tiles: Iterable[Tile], block: int) -> Iterator[Need]:
-    """Yield what is read for the tiles of a job, if a read costs at least ``block`` bytes."""
+    """Yield what is read for the tiles of a job, if a read costs at least ``block`` bytes.
+
+    A band, or a small tensor, is read once for all of its tiles, which follow each other.
+    """
+    last = None
     for tile in tiles:
-        if tile.band is not None:
+        if tile.band is None:
+            yield from _needs(tile.sources, tile.entry.source_dtype.itemsize, block, set())
+        elif tile.entry is not last:
             yield from entry_needs(tile.entry, [tile.band], block)
-            return
-        yield from _needs(tile.sources, tile.entry.source_dtype.itemsize, block, set())
+            last = tile.entry
 
 
 def entry_needs(entry: TensorEntry, boxes: Iterable[Box], block: int) -> Iterator[Need]:

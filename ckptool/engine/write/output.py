@@ -20,10 +20,8 @@ from ckptool.storage.disk import begin_sync, open_unfollowed
 
 WRITE = 1 << 20
 """Bytes of one write, while they are in the processor's cache."""
-SMALL = 64 << 10
-"""Bytes of a part up to which a copy costs less than a write of its own."""
 _RUN = 64 << 10
-"""Bytes of adjoining small parts that are written at once."""
+"""Bytes of small parts that are written at once, as a write of less costs more than a copy."""
 _MOST_RUNS = 16
 """Files of which a thread keeps bytes that are not written yet."""
 _SYNC = 16 << 20
@@ -114,7 +112,7 @@ class _Run:
                 if literal.nbytes:
                     return False
                 self.crcs[at] = 0
-            elif (nbytes := literal.nbytes) > SMALL:
+            elif (nbytes := literal.nbytes) > _RUN:
                 return False
             else:
                 try:
@@ -158,6 +156,11 @@ class OutputFiles:
 
     def add(self, tile: Tile, parts: Sequence[Part], data: memoryview, crc: int) -> None:
         """Write a small part of a file of ``parts`` soon; TransferError if writing fails."""
+        if len(data) >= _RUN:
+            self.write(self._files[tile.file].path, tile.offset, data)
+            span = tile.offset, len(data), crc
+            self._written(WrittenRun(tile.file, span, {tile.part: crc}, 1, 0))
+            return
         runs: dict[int, _Run] | None = getattr(self._local, "runs", None)
         if runs is None:
             runs = self._local.runs = {}

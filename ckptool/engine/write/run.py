@@ -10,10 +10,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptool.core.box import Box
 from ckptool.core.casts import is_in_order
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
-from ckptool.core.planning.groups import Tile
+from ckptool.core.planning.groups import Tile, are_small
 from ckptool.core.planning.plan import Plan
 from ckptool.engine.checksum import (
     CrcPiece,
@@ -29,7 +28,6 @@ from ckptool.engine.read.tiles import PAIR_TILE, read_tiles
 from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.journal import Journal, find_finished
 from ckptool.engine.write.output import (
-    SMALL,
     WRITE,
     OutputFiles,
     UnfinishedFile,
@@ -40,12 +38,14 @@ from ckptool.engine.write.output import (
 from ckptool.engine.write.work import Work
 from ckptool.errors import Damaged, Unsupported
 from ckptool.storage.disk import allocate, open_unfollowed
-from ckptool.storage.files import SPAN, Files
+from ckptool.storage.files import SPAN, TILE, Files
 from ckptool.storage.local import LocalSource
 from ckptool.storage.read_ahead import SMALL_MEMORY
 
 _MINIMUM_PER_WORKER = 16 << 20
 _TILE_OF = attrgetter("tile")
+_MOST_CHUNKS = 512
+"""Chunks of small tensors that are read by one job, which may read the gaps between them, too."""
 
 
 def run(
@@ -144,12 +144,21 @@ class _PlanWriter:
         for group in groups:
             for number, count in group.tile_counts(tile):
                 self._unfinished[number].left += count
+        small, nbytes, chunks = list[Tile](), 0, 0
         for group in groups:
-            jobs = self._plan.jobs(group, tile)
-            if group.band is None and is_in_order(self._plan.entry_of(group)):
+            jobs, entry = self._plan.jobs(group, tile), self._plan.entry_of(group)
+            if group.at_once:
+                small += chain.from_iterable(jobs)
+                nbytes, chunks = nbytes + entry.nbytes, chunks + len(entry.chunks)
+                if nbytes >= TILE or chunks >= _MOST_CHUNKS:
+                    yield small
+                    small, nbytes, chunks = [], 0, 0
+            elif group.band is None and is_in_order(entry):
                 yield list(chain.from_iterable(jobs))
             else:
                 yield from jobs
+        if small:
+            yield small
 
     def _create(self, file: FileLayout) -> None:
         path = self._folder / file.path
@@ -161,8 +170,7 @@ class _PlanWriter:
 
     def _write_tiles(self, tiles: Sequence[Tile], read: Iterator[PlannedPiece]) -> None:
         """Write the pieces of some tiles as they are read; small parts a little later."""
-        entry = tiles[0].entry
-        if tiles[0].band == Box.whole(entry.shape) and entry.nbytes <= SMALL:
+        if are_small(tiles):
             for tile, _, data, crc in read:
                 self._output.add(tile, self._unfinished[tile.file].parts, data, crc)
             return
