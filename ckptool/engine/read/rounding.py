@@ -6,11 +6,13 @@ the code for the rest of a row differ), NaNs are those of the vector code (torch
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from ckptool.core.casts import beyond, needs_torch
 from ckptool.core.dtype import BEYOND_SATURATION, BY_NAME, SATURATES, DType
-from ckptool.engine.read.numbers import Array, is_finite
+from ckptool.engine.read.numbers import Array, decode, is_finite
 from ckptool.errors import Unsupported
 
 _PIECE = 1 << 16
@@ -35,16 +37,23 @@ def cast(values: Array, stored: DType, wanted: DType) -> Array:
     if needs_torch(stored, wanted):
         return _cast_by_torch(flat, stored, wanted).reshape(values.shape)
     result: Array = np.empty(flat.size, f"u{wanted.itemsize}")
+    is_looked_up = stored.itemsize == 2 and "float16" in (stored.name, wanted.name)
+    round_some = _look_up if is_looked_up else _round
     with np.errstate(all="ignore"):
         for start in range(0, flat.size, _PIECE):
             piece = slice(start, start + _PIECE)
-            result[piece] = _round(flat[piece], stored.name, wanted.name)
+            result[piece] = round_some(flat[piece], stored.name, wanted.name)
     return result.reshape(values.shape)
 
 
 def may_have_lost(made: Array, wanted: DType) -> bool:
     """Return whether some values are what numbers beyond the range of their type become."""
-    return bool(_is_limit(made.reshape(-1), wanted).any())
+    flat, limit = made.reshape(-1), _least_limit(wanted)
+    if limit is None or not flat.size:
+        return bool(_is_limit(flat, wanted).any())
+    lowest = limit | 1 << (8 * wanted.itemsize - 1)
+    signed = flat.view(f"i{wanted.itemsize}")
+    return bool(flat.max() >= lowest or signed.max() >= limit)  # negative codes are the largest
 
 
 def count_lost(values: Array, stored: DType, made: Array, wanted: DType) -> tuple[int, str]:
@@ -53,9 +62,9 @@ def count_lost(values: Array, stored: DType, made: Array, wanted: DType) -> tupl
     And what these became. A number that is stored as non-finite does not count, unless it becomes
     finite.
     """
-    limits = _is_limit(made.reshape(-1), wanted)
-    if not limits.any():
+    if not may_have_lost(made, wanted):
         return 0, ""
+    limits = _is_limit(made.reshape(-1), wanted)
     before, after = values.reshape(-1)[limits], made.reshape(-1)[limits]
     lost = is_finite(before, stored)
     if wanted.name == SATURATES:
@@ -68,10 +77,16 @@ def count_lost(values: Array, stored: DType, made: Array, wanted: DType) -> tupl
 
 def _is_limit(bits: Array, dtype: DType) -> Array:
     """Return where values are not finite, or the largest number if all beyond become that."""
-    limits = ~is_finite(bits, dtype)
-    if dtype.name == SATURATES and dtype.first_special:
-        limits |= (bits & 0x7F) == dtype.first_special - 1
-    return limits
+    limit = _least_limit(dtype)
+    if limit is None:
+        return ~is_finite(bits, dtype)
+    return np.asarray((bits & bits.dtype.type((1 << (8 * dtype.itemsize - 1)) - 1)) >= limit)
+
+
+def _least_limit(dtype: DType) -> int | None:
+    """Return the least positive code of such a value; None if it is one code, whatever its sign."""
+    special = dtype.first_special
+    return special - (dtype.name == SATURATES) if special else None
 
 
 def _is_beyond(bits: Array, dtype: DType) -> Array:
@@ -81,14 +96,26 @@ def _is_beyond(bits: Array, dtype: DType) -> Array:
     return np.asarray(np.abs(numbers) > BEYOND_SATURATION)
 
 
+def _look_up(bits: Array, stored: str, wanted: str) -> Array:
+    """Return the bits of 16-bit floats in the other, different type."""
+    return _every_cast(stored, wanted).take(bits.astype(np.intp))  # faster than by 16 bits
+
+
+@lru_cache
+def _every_cast(stored: str, wanted: str) -> Array:
+    """Return what each of the 65,536 floats of 16 bits becomes."""
+    return _round(np.arange(1 << 16, dtype=np.uint16), stored, wanted)
+
+
 def _round(bits: Array, stored: str, wanted: str) -> Array:
     """Return the bits in the other, different type; every cast goes through float32."""
     if stored == "float64":
         single = bits.view(np.float64).astype(np.float32).view(np.uint32)
     elif stored == "bfloat16":
-        single = bits.astype(np.uint32) << np.uint32(16)
+        single = decode(bits, BY_NAME[stored]).view(np.uint32)
     elif stored == "float16":
-        single = _from_half(bits)
+        single = bits.view(np.float16).astype(np.float32).view(np.uint32)
+        single[_is_nan(single)] |= _QUIET
     else:
         single = bits.view(np.uint32)
     if wanted == "float64":
@@ -96,23 +123,6 @@ def _round(bits: Array, stored: str, wanted: str) -> Array:
     if wanted == "bfloat16":
         return _to_bfloat16(single, _NAN_OF_HALF if stored == "float16" else _NAN)
     return _to_half(single) if wanted == "float16" else single
-
-
-def _from_half(bits: Array) -> Array:
-    """Widen halves to floats of 32 bits; NaNs become quiet."""
-    wide = bits.astype(np.uint32)
-    single: Array = (wide & np.uint32(0x7FFF)) << np.uint32(13)
-    single += np.uint32(112 << 23)
-    odd = (wide & np.uint32(0x7C00)) - np.uint32(0x0400) >= np.uint32(0x7800)
-    if odd.any():
-        single[odd] = (bits[odd] & 0x7FFF).view(np.float16).astype(np.float32).view(np.uint32)
-    wide &= np.uint32(0x8000)
-    wide <<= np.uint32(16)
-    single |= wide
-    nan = _is_nan(single)
-    if nan.any():
-        single[nan] |= _QUIET
-    return single
 
 
 def _to_bfloat16(single: Array, quiet: int) -> Array:
@@ -139,14 +149,17 @@ def _to_half(single: Array) -> Array:
     rounded -= np.uint32((112 << 23) - 0x0FFF)
     rounded >>= np.uint32(13)
     halves = rounded.astype(np.uint16)
-    odd = size - _LEAST_HALF >= _BEYOND_HALF - _LEAST_HALF
-    if odd.any():
-        halves[odd] = size[odd].view(np.float32).astype(np.float16).view(np.uint16)
+    odd = np.flatnonzero(size - _LEAST_HALF >= _BEYOND_HALF - _LEAST_HALF)
+    halves[odd] = _to_odd_half(size[odd])
     halves |= (single >> np.uint32(16)).astype(np.uint16) & np.uint16(0x8000)
+    return halves
+
+
+def _to_odd_half(size: Array) -> Array:
+    """Round positive floats of 32 bits that are no normal halves."""
+    halves = size.view(np.float32).astype(np.float16).view(np.uint16)
     nan = size > _INFINITY
-    if nan.any():
-        payload = single[nan]
-        halves[nan] = (payload & ~_SIZE) >> 16 | _QUIET_HALF | (payload & (_QUIET - 1)) >> 13
+    halves[nan] = _QUIET_HALF | (size[nan] & (_QUIET - 1)) >> 13
     return halves
 
 
