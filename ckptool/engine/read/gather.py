@@ -38,6 +38,10 @@ from ckptool.storage.files import SPAN, Files
 Array = np.ndarray[Any, np.dtype[Any]]
 _FEW = 4
 """Tensors whose indexes are kept."""
+_FREED = 16 << 20
+"""Bytes that are allocated and freed, and never touched, before tiles are: of as much memory glibc
+then gives nothing back to the kernel, which it would after each tile, and take page by page again.
+"""
 
 
 def unit(itemsize: int) -> np.dtype[Any]:
@@ -109,6 +113,7 @@ class Gatherer:
     def __init__(
         self, source: Files, of_bytes: ByteReader | None = None, beyond: RangeCheck | None = None
     ) -> None:
+        np.empty(_FREED, "u1")
         self.tile = source.policy.tile
         self._beyond = beyond
         self._bytes = of_bytes or ByteReader(source)
