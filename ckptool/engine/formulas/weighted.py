@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import fsum
+from collections.abc import Iterator, Sequence
+from math import frexp, fsum
 
 import numpy as np
 from msgspec import Struct
@@ -12,13 +12,16 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Computed, Gather, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
-from ckptool.engine.formulas.doubles import as_doubles, from_doubles, pieces
+from ckptool.engine.formulas.doubles import SINGLE, as_floats, from_doubles, pieces
 from ckptool.engine.read.gather import unit
 from ckptool.engine.read.numbers import Array
+from ckptool.engine.read.rounding import cast
 
-_DOUBLE = 8
 _MOST = 4 << 20
-"""Bytes of the doubles that are added up at a time, whatever the number of tensors."""
+"""Bytes that are read at a time of all tensors together."""
+
+Terms = Sequence[tuple[Array, DType]]
+"""What is added up, as stored bits and their type."""
 
 
 class WeightedSum(Struct, frozen=True):
@@ -40,28 +43,64 @@ class WeightedSum(Struct, frozen=True):
         """Compute a box of the sum, as bits of a type, a part of it at a time."""
         result: Array = np.empty(box.volume, unit(dtype.itemsize))
         done, numbers = 0, result.view(f"u{dtype.part.itemsize}")
-        for part in tiles(box, _DOUBLE * dtype.itemsize // dtype.part.itemsize, _MOST):
-            made = from_doubles(self._sum(gather, at, part), dtype.part)
+        for part in tiles(box, sum(entry.source_dtype.itemsize for entry in at.stored), _MOST):
+            made = self._sums(
+                [_numbers_of(entry, gather(entry, part)) for entry in at.stored], dtype.part
+            )
             numbers[done : done + made.size] = made
             done += made.size
         return result
 
-    def _sum(self, gather: Gather, at: Computed, box: Box) -> Array:
-        """Return a box of the sum as doubles, to which one tensor after the other is added."""
-        total: Array = np.empty(0)
+    def _sums(self, terms: Terms, wanted: DType) -> Array:
+        """Return the sums of numbers, of few at a time."""
+        made: Array = np.empty(terms[0][0].size, f"u{wanted.itemsize}")
+        for piece in pieces(made.size):
+            made[piece] = self._sum([(bits[piece], stored) for bits, stored in terms], wanted)
+        return made
+
+    def _sum(self, terms: Terms, wanted: DType) -> Array:
+        """Return the sum of some numbers, cast once."""
         with np.errstate(all="ignore"):  # what is not finite stays so
-            for number, (entry, weight) in enumerate(zip(at.stored, self.weights, strict=True)):
-                stored = entry.source_dtype.part
-                bits = gather(entry, box).reshape(-1).view(f"u{stored.itemsize}")
-                total = total if number else np.empty(bits.size)
-                for piece in pieces(total.size):
-                    term = as_doubles(bits[piece], stored)
-                    term = term if weight == 1 else term * weight
-                    # the first is not added to zeros: its own keep their sign
-                    total[piece] = total[piece] + term if number else term
-            return total if self.divisor == 1 else np.divide(total, self.divisor, out=total)
+            if self._is_rounded_once and all(t.itemsize <= 4 for t in (wanted, *_types(terms))):
+                singles = self._total(terms, "f4")
+                if np.isfinite(singles.max() - singles.min()):
+                    return cast(singles.view("u4"), SINGLE, wanted)
+            return from_doubles(self._total(terms, "f8"), wanted)
+
+    @property
+    def _is_rounded_once(self) -> bool:
+        """Whether a finite sum of floats of 32 bits is the same float computed in 32 or 64 bits.
+
+        A cast of doubles to 16 bits goes through 32, too. A sum of two that was rounded to 53 bits
+        is rounded to 24 as the exact one is, as 53 > 2 * 24 + 1. Halves are exact, but for those so
+        small that the sum was.
+        """
+        are_ones = all(abs(weight) == 1 for weight in self.weights)
+        return are_ones and len(self.weights) == 2 and self.divisor in (1, 2)
+
+    def _total(self, terms: Terms, kind: str) -> Array:
+        """Return the sum as floats of a kind, to which one tensor after the other is added."""
+        total: Array = np.empty(0)
+        for number, ((bits, stored), weight) in enumerate(zip(terms, self.weights, strict=True)):
+            term = as_floats(bits, stored).astype(kind, copy=False)
+            term = term if weight == 1 else term * weight
+            # the first is not added to zeros: its own keep their sign
+            total = total + term if number else term
+        if frexp(self.divisor)[0] == 0.5:
+            return total if self.divisor == 1 else total * (1 / self.divisor)  # exact, and faster
+        return total / self.divisor
 
 
 def same_box(at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:
     """Yield that a box is computed of the same box of each stored tensor."""
     return ((entry, box) for entry in at.stored)
+
+
+def _numbers_of(entry: TensorEntry, values: Array) -> tuple[Array, DType]:
+    """Return numbers, or the parts of complex ones, as flat bits with their type."""
+    stored = entry.source_dtype.part
+    return values.reshape(-1).view(f"u{stored.itemsize}"), stored
+
+
+def _types(terms: Terms) -> Iterator[DType]:
+    return (stored for _, stored in terms)

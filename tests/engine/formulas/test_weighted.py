@@ -8,24 +8,26 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Computed, StridedPart, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.formulas import weighted
 from ckptool.engine.formulas.weighted import WeightedSum, same_box
-from ckptool.engine.read.numbers import Array
+from ckptool.engine.read.numbers import Array, decode
+from ckptool.engine.read.rounding import cast
 
 SHAPE = (512, 1024)
 
 
 def values_of(number: int) -> Array:
-    return np.random.default_rng(number).standard_normal(SHAPE).astype("f4")
+    return np.random.default_rng(number).standard_normal(SHAPE, "f4")
 
 
 def gather(entry: TensorEntry, box: Box, made: Callable[[int], Array] = values_of) -> Array:
-    values = made(int(entry.name))
-    return np.ascontiguousarray(values[tuple(map(slice, *box))]).view("u4")
+    return made(int(entry.name))[tuple(map(slice, *box))].copy().view("u4")
 
 
 def sum_of(count: int) -> tuple[WeightedSum, Computed]:
@@ -40,7 +42,8 @@ def peak(count: int) -> int:
     summed, at = sum_of(count)
     tracemalloc.start()
     try:
-        summed(gather, at, Box.whole(SHAPE), BY_NAME["float32"])
+        zeros = partial(gather, made=lambda number: np.zeros(SHAPE, "f4"))
+        summed(zeros, at, Box.whole(SHAPE), BY_NAME["float32"])
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -72,3 +75,69 @@ def test_zeros_keep_their_sign() -> None:
         BY_NAME["float32"],
     )
     assert made.tolist() == [0x8000_0000] * 3
+
+
+PAIRS = [((1.0, 1.0), 2.0), ((1.0, 1.0), 1.0), ((1.0, -1.0), 1.0), ((0.9, 0.1), 1.0)]
+EVERY_HALF = np.arange(1 << 16, dtype="u2")
+
+
+def assert_as_in_64_bits(
+    bits: tuple[Array, Array],
+    types: tuple[str, str, str],
+    weights: tuple[float, float],
+    over: float,
+) -> None:
+    """Compare sums of stored bits with those of doubles that are cast once, NaNs included."""
+    entries = tuple(
+        TensorEntry(f"{n}", (), BY_NAME[name], (bits[n].size,), ())
+        for n, name in enumerate(types[:2])
+    )
+    part = StridedPart((bits[0].size,), 0, (1,))
+    summed = WeightedSum(weights, over)
+    at = Computed(entries, part, summed, reads=same_box)
+    wanted = BY_NAME[types[2]]
+    whole = Box.whole((bits[0].size,))
+    made = summed(
+        lambda entry, box: bits[int(entry.name)][slice(*box.lo, *box.hi)], at, whole, wanted
+    )
+    with np.errstate(all="ignore"):
+        one, other = (
+            decode(each, entry.dtype).astype("f8") * weight
+            for each, entry, weight in zip(bits, entries, weights, strict=True)
+        )
+        total = (one + other) / over
+    assert made.tobytes() == cast(total.view("u8"), BY_NAME["float64"], wanted).tobytes()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("weights", "over"), PAIRS)
+def test_every_number_of_16_bits_has_the_sum_that_doubles_have(
+    weights: tuple[float, float], over: float, name: str
+) -> None:
+    random = np.random.default_rng(0)
+    near = EVERY_HALF ^ random.integers(0, 1 << 9, 1 << 16).astype("u2")  # of like exponents: ties
+    for other in (random.permutation(EVERY_HALF), near, EVERY_HALF, EVERY_HALF ^ 0x8000):
+        assert_as_in_64_bits((EVERY_HALF, other), (name, name, name), weights, over)
+    finite = EVERY_HALF[np.isfinite(decode(EVERY_HALF, BY_NAME[name]))]
+    assert_as_in_64_bits((finite, random.permutation(finite)), (name,) * 3, weights, over)
+
+
+@given(st.lists(st.integers(0, (1 << 64) - 1), min_size=1, max_size=70), st.data())
+def test_any_numbers_have_the_sum_that_doubles_have(seeds: list[int], data: st.DataObject) -> None:
+    types = data.draw(st.tuples(*[st.sampled_from(["float32", "bfloat16", "float16"])] * 3))
+    sizes = [BY_NAME[name].itemsize for name in types[:2]]
+    one = np.array([seed % (1 << 8 * sizes[0]) for seed in seeds], f"u{sizes[0]}")
+    other = np.array([seed >> 32 for seed in seeds]).astype(f"u{sizes[1]}")
+    assert_as_in_64_bits((one, other), types, *data.draw(st.sampled_from(PAIRS)))
+
+
+@given(
+    st.lists(st.tuples(*[st.floats(width=32)] * 2), min_size=1, max_size=70),
+    st.sampled_from(PAIRS),
+)
+def test_any_pairs_of_32_bits_have_the_average_that_doubles_have(
+    pairs: list[tuple[float, float]], sums: tuple[tuple[float, float], float]
+) -> None:
+    one, other = np.array(pairs, "f4").T.copy().view("u4")
+    for name in ("float32", "bfloat16", "float16"):
+        assert_as_in_64_bits((one, other), ("float32", "float32", name), *sums)
