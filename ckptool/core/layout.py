@@ -86,16 +86,18 @@ Part = Data | ScatteredData | Literal | Verbatim
 class FileLayout:
     """One output file: its path relative to the target folder, and its parts in order.
 
-    ``rank`` is the rank whose data it holds, None if it belongs to all. The parts of a lazy file
-    are made on each access, so that a plan of millions of chunks stays small. So are the
+    ``rank`` is the rank whose data it holds, None if it belongs to all. Files with the same
+    ``unit`` are made of the same rows of the source: one process writes them. The parts of a lazy
+    file are made on each access, so that a plan of millions of chunks stays small. So are the
     ``decisive`` ones: all but those of tensors, or the data that those are made from.
     """
 
-    __slots__ = ("_make", "_make_decisive", "nbytes", "path", "rank")
+    __slots__ = ("_make", "_make_decisive", "nbytes", "path", "rank", "unit")
 
     def __init__(self, path: str, parts: tuple[Part, ...], rank: int | None = None) -> None:
         self.path = path
         self.rank = rank
+        self.unit: object = path
         self.nbytes = sum(part.nbytes for part in parts)
         self._make: Callable[[], tuple[Part, ...]] = lambda: parts
         self._make_decisive: Callable[[], Iterable[Part]] | None = None
@@ -108,10 +110,12 @@ class FileLayout:
         make: Callable[[], tuple[Part, ...]],
         rank: int | None,
         decisive: Callable[[], Iterable[Part]] | None = None,
+        unit: object = None,
     ) -> FileLayout:
         """Make a file of ``nbytes`` bytes whose parts and ``decisive`` ones are made late."""
         file = cls(path, (), rank)
         file.nbytes = nbytes
+        file.unit = unit or path
         file._make, file._make_decisive = make, decisive
         return file
 
@@ -129,8 +133,8 @@ class FileLayout:
 
     def within(self, folder: str) -> FileLayout:
         """Return the file in a folder of the target."""
-        path = f"{folder}/{self.path}"
-        return FileLayout.lazy(path, self.nbytes, self._make, self.rank, self._make_decisive)
+        path, unit = f"{folder}/{self.path}", (folder, self.unit)
+        return FileLayout.lazy(path, self.nbytes, self._make, self.rank, self._make_decisive, unit)
 
 
 class WrittenCut(Struct, frozen=True, eq=False, dict=True):

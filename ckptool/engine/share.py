@@ -39,16 +39,17 @@ class Share(NamedTuple):
         owners = _assign(sizes, self.size)
         return [at for at, owner in enumerate(owners) if owner == self.position]
 
-    def files(self, layout: Layout, mesh_size: int | None) -> list[int]:
-        """Return the indices in the layout of the files that this share writes.
+    def files(self, layout: Layout) -> list[int]:
+        """Return the indices in the layout of the files that this share writes, in order.
 
-        If there are as many shares as the mesh has ranks, each has one rank's files, and the first
-        what belongs to all ranks. Else they are balanced by bytes, neighbors together.
+        They are balanced by bytes. What is made of the same rows is one share's.
         """
-        if self.size == mesh_size:
-            owners = [file.rank or 0 for file in layout.files]
-            return [at for at, owner in enumerate(owners) if owner == self.position]
-        return self.takes([file.nbytes for file in layout.files])
+        units: dict[object, list[int]] = {}
+        for at, file in enumerate(layout.files):
+            units.setdefault(file.unit, []).append(at)
+        together = [*units.values()]
+        sizes = [sum(layout.files[at].nbytes for at in unit) for unit in together]
+        return sorted(at for unit in self.takes(sizes) for at in together[unit])
 
 
 ALL = Share()

@@ -24,10 +24,12 @@ from ckptool.commands.options.target import ConvertOptions, ReshardOptions, Tran
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.casts import parse_casts
-from ckptool.core.sharding.placement import parse_mesh
+from ckptool.core.sharding.placement import parse_mesh, parse_rule
+from ckptool.engine.share import Share
 from ckptool.engine.write import disk_target
 from ckptool.engine.write.run import run as write_plan
 from ckptool.errors import NotVerified
+from ckptool.formats.dcp import splits
 
 COUNT = int(os.environ.get("CKPTOOL_PROOF_MUTATIONS", "100"))
 PAGE = 512
@@ -43,24 +45,29 @@ def convert(to: str, target: str, **more: Any) -> Planned:
     return plan
 
 
-def reshard(mesh: str, to: str, policy: str) -> Planned:
+def reshard(mesh: str, to: str, part: Share | None = None, **more: Any) -> Planned:
     def plan(source: Path, folder: Path) -> Transfer[Any]:
-        transfer = TransferOptions(run=RunOptions(workers=1, fsync=False))
-        options = ReshardOptions(parse_mesh(mesh), policy=policy, to=to, transfer=transfer)
+        transfer = TransferOptions(run=RunOptions(workers=1, fsync=False), part=part)
+        options = ReshardOptions(parse_mesh(mesh), to=to, transfer=transfer, **more)
         return prepare_reshard(source, folder / "out", options)
 
     return plan
 
 
+COLUMNS = [parse_rule(f"{name}=Shard(0),Shard(1)") for name in ("wide", "tall", "small.*")]
 TRANSFERS = {
     "safetensors": convert("safetensors", "out.safetensors"),
     "shards of safetensors": convert("safetensors", "out", max_shard_size=9_000),
     "torch.save": convert("torch-save", "out.pt"),
     "dcp": convert("dcp", "out"),
     "cast": convert("dcp", "out", rewrite=RewriteOptions(casts=parse_casts(["bf16"]))),
-    "rows of ranks": reshard("3", "dcp", "fsdp"),
-    "ranks' files": reshard("2x2", "rank-local", "fsdp"),
-    "replicas": reshard("2", "rank-local", "replicate"),
+    "rows of ranks": reshard("3", "dcp", policy="fsdp"),
+    "ranks' files": reshard("2x2", "rank-local", policy="fsdp"),
+    "replicas": reshard("2", "rank-local", policy="replicate"),
+    "columns": reshard("2x2", "dcp", rules=COLUMNS),
+    "part of rows": reshard("3", "dcp", Share(0, 2), policy="fsdp"),
+    "part of columns": reshard("2x2", "dcp", Share(1, 2), rules=COLUMNS),
+    "part of ranks' files": reshard("2x2", "rank-local", Share(1, 2), policy="fsdp"),
 }
 
 
@@ -124,10 +131,11 @@ def test_no_mutation_of_what_was_written_is_committed(
     kind: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, random, changed = write_plan, Random(kind), list[str]()
+    monkeypatch.setattr(splits, "_LEAST", 1 << 10)
 
     def run(work: Any, folder: Path, *rest: Any) -> None:
         real(work, folder, *rest)
-        file = folder / random.choice([file.path for file in work.plan.layout.files])
+        file = folder / work.plan.layout.files[random.choice(work.numbers)].path
         before, mutate = file.read_bytes(), random.choice(MUTATIONS)
         data = bytearray(before)
         mutate(data, random)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import case
+from parts.part_runs import content
 from safetensors.torch import save_file
 from store_server import S3, s3, server
 
@@ -24,8 +25,10 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.casts import parse_casts
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
+from ckptool.engine.share import Share
 from ckptool.engine.write.output import write_at as real_write_at
 from ckptool.errors import NotVerified
+from ckptool.formats.dcp import splits
 from ckptool.storage.local import LocalReader
 from ckptool.storage.url import Location, location
 
@@ -95,6 +98,49 @@ def test_a_reshard_reads_once(
     words: tuple[str, ...], source: Path, tmp_path: Path, reads: dict[str, int]
 ) -> None:
     transfer = resharded(source, tmp_path / "m", *words)
+    reads.clear()
+    transfer.run()
+    assert 0 <= reads[str(source)] - transfer.plan.read_bytes < BESIDE
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rule"),
+    [("1x4", "*=Replicate(),Shard(1)"), ("2x2", "*=Shard(0),Shard(1)"), ("4", "*=Shard(0)")],
+    ids=["columns", "rows and columns", "rows"],
+)
+def test_parts_together_read_once(
+    mesh: str, rule: str, tmp_path: Path, reads: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many they are: files that are made of the same rows are one part's."""
+    monkeypatch.setattr(splits, "_LEAST", 1 << 18)
+    state = {f"w{n}": torch.randn(512, 512) for n in range(8)}
+    dcp.save(state, checkpoint_id=tmp_path / "whole", no_dist=True)
+    resharded(tmp_path / "whole", tmp_path / "rows", "2").run()
+
+    def planned(target: str, **how: Any) -> Transfer[Any]:
+        transfer = TransferOptions(run=RunOptions(workers=2, fsync=False), **how)
+        options = ReshardOptions(parse_mesh(mesh), rules=(parse_rule(rule),), transfer=transfer)
+        return prepare_reshard(tmp_path / "rows", tmp_path / target, options)
+
+    files = planned("m").plan.layout.files
+    assert len({file.unit for file in files if file.rank is not None}) == 4
+    reads.clear()
+    for number in range(4):
+        planned("m", part=Share(number, 4)).run()
+    planned("m", finish=True).run()
+    assert 0 <= reads[str(tmp_path / "rows")] - planned("alone").plan.read_bytes < BESIDE
+    planned("alone").run()
+    assert content(tmp_path / "m") == content(tmp_path / "alone")
+    read = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    dcp.load(read, checkpoint_id=tmp_path / "m", no_dist=True)
+    assert all(torch.equal(state[name], read[name]) for name in state)
+
+
+def test_columns_of_many_ranks_are_read_once(
+    source: Path, tmp_path: Path, reads: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splits, "_LEAST", 1 << 14)
+    transfer = resharded(source, tmp_path / "m", "1x32", "large=Replicate(),Shard(1)")
     reads.clear()
     transfer.run()
     assert 0 <= reads[str(source)] - transfer.plan.read_bytes < BESIDE

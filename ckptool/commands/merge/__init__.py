@@ -103,10 +103,7 @@ def prepare_merge(
         expressions=merged.expressions,
     )
     decided = planned.decided, recipe, merged.decided
-    transfer = how.transfer
-    return Transfer(
-        merged.opened, planned.plan, target, transfer, report, decided, placed=planned.placed
-    )
+    return Transfer(merged.opened, planned.plan, target, how.transfer, report, decided)
 
 
 def _plan_for_mesh(merged: Merged, target: Location, options: MergeOptions) -> Transfer[Any]:

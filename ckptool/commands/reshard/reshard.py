@@ -214,7 +214,6 @@ def plan_reshard(
         target,
         writer.name,
         options.transfer,
-        mesh_size=held.mesh.size,
         mesh=held.mesh,
         choices=held.choices,
         entries=catalog.tensors,

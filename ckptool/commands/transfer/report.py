@@ -41,9 +41,9 @@ class Part(Struct, frozen=True):
     done: bool = False
 
     @classmethod
-    def of_layout(cls, share: Share, layout: Layout, mesh_size: int | None) -> Self:
+    def of_layout(cls, share: Share, layout: Layout) -> Self:
         """Return the part for a share of a layout's files."""
-        files = [layout.files[number] for number in share.files(layout, mesh_size)]
+        files = [layout.files[number] for number in share.files(layout)]
         nbytes = sum(file.nbytes for file in files)
         return cls(share.position + 1, share.size, len(files), nbytes)
 
@@ -88,16 +88,10 @@ class TransferReport(Report, frozen=True, kw_only=True):
         options: TransferOptions,
         *,
         notes: Iterable[str],
-        mesh_size: int | None = None,
         **more: Any,
     ) -> Self:
-        """Return the report of a plan; ``more`` are the fields that the plan does not determine.
-
-        ``mesh_size`` is the number of ranks that the layout is for, None without a mesh.
-        """
-        part = (
-            None if options.part is None else Part.of_layout(options.part, plan.layout, mesh_size)
-        )
+        """Return the report of a plan; ``more`` are the fields that the plan does not determine."""
+        part = None if options.part is None else Part.of_layout(options.part, plan.layout)
         return cls(
             source=opened.path,
             source_format=opened.format.name,

@@ -48,7 +48,6 @@ from ckptool.storage.virtual.memory import MemoryFiles
 
 if TYPE_CHECKING:
     from ckptool.core.layout import Layout
-    from ckptool.core.sharding.placement import PlacedTensors
     from ckptool.engine.write.store_target import StoreTarget
     from ckptool.storage.url import Location, RemotePath
 
@@ -96,7 +95,7 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
     """A transfer that is planned and checked, but not begun, with the report of the plan.
 
     ``decided`` is what options and maps decide beyond the layout; a run can only be resumed with an
-    equal one. ``placed`` says how the output is cut for a mesh, None without one.
+    equal one.
     """
 
     opened: OpenedCheckpoint
@@ -105,7 +104,6 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
     options: TransferOptions
     report: AnyReport
     decided: object = None
-    placed: PlacedTensors | None = None
 
     @property
     def nbytes(self) -> int:
@@ -304,7 +302,7 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
 
     def _files_of(self, share: Share) -> list[int]:
         """Return the indices of a share's files in the layout."""
-        return share.files(self.plan.layout, None if self.placed is None else self.placed.mesh.size)
+        return share.files(self.plan.layout)
 
     def _move(
         self,

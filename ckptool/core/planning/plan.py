@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 from ckptool.core.box import Box, is_run
@@ -42,6 +43,7 @@ from ckptool.core.sharding.index import ChunkIndex
 from ckptool.errors import Unsupported, damaged
 
 _BATCH = 16
+"""Files of which the parts exist at the same time, unless more are made of the same rows."""
 
 
 class Plan:
@@ -94,9 +96,20 @@ class Plan:
 
         The parts of one batch exist together; columns of the same rows share them in a batch.
         """
-        for start in range(0, len(numbers), _BATCH):
-            batch = numbers[start : start + _BATCH]
+        for batch in self._batches(numbers):
             yield [(number, self.layout.files[number].parts) for number in batch]
+
+    def _batches(self, numbers: Iterable[int]) -> Iterator[list[int]]:
+        """Cut numbers of files into batches, those of files of the same rows into none."""
+        batch: list[int] = []
+        for _, some in groupby(numbers, lambda number: self.layout.files[number].unit):
+            unit = [*some]
+            if batch and len(batch) + len(unit) > _BATCH:
+                yield batch
+                batch = []
+            batch += unit
+        if batch:
+            yield batch
 
     def groups(self, files: Iterable[tuple[int, Sequence[Part]]], limit: int) -> list[Group]:
         """Group the tensor parts of some files: those that share the rows of a tensor.
@@ -133,13 +146,19 @@ class Plan:
             number = self.numbers[chunk.at.file]
             part = Data(name, chunk.box, table.itemsize)
             place = LayoutPart(number, at, chunk.at.offset, part)
-            shared = number // _BATCH, name if at_once else rows_of(place)
+            shared = self._batch_of[number], name if at_once else rows_of(place)
             by_rows.setdefault(shared, []).append(place)
         return [
             group
             for some in by_rows.values()
             for group in self._groups(some, limit, at_once=at_once)
         ]
+
+    @cached_property
+    def _batch_of(self) -> dict[int, int]:
+        """The batch that each file is in, if one process writes all of them."""
+        batches = enumerate(self._batches(range(len(self.layout.files))))
+        return {number: batch for batch, numbers in batches for number in numbers}
 
     def _groups(self, places: list[LayoutPart], limit: int, *, at_once: bool) -> list[Group]:
         """Return the groups of parts that are written together.

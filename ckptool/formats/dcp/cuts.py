@@ -21,11 +21,6 @@ from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef
 
 
-def data_file(rank: int) -> str:
-    """Return the name of a rank's data file."""
-    return f"__{rank}_0.distcp"
-
-
 class ItemBoxes(Struct, frozen=True):
     """The cuts of similar tensors: boxes, the rank that writes each, its bytes.
 
@@ -54,52 +49,81 @@ class ItemBoxes(Struct, frozen=True):
         return cls((*boxes,), archives, ranks, lengths, starts, others, lows)
 
 
-class WrittenItems:
-    """The chunks of all tensors, in columns: the rank's file and place of each.
+class FileSplit(Struct, frozen=True):
+    """``count`` files for each rank; ``numbers`` say which of them each tensor goes to.
 
-    ``values`` are the bytes of rank 0's file before any chunk.
+    ``heads`` has the first of the ranks that need the same rows, for each rank that shares any. The
+    files of all ranks are counted, those of rank 0 first.
     """
 
-    def __init__(self, tensors: Sequence[tuple[TensorEntry, ItemBoxes]], values: int) -> None:
+    count: int = 1
+    numbers: Sequence[int] = ()
+    heads: Mapping[int, int] = {}
+
+    def path(self, file: int) -> str:
+        """Return the name of a file."""
+        rank, number = divmod(file, self.count)
+        return f"__{rank}_{number}.distcp"
+
+    def unit(self, file: int) -> tuple[int, int]:
+        """Return the key shared by the files that are made of the same rows."""
+        rank, number = divmod(file, self.count)
+        return (rank, number) if self.count == 1 else (self.heads.get(rank, rank), number)
+
+
+class WrittenItems:
+    """The chunks of all tensors, in columns: the file and place of each.
+
+    ``values`` are the bytes of the first file before any chunk.
+    """
+
+    def __init__(
+        self, tensors: Sequence[tuple[TensorEntry, ItemBoxes]], values: int, split: FileSplit
+    ) -> None:
         import numpy as np
 
         self.tensors = tensors
+        self.split = split
         cuts = [cut for _, cut in tensors]
         none = np.zeros(0, np.int32)
-        self.ranks = np.concatenate([none, *(cut.ranks for cut in cuts)])
+        self.numbers = split.numbers or [0] * len(tensors)
+        of_cuts = (cut.ranks * split.count + n for cut, n in zip(cuts, self.numbers, strict=True))
+        self.files = np.concatenate([none, *of_cuts])
         self.lengths = np.concatenate([none, *(cut.lengths for cut in cuts)])
         counts = [len(cut.ranks) for cut in cuts]
         self.firsts = np.cumsum([0, *counts])
-        self._order = np.argsort(self.ranks, kind="stable")
+        self._order = np.argsort(self.files, kind="stable")
         lengths = self.lengths[self._order]
         ends = np.cumsum(lengths)
-        world = int(self.ranks.max(initial=0)) + 1
-        self._edges = np.searchsorted(self.ranks[self._order], np.arange(world + 1))
+        count = int(self.files.max(initial=0)) + 1
+        self._edges = np.searchsorted(self.files[self._order], np.arange(count + 1))
         before = np.concatenate([[0], ends])[self._edges]
         self.nbytes = np.diff(before)
         self.nbytes[0] += values
         begins = ends - lengths - np.repeat(before[:-1], np.diff(self._edges))
         self.offsets = np.empty(len(ends), np.int64)
         self.offsets[self._order] = begins
-        self.offsets[self.ranks == 0] += values
+        self.offsets[self.files == 0] += values
 
     @property
     def written(self) -> list[int]:
-        """The ranks that have a chunk."""
+        """The files that have a chunk."""
         import numpy as np
 
-        return [int(rank) for rank in np.flatnonzero(np.diff(self._edges))]
+        return [int(file) for file in np.flatnonzero(np.diff(self._edges))]
 
     def tables(self) -> dict[str, WrittenChunks]:
         """Return the places of the elements of each tensor."""
-        cuts: dict[int, WrittenCut] = {}
+        cuts: dict[tuple[int, int], WrittenCut] = {}
         tables = {}
-        for (entry, cut), first in zip(self.tensors, self.firsts.tolist(), strict=False):
-            if id(cut) not in cuts:
-                files = [(data_file(rank), rank) for rank in cut.ranks.tolist()]
-                cuts[id(cut)] = WrittenCut(cut.boxes, files)
-            offsets = self.offsets[first : first + len(cut.boxes)] + cut.starts
-            tables[entry.name] = WrittenChunks(cuts[id(cut)], offsets, entry.dtype.itemsize)
+        tensors = zip(self.tensors, self.numbers, self.firsts.tolist(), strict=False)
+        for (entry, cut), number, first in tensors:
+            key, last = (id(cut), number), first + len(cut.boxes)
+            if key not in cuts:
+                files = zip(self.files[first:last].tolist(), cut.ranks.tolist(), strict=True)
+                cuts[key] = WrittenCut(cut.boxes, [(self.split.path(n), rank) for n, rank in files])
+            offsets = self.offsets[first:last] + cut.starts
+            tables[entry.name] = WrittenChunks(cuts[key], offsets, entry.dtype.itemsize)
         return tables
 
     def decisive(self) -> Iterator[bytes]:
@@ -116,22 +140,23 @@ class WrittenItems:
         for entry, cut in self.tensors:
             kind = entry.name, entry.path, entry.shape, entry.dtype.name, numbers[id(cut)]
             yield repr(kind).encode()
+        yield self.files.tobytes()
         yield self.offsets.tobytes()
 
-    def parts(self, rank: int, values: Sequence[Part]) -> tuple[Part, ...]:
-        """Return all parts of a rank's file, made on each call: its ``values``, then its chunks."""
+    def parts(self, file: int, values: Sequence[Part]) -> tuple[Part, ...]:
+        """Return all parts of a file, made on each call: its ``values``, then its chunks."""
         parts = list(values)
-        for number, place in self._rows(rank):
+        for number, place in self._rows(file):
             entry, cut = self.tensors[number]
             data = Data(entry.name, cut.boxes[place], entry.dtype.itemsize)
             parts += [data if type(part) is Data else part for part in cut.archives[place]]
         return tuple(parts)
 
-    def _rows(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Return the chunks of a rank's file, in order: the number of the tensor, and the box's."""
+    def _rows(self, file: int) -> Iterator[tuple[int, int]]:
+        """Return the chunks of a file, in order: the number of the tensor, and the box's."""
         import numpy as np
 
-        rows = self._order[self._edges[rank] : self._edges[rank + 1]]
+        rows = self._order[self._edges[file] : self._edges[file + 1]]
         numbers = np.searchsorted(self.firsts, rows, side="right") - 1
         return zip(numbers.tolist(), (rows - self.firsts[numbers]).tolist(), strict=True)
 

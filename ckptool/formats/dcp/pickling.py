@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ckptool.core.catalog import Index, ObjectEntry, TensorEntry
 from ckptool.core.layout import FileLayout, Literal, Part
-from ckptool.formats.dcp.cuts import ItemBoxes, WrittenItems, data_file
+from ckptool.formats.dcp.cuts import ItemBoxes, WrittenItems
 from ckptool.serialization.pickle.write import require_of_torch
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -152,8 +152,8 @@ class MetadataPickler:
 
         if self._files is None:
             self._files = np.zeros(len(self._chunks.nbytes), np.int64)
-            for rank in self._chunks.written:
-                self._files[rank] = self._number(data_file(rank))
+            for file in self._chunks.written:
+                self._files[file] = self._number(self._chunks.split.path(file))
         by_dims: dict[int, list[int]] = {}
         for number, (entry, _) in enumerate(self._chunks.tensors):
             by_dims.setdefault(len(entry.shape), []).append(number)
@@ -191,7 +191,7 @@ class MetadataPickler:
             *self._size_columns(np.concatenate([cut.lows for _, cut in some])),
             _END + self._begin(_FILESYSTEM, "_StorageInfo") + self._text("relative_path"),
             pickle.LONG_BINGET,
-            _little_endian(self._files[self._chunks.ranks[at]], 4),
+            _little_endian(self._files[self._chunks.files[at]], 4),
             self._text("offset"),
             *_integers(self._chunks.offsets[at]),
             self._text("length"),

@@ -1,4 +1,4 @@
-"""Lay out a DCP folder as torch 2.13 does: one ``.distcp`` file per rank, then ``.metadata``."""
+"""Lay out a DCP folder as torch 2.13 does: ``.distcp`` files of each rank, then ``.metadata``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from ckptool.core.layout import Data, FileLayout, Layout, Part, ScatteredData
 from ckptool.core.selection import root_problem, with_loadable_paths
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
-from ckptool.formats.dcp.cuts import ItemBoxes, WrittenItems, data_file
+from ckptool.formats.dcp.cuts import FileSplit, ItemBoxes, WrittenItems
 from ckptool.formats.dcp.pickling import MetadataPickler, WrittenAt, WrittenValue
+from ckptool.formats.dcp.splits import split_files
 from ckptool.formats.lightning import split_meta
 from ckptool.formats.writing import CARRIED, WriterAssignment, lay_out_companions, note_tied
 from ckptool.serialization.archive.write import lay_out_archive
@@ -35,21 +36,23 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     catalog = with_loadable_paths(catalog)
     parts: list[Part] = []
     values: list[WrittenValue] = []
+    cuts, placed = _cut_all(catalog, WriterAssignment(request)), request.placed
+    split = FileSplit() if placed is None else split_files(cuts, placed.mesh.size)
     nbytes = 0
     for value in catalog.objects.values():
         archive = lay_out_archive(value.value)
         parts += archive
         length = sum(part.nbytes for part in archive)
-        values.append((value, WrittenAt(data_file(0), nbytes, length)))
+        values.append((value, WrittenAt(split.path(0), nbytes, length)))
         nbytes += length
     foreign = sorted({*chain(*(made_of[name] for name in held))} - {NUMPY})
-    chunks = WrittenItems(_cut_all(catalog, WriterAssignment(request)), nbytes)
+    chunks = WrittenItems(cuts, nbytes, split)
     layouts = [*lay_out_companions(catalog), *beside]
-    for rank in sorted({*chunks.written, *([0] if values else [])}):
-        own = () if rank else parts
-        make, decisive = partial(chunks.parts, rank, own), partial(iter, own)
-        nbytes = int(chunks.nbytes[rank])
-        layouts.append(FileLayout.lazy(data_file(rank), nbytes, make, rank, decisive))
+    for file in sorted({*chunks.written, *([0] if values else [])}, key=split.unit):
+        own = () if file else parts
+        make, decisive = partial(chunks.parts, file, own), partial(iter, own)
+        rank, path, nbytes = file // split.count, split.path(file), int(chunks.nbytes[file])
+        layouts.append(FileLayout.lazy(path, nbytes, make, rank, decisive, split.unit(file)))
     layouts.append(MetadataPickler(chunks, values).lay_out())
     notes = [*([changed_root] if changed_root else []), *note_tied(catalog)]
     if foreign:

@@ -41,7 +41,7 @@ def test_parts_in_any_order_make_what_one_process_makes(
 def test_each_file_is_one_part_s_and_parts_are_balanced(source: Path, tmp_path: Path) -> None:
     planned = convert("hf", **MANY)(source, tmp_path / "m", asked())
     layout = planned.plan.layout
-    shares = [Share(at, 4).files(layout, None) for at in range(4)]
+    shares = [Share(at, 4).files(layout) for at in range(4)]
     assert sorted(number for share in shares for number in share) == [*range(len(layout.files))]
     loads = [sum(layout.files[number].nbytes for number in share) for share in shares]
     assert max(loads) - min(loads) <= max(file.nbytes for file in layout.files)

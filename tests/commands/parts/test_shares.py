@@ -199,7 +199,7 @@ def test_a_record_of_a_tensor_that_is_written_and_one_that_is_not_is_checked(
     planned, checked = convert("torch-save"), set[Record | None]()
     for part in ("1/2", "2/2"):
         transfer = planned(source, tmp_path / "m.pt", asked(part))
-        plan, numbers = transfer.plan, transfer.options.part.files(transfer.plan.layout, None)
+        plan, numbers = transfer.plan, transfer.options.part.files(transfer.plan.layout)
         places = [chunk.at for _, chunk in checked_chunks(plan, numbers)]
         checked |= {at.record for at in places if isinstance(at, Extent)}
         write(planned, source, tmp_path / "m.pt", part)
