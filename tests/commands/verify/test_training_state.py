@@ -61,6 +61,25 @@ def test_optimizer_state_that_lacks_a_part(tmp_path: Path) -> None:
     assert "optimizer.state.c: without exp_avg_sq, which 2 other" in found.message
 
 
+def test_squares_of_rows_and_columns_are_no_part_that_is_missing(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    state = optimizer({"a": 7, "b": 7, "c": 7}, c="exp_avg_sq")  # Adafactor with a mean, CAME
+    factors = {f"exp_avg_sq_{dim}": torch.ones(3) for dim in ("row", "col")}
+    state["optimizer"]["state"]["c"] |= factors
+    assert not checked(saved(tmp_path / "c", state=state), quick=True).findings
+
+
+def test_what_another_optimizer_has_is_no_part_that_is_missing(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    state = optimizer({"a": 7, "b": 7, "c": 7}, c="exp_avg_sq")
+    del state["optimizer"]["state"]["c"]["exp_avg"]
+    state["optimizer"]["state"]["c"]["square_avg"] = torch.ones(3)  # RMSprop's
+    assert not checked(saved(tmp_path / "c", state=state), quick=True).findings
+    state["optimizer"]["state"]["c"] = optimizer({"c": 7})["optimizer"]["state"]["c"]
+    state["optimizer"]["state"]["c"]["step"] = 7  # SparseAdam's is no tensor
+    assert not checked(saved(tmp_path / "d", state=state), quick=True).findings
+
+
 def test_optimizer_state_of_another_shape(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     state = optimizer({"a": 7, "b": 7})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -45,23 +45,44 @@ def optimizer_problems(catalog: Catalog) -> Iterator[Problem]:
     # a buffer, or a frozen or tied parameter, has no state at all
     first_kinds = {name: found for name, found in by_first.items() if found - _WEIGHTS}
     for found_kinds in filter(None, (kinds, first_kinds)):
-        yield from _incomplete(found_kinds, catalog.conflicts)
+        yield from _incomplete(found_kinds, catalog)
 
 
-def _incomplete(states: Mapping[str, set[str]], conflicts: Collection[str]) -> Iterator[Problem]:
-    """Yield incomplete state, compared with other parameters'; ``conflicts`` count as present."""
+def _incomplete(states: Mapping[str, set[str]], catalog: Catalog) -> Iterator[Problem]:
+    """Yield incomplete state, compared with other parameters'; what ranks disagree on is there.
+
+    Other state may be in its place: squares of rows and columns (Adafactor, CAME), a step that is
+    no tensor, all of another optimizer's.
+    """
     groups: dict[frozenset[str], list[str]] = defaultdict(list)
     for head, state in states.items():
-        known = {kind for kind in _KINDS if f"{head}.{kind}" in conflicts}
+        known = {kind for kind in _KINDS if f"{head}.{kind}" in catalog.conflicts}
         groups[frozenset(state) | known].append(head)
     for kinds, heads in groups.items():
         larger = [other for other in groups if kinds < other]
         if larger:
             most = max(larger, key=lambda other: len(groups[other]))
-            lacking = ", ".join(sorted(most - kinds))
-            others = f"{len(groups[most]):,} other parameters"
-            message = f"{list_some(heads, 1)}: without {lacking}, which {others} have"
-            yield Problem(message, "optimizer-incomplete", tensor=heads[0])
+            beside = _other_state(catalog)
+            alike = beside[groups[most][0]]
+            lacking = [head for head in heads if beside[head] <= alike]
+            what = ", ".join(sorted(most - kinds))
+            for head in lacking[:1]:
+                message = f"{list_some(lacking, 1)}: without {what}, which"
+                message += f" {len(groups[most]):,} other parameters have"
+                yield Problem(message, "optimizer-incomplete", tensor=head)
+
+
+def _other_state(catalog: Catalog) -> dict[str, set[str]]:
+    """Return what each parameter has besides the known kinds of tensors: others, and values."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name in catalog.tensors:
+        head, _, last = name.rpartition(".")
+        if last not in _KINDS:
+            found[head].add(last)
+    for name in catalog.objects:
+        head, _, last = name.rpartition(".")
+        found[head].add(last)
+    return found
 
 
 def models_by_tail(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
