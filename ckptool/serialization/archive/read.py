@@ -23,8 +23,8 @@ from ckptool.core.codec import decode
 from ckptool.core.mesh import Mesh
 from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognized, coded
 from ckptool.serialization.archive.templates import (
-    STORAGES,
     ArchiveTemplate,
+    Sibling,
     Templates,
     is_compared,
 )
@@ -152,12 +152,13 @@ class OpenArchive:
 
     def __init__(self, region: Region, templates: Templates) -> None:
         self._region = region
-        self.sibling = templates.find(region)
-        if self.sibling is None:
-            self._records = read_directory(region)
-            self._folder = _folder(region, self._records)
-            self._has_crc = has_checksums(self._records.values())
-            self.sibling = templates.learn(region, self._records.values())
+        sibling = templates.find(region)
+        if sibling is None:
+            records = read_directory(region)
+            folder = _folder(region, records)
+            alone = Sibling(ArchiveTemplate.of(records.values(), folder))
+            sibling = templates.learn(region, records.values()) or alone
+        self.sibling = sibling
 
     @classmethod
     def of(cls, source: Source, file: str, templates: Templates) -> OpenArchive:
@@ -176,32 +177,23 @@ class OpenArchive:
 
     def read(self) -> TorchFile:
         """Read the pickle, unless that of a similar archive was; return the file."""
-        template = self.sibling.template if self.sibling is not None else None
-        if template is not None and template.file is not None:
-            what = self._region.what
+        template, what = self.sibling.template, self._region.what
+        if template.file is not None:
             return replace(template.file, what=what, storages=self.storages(), meshes={})
-        what = self._region.what
         loaded = _unpickle(self.pickle, f"{what} (data.pkl)")
         _require_in_value(loaded)
         order, hostile = self.byteorder(), loaded.hostile
         file = TorchFile(what, loaded.value, self.storages(), order, loaded.end, hostile)
-        if template is not None and not hostile and is_compared(self._at("data.pkl")):
+        if not hostile and is_compared(self._at("data.pkl")):
             template.file = file
         return file
 
     def storages(self, keys: Iterable[str] | None = None) -> dict[str, StoredBytes]:
         """Return the place of each storage, by its key, or only of those with these keys."""
-        sibling = self.sibling
-        if sibling is not None:
-            numbers, are_checked = sibling.template.storages, sibling.has_sums
-            wanted = [key for key in keys if key in numbers] if keys is not None else numbers
-            stored = {key: sibling.record(numbers[key]) for key in wanted}
-        else:
-            prefix = self._folder + STORAGES
-            records = self._records.items()
-            stored = {name[len(prefix) :]: r for name, r in records if name.startswith(prefix)}
-            are_checked = has_checksums(stored.values())
-        return {key: _locate(self._region, record, are_checked) for key, record in stored.items()}
+        numbers, are_checked = self.sibling.template.storages, self.sibling.has_sums
+        wanted = [key for key in keys if key in numbers] if keys is not None else numbers
+        stored = ((key, self.sibling.record(numbers[key])) for key in wanted)
+        return {key: _locate(self._region, record, are_checked) for key, record in stored}
 
     def byteorder(self) -> str:
         """Return ``little`` or ``big``; Damaged if it is neither."""
@@ -216,12 +208,10 @@ class OpenArchive:
 
     def _at(self, name: str) -> ZipRecord:
         """Return a record by its name in the root; KeyError if there is none."""
-        if self.sibling is None:
-            return self._records[self._folder + name]
         return self.sibling.record(self.sibling.template.names[name])
 
     def _bytes_of(self, record: ZipRecord) -> bytes:
-        return record_bytes(self._region, record, self.sibling is not None or self._has_crc)
+        return record_bytes(self._region, record, has_checksums(self.sibling.template.records))
 
 
 def _unpickle(data: bytes, what: str) -> Loaded:

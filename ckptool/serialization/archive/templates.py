@@ -9,9 +9,10 @@ the rank: all other bytes are compared.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
 from struct import Struct as Form
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct
@@ -28,6 +29,7 @@ from ckptool.serialization.zip import (
     ZipRecord,
     find_directory,
     find_end,
+    has_checksums,
 )
 from ckptool.serialization.zip_headers import check_headers, count_unclaimed_bytes
 
@@ -46,7 +48,7 @@ _LONGEST_ROOT = 255
 """Characters: its places in all headers are kept."""
 _CHECKSUM_OVER_ALL = "/.data/serialization_id"
 """The end of the name of a record that differs whenever a storage does."""
-STORAGES = "data/"
+_STORAGES = "data/"
 """The folder of the storages in the root."""
 _LARGEST_ALIKE = 1 << 10
 """Bytes of the largest record that is compared: pickles of ranks are larger, of items smaller."""
@@ -122,6 +124,9 @@ def _form(holes: Iterable[Hole], nbytes: int) -> Form:
     return Form("".join([*parts, f"{nbytes - position}x"]))
 
 
+_NOTHING = Template.of(b"", ())
+
+
 class ArchiveTemplate(Struct, eq=False):
     """An archive that others are compared with: all of it but the content of its ``own`` records.
 
@@ -139,6 +144,25 @@ class ArchiveTemplate(Struct, eq=False):
     names: dict[str, int]
     storages: dict[str, int]
     file: TorchFile | None = None
+
+    @classmethod
+    def of(
+        cls,
+        records: Iterable[ZipRecord],
+        folder: str,
+        own: tuple[int, ...] = (),
+        readings: _Spans = (),
+        template: Template = _NOTHING,
+    ) -> ArchiveTemplate:
+        """Return an archive by its records, of which torch.save's are in a ``folder``.
+
+        Without ``readings`` no other is compared with it.
+        """
+        every = tuple(records)
+        inside = ((r.name, at) for at, r in enumerate(every) if r.name.startswith(folder))
+        names = {name[len(folder) :]: at for name, at in inside}
+        storages = {n[len(_STORAGES) :]: at for n, at in names.items() if n.startswith(_STORAGES)}
+        return cls(every, own, readings, template, names, storages)
 
     def match(self, region: Region) -> Sibling | None:
         """Return an archive of the same number of bytes that is similar; else None."""
@@ -165,13 +189,13 @@ class Sibling(NamedTuple):
     """An archive that matches a template: its root's name, and the CRC-32 of its own records."""
 
     template: ArchiveTemplate
-    root: str
-    crcs: dict[int, int]
+    root: str = ""
+    crcs: Mapping[int, int] = MappingProxyType({})
 
     @property
     def has_sums(self) -> bool:
         """Whether its writer stored the CRC-32 of storages: without any, all are 0."""
-        return any(self.crcs[at] for at in self.template.storages.values())
+        return has_checksums(map(self.record, self.template.storages.values()))
 
     def record(self, at: int) -> ZipRecord:
         """Return a record by its position in the directory."""
@@ -252,10 +276,7 @@ def _template_of(
         holes(map(_crc_beside, varied), CRC32_NBYTES, "L"),
         holes((record.noted for record in varied), CRC32_NBYTES, "L"),
     )
-    names = {record.name[len(root) + 1 :]: at for at, record in enumerate(records)}
-    keys = [name for name in names if name.startswith(STORAGES)]
-    storages = {name[len(STORAGES) :]: names[name] for name in keys}
-    return ArchiveTemplate(records, own, readings, template, names, storages)
+    return ArchiveTemplate.of(records, f"{root}/", own, readings, template)
 
 
 def _is_plain(records: Collection[ZipRecord]) -> bool:

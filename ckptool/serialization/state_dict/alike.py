@@ -186,16 +186,16 @@ class _First:
         In one that matches the template of an earlier one only checksums differ.
         """
         file, sibling = archive.file, archive.sibling
-        known = self._places.get(sibling.template) if sibling and sibling.has_sums else None
-        if known is not None and sibling is not None:
-            crcs = sibling.crcs
-            return [_with_sum(at, file, crcs[number]) for at, number in known]
+        has_others = bool(sibling.template.readings) and sibling.has_sums
+        known = self._places.get(sibling.template) if has_others else None
+        if known is not None:
+            return [_with_sum(at, file, sibling.crcs[number]) for at, number in known]
         storages = archive.storages()
         places = [_place(one, storages.get(one.key), file) for one in self._tensors.values()]
         found = [at for at in places if at is not None]
         if len(found) < len(places):
             return None
-        if sibling is not None and sibling.has_sums:
+        if has_others:
             numbers = sibling.template.storages
             own = [numbers[one.key] for one in self._tensors.values()]
             self._places[sibling.template] = [*zip(found, own, strict=True)]
