@@ -42,7 +42,7 @@ from ckptool.serialization.state_dict.leaves import (
     read_file_leaves,
     read_leaves,
 )
-from ckptool.serialization.state_dict.values import list_parts, walk_parts
+from ckptool.serialization.state_dict.values import Pairs, pairs_inside, same_value, walk_parts
 
 _LEAST = 1 << 16
 """Bytes of the smallest file that is worth it."""
@@ -55,7 +55,6 @@ _MOST_PROBES = 4
 _OF_A_RANK = ("_rank", "_coordinate_on_dim", "_dim_group_names", "_dim_group_infos")
 """The attributes of a device mesh that differ between its ranks (torch 2.1 to 2.13)."""
 _READ_OF_THEM = _OF_A_RANK[:2]
-_SCALARS = frozenset([str, int, bool, float, bytes, type(None)])
 _CONTRADICTIONS = (
     CkptoolError,
     LookupError,
@@ -292,43 +291,23 @@ def _pair_meshes(one: Any, other: Any) -> list[tuple[Call, Call]] | None:
     Both are of pickles with the same opcodes, so the same parts of both are shared.
     """
     meshes: list[tuple[Call, Call]] = []
-    stack, seen = [(one, other)], set[tuple[int, int]]()
-    while stack:
-        a, b = stack.pop()
-        if a is b:
-            continue
-        kind = type(a)
-        if kind is not type(b):
-            return None
-        if kind in _SCALARS or kind is Global:
-            if a != b and repr(a) != repr(b):
-                return None
-            continue
-        if (id(a), id(b)) in seen:
-            continue
-        seen.add((id(a), id(b)))
-        parts = _parts(a), _parts(b)
-        if kind is Call and _is_mesh(a) and _is_mesh(b):
-            if not all(_is_alike(a.state.get(name), b.state.get(name)) for name in _OF_A_RANK):
-                return None
-            parts = _parts_of_mesh(a), _parts_of_mesh(b)
+
+    def inside(a: Any, b: Any) -> Pairs | None:
+        if isinstance(a, Call) and _is_mesh(a) and _is_mesh(b):
             meshes.append((a, b))
-        if parts[0] is None or parts[1] is None or len(parts[0]) != len(parts[1]):
-            return None
-        stack += zip(parts[0], parts[1], strict=True)
-    return meshes
+            own = [_is_alike(a.state.get(name), b.state.get(name)) for name in _OF_A_RANK]
+            parts = _parts_of_mesh(a), _parts_of_mesh(b)
+            is_alike = all(own) and len(parts[0]) == len(parts[1])
+            return [*zip(*parts, strict=True)] if is_alike else None
+        if isinstance(a, Persistent):
+            return [(a.value, b.value)]
+        pairs = pairs_inside(a, b)
+        beside = {Call: "is_new", OrderedMapping: "state"}.get(type(a))
+        if pairs is not None and beside is not None:
+            pairs.append((getattr(a, beside, None), getattr(b, beside, None)))
+        return pairs
 
-
-def _parts(value: Any) -> list[Any] | None:
-    """Return the parts of a value; None for a kind that is not compared."""
-    kind = type(value)
-    if kind is Persistent:
-        return [value.value]
-    if kind is OrderedMapping:
-        return [*list_parts(value), getattr(value, "state", None)]
-    if kind is Call:
-        return [value.is_new, *list_parts(value)]
-    return list_parts(value) if kind in (dict, list, tuple) else None
+    return meshes if same_value(one, other, inside) else None
 
 
 def _is_mesh(record: Call) -> bool:

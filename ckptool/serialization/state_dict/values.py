@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -224,8 +224,28 @@ def _of_subclass(record: Call) -> str:
     return ""
 
 
-def same_value(first: object, second: object) -> bool:
-    """Return whether two values read from pickles are equal, inert records included."""
+Pairs = list[tuple[Any, Any]]
+
+
+def pairs_inside(a: Any, b: Any) -> Pairs | None:
+    """Return what must be equal inside two values of one type; None if they differ themselves."""
+    if isinstance(a, Call):
+        filled = [(a.items, b.items), (a.entries, b.entries)] if a.is_filled or b.is_filled else []
+        return [(a.function, b.function), (a.args, b.args), (a.state, b.state), *filled]
+    if isinstance(a, dict):
+        return [(a[key], b[key]) for key in a] if a.keys() == b.keys() else None
+    if isinstance(a, list | tuple):
+        return list(zip(a, b, strict=True)) if len(a) == len(b) else None
+    return [] if a == b else None
+
+
+def same_value(
+    first: object, second: object, inside: Callable[[Any, Any], Pairs | None] = pairs_inside
+) -> bool:
+    """Return whether two values read from pickles are equal, inert records included; so are NaN.
+
+    ``inside`` returns what must be equal in two parts: objects of the values, known by identity.
+    """
     compared: set[tuple[int, int]] = set()
     stack = [(first, second)]
     while stack:
@@ -234,28 +254,16 @@ def same_value(first: object, second: object) -> bool:
             continue
         if type(a) is not type(b):
             return False
+        if type(a) in _SCALARS:
+            if a != b and (a == a or b == b):
+                return False
+            continue
         compared.add((id(a), id(b)))
-        inner = _pairs(a, b)
-        if inner is None:
+        pairs = inside(a, b)
+        if pairs is None:
             return False
-        stack += inner
+        stack += pairs
     return True
-
-
-def _pairs(a: Any, b: Any) -> list[tuple[Any, Any]] | None:
-    """Return what must be equal inside two values of one type; None if they differ themselves.
-
-    NaN equals NaN.
-    """
-    if isinstance(a, Call):
-        parts = ("function", "args", "state", "items", "entries")
-        return [(getattr(a, part), getattr(b, part)) for part in parts]
-    if isinstance(a, dict):
-        return [(a[key], b[key]) for key in a] if a.keys() == b.keys() else None
-    if isinstance(a, list | tuple):
-        return list(zip(a, b, strict=True)) if len(a) == len(b) else None
-    is_equal = a == b or (isinstance(a, float) and a != a and b != b)
-    return [] if is_equal else None
 
 
 def note_stray_keys(file: str, keys: Iterable[Any]) -> list[str]:
