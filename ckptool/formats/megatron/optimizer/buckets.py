@@ -105,7 +105,7 @@ def _read_buffer(
             f"the model's {len(parameters):,} parameters of {sum(numels):,} elements"
             f" do not fill its {len(states):,} buckets, in the order in which Megatron fills them"
         )
-    runs = [{kind: _list_runs(entry) for kind, entry in state.items()} for state in states]
+    runs = [{kind: list_runs(entry) for kind, entry in state.items()} for state in states]
     return cut_runs(parameters, slots, runs)
 
 
@@ -130,7 +130,8 @@ def _measure_bucket(state: Mapping[str, TensorEntry]) -> Bucket:
     return Bucket(entry.shape[0], cuts)
 
 
-def _list_runs(entry: TensorEntry) -> list[StorageRun]:
+def list_runs(entry: TensorEntry) -> list[StorageRun]:
+    """Return the chunks of a vector as runs of its elements, in order."""
     ordered = sorted(entry.chunks, key=lambda chunk: chunk.box.lo)
     return [
         StorageRun(chunk.box.shape, entry.source_dtype, chunk.at, chunk.box.lo[0], chunk.rank)

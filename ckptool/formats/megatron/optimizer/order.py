@@ -22,6 +22,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptool.core.catalog import TensorEntry
+from ckptool.core.quantization.master_names import NORMS
 from ckptool.core.views import join
 from ckptool.errors import Undetermined
 from ckptool.formats.dcp import SavePlan
@@ -29,7 +30,7 @@ from ckptool.formats.megatron.model import is_buffer
 
 EXPERTS = "mlp.experts.experts."
 _NESTED = "transformer_layer."
-_QKV_NORM, _FC1_NORM = "self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_"
+_QKV_NORM, _FC1_NORM = NORMS["input_layernorm."], NORMS["pre_mlp_layernorm."]
 _PROJECTION = "self_attention.linear_proj.weight"
 _BEFORE = (
     "embedding.word_embeddings.weight",
@@ -194,10 +195,8 @@ def name_module(prefix: str, layer: int, inner: str, *, local: bool) -> str:
     """Return a layer parameter's name in the model: local layers have norms as modules."""
     own = inner.removeprefix(_NESTED)
     outer = inner[: len(inner) - len(own)]
-    if local and own.startswith(_QKV_NORM):
-        own = f"input_layernorm.{own.removeprefix(_QKV_NORM)}"
-    elif local and own.startswith(_FC1_NORM):
-        own = f"pre_mlp_layernorm.{own.removeprefix(_FC1_NORM)}"
+    for norm, key in NORMS.items() if local else ():
+        own = norm + own.removeprefix(key) if own.startswith(key) else own
     return f"{prefix}{layer}.{outer}{own}"
 
 

@@ -26,6 +26,7 @@ from ckptool.formats.megatron.optimizer.buckets import (
     find_bucket_group,
     group_buckets,
     group_parameters,
+    list_runs,
     read_buckets,
 )
 from ckptool.formats.megatron.optimizer.order import (
@@ -49,7 +50,6 @@ from ckptool.formats.megatron.tensor_parallel import (
     Fragments,
     LocalParameter,
     Rank,
-    StorageRun,
     add_fragments,
     merge_fragments,
 )
@@ -119,10 +119,7 @@ def _group_gathered(entries: Iterable[TensorEntry]) -> dict[Group, list[Gathered
         _, number, dtypes, kind = entry.path
         buffers = groups.setdefault(group, {})
         buffer = buffers.setdefault(str(number), GatheredBuffer(find_param_dtype(dtypes), {}))
-        buffer.runs[str(kind)] = [
-            StorageRun(chunk.box.shape, entry.dtype, chunk.at, chunk.box.lo[0], chunk.rank)
-            for chunk in entry.chunks
-        ]
+        buffer.runs[str(kind)] = list_runs(entry)
     return {group: [b[key] for key in sorted(b, key=_parse_number)] for group, b in groups.items()}
 
 
