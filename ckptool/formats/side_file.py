@@ -68,13 +68,7 @@ def _add_side(catalog: Catalog, source: Source, side: str, marks: set[str] | Non
     if more.problems or twice:
         problems = [*more.problems, *(f"{n}: also in the main file" for n in twice)]
         raise damaged(problems, subject=side, hint=f"{side} belongs to another checkpoint")
-    return replace(
-        catalog,
-        tensors=catalog.tensors | more.tensors,
-        objects=catalog.objects | more.objects,
-        conflicts=catalog.conflicts | more.conflicts,
-        files=catalog.files | {side: source.files[side]},
-    )
+    return more.added_to(catalog, source, side)
 
 
 def _missing(side: str) -> Problem:

@@ -213,13 +213,7 @@ def _add_common(source: Source, catalog: Catalog) -> Catalog:
     twice = common.objects.keys() & catalog.objects.keys()
     if twice:
         raise Damaged(f"{COMMON}: {sorted(twice)[0]!r} is also a ShardedObject", "items-overlap")
-    return replace(
-        catalog,
-        tensors=catalog.tensors | common.tensors,
-        objects=catalog.objects | common.objects,
-        conflicts=catalog.conflicts | common.conflicts,
-        files=catalog.files | {COMMON: source.files[COMMON]},
-    )
+    return common.added_to(catalog, source, COMMON)
 
 
 # Writing

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, Place, TensorEntry, flat_name
 from ckptool.core.dtype import DType
@@ -144,6 +145,16 @@ class Assembled(Struct):
             notes=tuple(dict.fromkeys([*self.notes, *note_repeated(self.objects)])),
             conflicts=self.conflicts,
             **facts,
+        )
+
+    def added_to(self, catalog: Catalog, source: Source, file: str) -> Catalog:
+        """Return a catalog with the content of one more file."""
+        return replace(
+            catalog,
+            tensors=catalog.tensors | self.tensors,
+            objects=catalog.objects | self.objects,
+            conflicts=catalog.conflicts | self.conflicts,
+            files=catalog.files | {file: source.files[file]},
         )
 
 
