@@ -218,6 +218,12 @@ def test_modules_that_run_code_are_refused(module: str) -> None:
         read(f"c{module}\nrun\n.".encode())
 
 
+@pytest.mark.parametrize("end", [b"", b"(", b"\xff"])
+def test_what_follows_code_does_not_hide_it(end: bytes) -> None:
+    with pytest.raises(Hostile):
+        read(b"cos\nsystem\n(S'x'\ntR" + end)
+
+
 class Spot:
     def __init__(self, **fields: Any) -> None:
         self.__dict__ |= fields
