@@ -52,12 +52,9 @@ def read_pickle(
     machine = Machine(data, start, what, rows=rows)
     try:
         value = _run(machine, len(data))
-    except Truncated:
-        require_harmless(machine.hostile if judges else {})
-        raise
-    except Damaged:
+    except Damaged as error:
         remember_globals(data, machine.names(), start)
-        require_harmless(machine.hostile)
+        require_harmless({} if isinstance(error, Truncated) and not judges else machine.hostile)
         raise
     named = machine.names()
     remember_globals(data, named, start)
