@@ -31,6 +31,7 @@ from ckptool.errors import (
     UNREAD,
     CkptoolError,
     Damaged,
+    NoAnswer,
     Problem,
     Refusal,
     Unrecognized,
@@ -222,6 +223,13 @@ class Survey(Struct, frozen=True):
     problems: tuple[Problem, ...]
     named: str | None = None
 
+    @property
+    def opened(self) -> OpenedCheckpoint | None:
+        """The checkpoint as far as it could be read; None if that is not at all."""
+        if self.catalog is None:
+            return None
+        return OpenedCheckpoint(self.path, self.source, self.format, self.catalog)
+
 
 def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
     """Detect the checkpoint at ``path`` and read what is readable of it.
@@ -251,6 +259,16 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
     causes = with_cause(source, problems)
     how = candidate.path, source, candidate.format, catalog, tuple(causes)
     return Survey(*how, named=candidate.named)
+
+
+def survey_readable(path: Location, options: ReadOptions = AS_DETECTED) -> Survey | None:
+    """Read what is readable of a checkpoint; None if nothing is. Raises NoAnswer."""
+    try:
+        return survey(path, options)
+    except NoAnswer:
+        raise
+    except (CkptoolError, OSError):
+        return None
 
 
 def _with_parts(catalog: Catalog, options: ReadOptions) -> Catalog:

@@ -147,9 +147,10 @@ def inspect_readable(path: Location, options: ReadOptions = AS_DETECTED) -> Insp
     except (Damaged, Hostile) as error:
         _release(error)
         found = survey(path, options)
-        if found.catalog is None or not (found.catalog.tensors or found.catalog.objects):
+        opened = found.opened
+        if opened is None or not (opened.catalog.tensors or opened.catalog.objects):
             raise
-        described = report(OpenedCheckpoint(found.path, found.source, found.format, found.catalog))
+        described = report(opened)
         problems = dict.fromkeys((*error.problems, *found.problems, *described.problems))
         return replace(described, problems=tuple(problems), error=error)
 

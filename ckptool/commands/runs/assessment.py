@@ -12,13 +12,12 @@ from msgspec import Struct, field
 
 from ckptool.commands.detect import require_known
 from ckptool.commands.document import Report
-from ckptool.commands.open import Survey
+from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import Completeness, unfinished
 from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run, written_after
 from ckptool.commands.runs.pointers import find_pointers, is_for_that, latest_source
-from ckptool.commands.runs.records import survey_readable
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.side_files import damaged_side_files, spoiling
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name

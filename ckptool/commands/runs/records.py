@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ckptool.commands.open import Survey, survey
+from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.names import Position
 from ckptool.commands.runs.steps import Step
 from ckptool.core.catalog import Catalog
-from ckptool.errors import CkptoolError, NoAnswer
+from ckptool.errors import CkptoolError
 from ckptool.formats.companions import TRAINER_STATE
 from ckptool.serialization.source import parse_json_object, read_metadata
-from ckptool.storage.url import Location
 
 _STEPS = (
     "train_state.step",
@@ -60,16 +59,6 @@ def recorded_position(step: Step, options: ReadOptions = AS_DETECTED) -> Positio
     steps = _count(found.catalog, _MORE_STEPS) if steps is None else steps
     steps = _step_of_trainer(found) if steps is None else steps
     return Position(epoch=_count(found.catalog, _EPOCHS), step=steps)
-
-
-def survey_readable(place: Location, options: ReadOptions = AS_DETECTED) -> Survey | None:
-    """Return what can be read of a checkpoint; None if nothing can. Raises NoAnswer."""
-    try:
-        return survey(place, options)
-    except NoAnswer:
-        raise
-    except (CkptoolError, OSError):
-        return None
 
 
 def _count(catalog: Catalog, names: tuple[str, ...]) -> int | None:

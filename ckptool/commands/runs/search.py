@@ -9,6 +9,7 @@ from pathlib import PurePath
 from msgspec.structs import replace
 
 from ckptool.commands.detect import detect_folder, find_checkpoints, natural_key
+from ckptool.commands.open import survey_readable
 from ckptool.commands.runs.names import (
     Position,
     holds_model,
@@ -17,7 +18,6 @@ from ckptool.commands.runs.names import (
     part_folders,
     stage_in,
 )
-from ckptool.commands.runs.records import survey_readable
 from ckptool.commands.runs.steps import Run, Step, read_from, says_another
 from ckptool.commands.runs.trainers import POINTERS
 from ckptool.errors import NoAnswer, NotFound, Unrecognized

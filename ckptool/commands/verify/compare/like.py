@@ -80,9 +80,7 @@ def _opened(verification: Verification, options: VerifyOptions) -> OpenedCheckpo
     try:
         return open_checkpoint(surveyed.path, options.read, whole=False, placements=False)
     except (Damaged, Hostile):
-        if surveyed.catalog is None:
-            return None
-    return OpenedCheckpoint(surveyed.path, surveyed.source, surveyed.format, surveyed.catalog)
+        return surveyed.opened
 
 
 def _explained(report: VerifyReport, catalog: Catalog) -> set[str]:
