@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save_file
 from torchtitan_states import recorded, write_config
+from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 from ckptool.cli.app import MODULES, SUMMARIES, app, load_command
@@ -114,6 +115,15 @@ def test_every_option_of_a_hint_exists() -> None:
     assert len(hints) > 3
     for name, rest in hints:
         assert set(OPTION.findall(rest)) <= {*flags_of(load_command(name))}, (name, rest)
+
+
+@pytest.mark.parametrize("command", SUMMARIES)
+def test_every_option_is_declared_as_a_field(command: str) -> None:
+    """A command's own parameters are arguments, and classes of options."""
+    module = import_module(f"ckptool.cli.{MODULES.get(command, command)}")
+    hints = get_type_hints(getattr(module, command), include_extras=True)
+    told = [told for hint in hints.values() for told in getattr(hint, "__metadata__", ())]
+    assert not [each for each in told if isinstance(each, OptionInfo)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -391,6 +391,13 @@ def test_python_merges_as_the_command_does(places: list[str], tmp_path: Path) ->
     assert one.read_bytes() == two.read_bytes()
 
 
+def test_python_takes_paths_of_what_is_added(places: list[str], tmp_path: Path) -> None:
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    merged(one, "--onto", places[0], "--add", places[1])
+    assert ckptool.merge(two, onto=Path(places[0]), add=Path(places[1])).written
+    assert one.read_bytes() == two.read_bytes()
+
+
 def test_names_of_one_tensor_stay_that(tmp_path: Path) -> None:
     for seed, label in enumerate(LABELS):
         shared = torch.randn(50, 8, generator=torch.Generator().manual_seed(seed))
