@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -60,13 +60,8 @@ def convert(
             error.add_hint("--all-steps converts each step")
             raise
 
-    def show(report: ConvertReport) -> None:
-        from ckptool.render.convert import show_convert
-
-        show_convert(report)
-
     with offering_salvage(places[0], options.read):
-        _run_transfer(plan, options.transfer, show, screen)
+        _run_transfer(plan, options.transfer, screen)
 
 
 def _convert_steps(
@@ -116,7 +111,7 @@ def reshard(
     Each tensor is placed by the first of these that applies: --shard and --plan, --policy, the
     source's own placements, conventional mesh dim names, fsdp. Needs no GPU and no model.
     """
-    from ckptool.commands.reshard.reshard import Reshard, ReshardReport, prepare_reshard
+    from ckptool.commands.reshard.reshard import Reshard, prepare_reshard
     from ckptool.commands.verify.salvage.offer import offering_salvage
 
     place = parse_place(source, "SRC")
@@ -125,13 +120,8 @@ def reshard(
         written = None if target is None else parse_place(target, "DST")
         return prepare_reshard(place, written, options, ranks=ranks.size)
 
-    def show(report: ReshardReport) -> None:
-        from ckptool.render.reshard import show_reshard
-
-        show_reshard(report)
-
     with offering_salvage(place, options.read):
-        _run_transfer(plan, options.transfer, show, screen)
+        _run_transfer(plan, options.transfer, screen)
 
 
 def merge(
@@ -162,12 +152,7 @@ def merge(
             hint = _target_first(out, places, options)
             raise error if hint is None else type(error)(error.message, hint=hint) from None
 
-    def show(report: MergeReport) -> None:
-        from ckptool.render.convert import show_merge
-
-        show_merge(report)
-
-    _run_transfer(plan, options.convert.transfer, show, screen)
+    _run_transfer(plan, options.convert.transfer, screen)
 
 
 def _target_first(
@@ -190,10 +175,9 @@ def _target_first(
 def _run_transfer(
     plan: Callable[[Ranks], Transfer[Report]],
     how: TransferOptions,
-    show: Callable[[Report], None],
     screen: Screen,
 ) -> None:
-    """Plan a transfer on each rank, write it or not, and ``show`` its report on the first rank.
+    """Plan a transfer on each rank, write it or not, and show its report on the first rank.
 
     What shows it is imported then: quiet commands start without rich.
     """
@@ -206,20 +190,26 @@ def _run_transfer(
             silent = screen.quiet or ranks.rank > 0
             report = _run(planned, ranks, stands, dry_run=how.dry_run, quiet=silent)
             if ranks.rank == 0 and (screen.as_json or how.dry_run or not screen.quiet):
-                _show(report, show, as_json=screen.as_json)
+                _show(report, as_json=screen.as_json)
 
 
-def _show(report: Report, show: Callable[[Report], None], *, as_json: bool) -> None:
+def _show(report: TransferReport, *, as_json: bool) -> None:
     """Show what was done or would be done; for a part, only its share."""
-    from ckptool.render.convert import show_part
+    from ckptool.render.convert import show_convert, show_merge, show_part
     from ckptool.render.messages import print_json
+    from ckptool.render.reshard import show_reshard
 
+    shown: dict[str, Callable[[Any], None]] = {
+        "convert": show_convert,
+        "merge": show_merge,
+        "reshard": show_reshard,
+    }
     if as_json:
         print_json(report.to_dict())
     elif report.part is not None and report.part.done and not report.written:
         show_part(report, report.part)
     else:
-        show(report)
+        shown[report.schema](report)
 
 
 @contextmanager
