@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from conftest import run_command
+from typer.testing import CliRunner
 
-from ckptool.cli.app import SUMMARIES, load_command
+from ckptool.cli.app import SUMMARIES, app, load_command
 from ckptool.cli.process import known_error
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options import parse_place
@@ -129,3 +130,18 @@ def test_an_unknown_map_is_answered_with_the_nearest_not_with_all() -> None:
     hint = done.stderr.splitlines()[1]
     assert hint.count("qwen") == 3
     assert "`ckptool maps` lists all" in hint
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("verify", str(DCP), "--recipe", "s3://b/r"),
+        ("inspect", str(DCP), "--export", "s3://b/r"),
+        ("bench", "--compare", "s3://b/r"),
+        ("reshard", str(DCP), "--plan", "s3://b/r"),
+    ],
+)
+def test_an_option_for_a_file_takes_no_url(words: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, UsageError)
+    assert str(done.exception) == f"{words[-2]} s3://b/r: needs a local path, not a URL"

@@ -205,7 +205,11 @@ ENDS: dict[str, tuple[list[Any], int, list[str]]] = {
         4,
         ["cannot be written to"],
     ),
-    "bench with a picture in a store": (["bench", "--plot", "s3://b/m.svg"], 2, ["--plot takes a"]),
+    "bench with a picture in a store": (
+        ["bench", "--plot", "s3://b/m"],
+        2,
+        ["--plot s3://b/m: needs"],
+    ),
     "bench on the web": (
         ["bench", "--out", "http://127.0.0.1:1/m"],
         4,
@@ -213,7 +217,7 @@ ENDS: dict[str, tuple[list[Any], int, list[str]]] = {
     ),
     "bench in memory": (["bench", "--out", "memory://m"], 4, ["its own memory://"]),
     "bench killed in a store": (["bench", "--out", "s3://b/m", "--abort"], 2, ["--out is a URL"]),
-    "bench against a URL": (["bench", "--compare", "s3://b/m"], 2, ["--compare takes a path, no"]),
+    "bench against a URL": (["bench", "--compare", "s3://b/m"], 2, ["--compare s3://b/m: n"]),
     "bench like a key that is not": (
         ["bench", "--like", "s3://BUCKET/no"],
         3,

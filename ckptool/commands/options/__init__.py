@@ -115,7 +115,7 @@ def _storage_options(value: Any, name: str) -> Mapping[str, Any]:
     return options
 
 
-FILE = Kind(Path, "AnyPath", _file, metavar="FILE")
+FILE = Kind(str, "AnyPath", _file, metavar="FILE")
 PLACE = Kind(str, "AnyPath", parse_place)
 PART = Kind(str, "str", _part, metavar="K/N")
 SHARE = Kind(str, "float | str", lambda v, name: parse_share(str(v), name), metavar="SHARE")
