@@ -187,18 +187,16 @@ class PlannedRanges:
         return partial(self._end, plan)
 
     def _cut(self, wanted: Sequence[VersionSpan]) -> _Plan:
-        """Return a plan of ranges as large as there is room for.
+        """Return a plan of large ranges, or of small ones where large ones take too much room.
 
-        Smaller ones help if few bytes of each are read at once, but not if these are read again
-        after all else.
+        Small ones help if few bytes of each are read at once, not if they are read again later.
         """
         largest = max(_LEAST, min(_LARGEST, self.capacity // _LEAST_KEPT))
-        plan, half = _Plan(wanted, largest), self.capacity // 2
-        if plan.memory > half and largest > _LEAST:
-            smaller = _Plan(wanted, max(_LEAST, largest * half // plan.memory))
-            if smaller.memory <= max(half, plan.memory // 2):
-                return smaller
-        return plan
+        plan = _Plan(wanted, largest)
+        if plan.memory <= self.capacity // 2:
+            return plan
+        small = _Plan(wanted, _LEAST)
+        return small if 10 * small.memory < 9 * plan.memory else plan
 
     def has_planned(self, file: ObjectVersion, offset: int, nbytes: int) -> bool:
         """Return whether both ends of some bytes were announced and are still to be read."""

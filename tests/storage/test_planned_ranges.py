@@ -105,6 +105,16 @@ def test_whatever_the_room_and_the_order_the_bytes_are_right(
     read_all(ranges, mixed, 3)
 
 
+def test_runs_that_are_read_side_by_side_are_fetched_once_in_little_room() -> None:
+    store, runs = Store(), 10
+    every = SIZE // runs
+    wanted = [(FILES[0], at * every + low, 50) for low in range(0, every, 50) for at in range(runs)]
+    ranges = PlannedRanges(store.fetch, 2 * runs * planned_ranges._LEAST)
+    ranges.plan(wanted)
+    read_all(ranges, wanted, 1)
+    assert sum(end - start for _, start, end in store.fetched) == SIZE
+
+
 def test_what_was_not_announced_is_not_read_here() -> None:
     ranges = PlannedRanges(Store().fetch)
     ranges.plan([(FILES[0], 0, 1000)])
