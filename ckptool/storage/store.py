@@ -59,7 +59,7 @@ def _open_client(url: str, options: Mapping[str, Any], policy: RetryPolicy) -> C
     """Return the client for the scheme of a URL; Unsupported if a package for it is missing."""
     scheme = url.partition("://")[0]
     if scheme not in _SERVICES:
-        return FsspecClient(url, options, policy.timeout)
+        return FsspecClient(url, options)
     service, extra = _SERVICES[scheme]
     if find_spec("obstore") is None:
         raise missing(url, "obstore", extra)

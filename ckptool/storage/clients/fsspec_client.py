@@ -54,14 +54,13 @@ def missing(url: str, reason: str, extra: str | None = None) -> Unsupported:
 
 
 class FsspecClient:
-    """A client on a file system of fsspec; what can be cancelled times out after ``timeout`` s."""
+    """A client on a file system of fsspec, which sets its own time limits."""
 
     pins = False
 
-    def __init__(self, url: str, options: Mapping[str, Any], timeout: float) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.atomic_put = url.startswith("hf://")
         self.fs = open_file_system(url, options)
-        self._timeout = timeout
 
     def key(self, url: str) -> str:
         """Return the file system's name for the place of a URL."""
@@ -84,7 +83,7 @@ class FsspecClient:
     def info(self, key: str) -> ObjectInfo | None:
         """Return the store's current information on a file; None if a folder is there."""
         self.fs.invalidate_cache()
-        found = self._call("_info", key)
+        found = self.fs.info(key)
         return _info(found) if found.get("type", "file") == "file" else None
 
     def get(self, key: str) -> memoryview:
@@ -97,17 +96,12 @@ class FsspecClient:
         By default fsspec would also read some MiB after them.
         """
         limits = {"start": start, "end": end} | ({"cache_type": "none"} if self._is_plain else {})
-        return memoryview(self._call("_cat_file", file.key, **limits))
+        return memoryview(self.fs.cat_file(file.key, **limits))
 
     def put(self, key: str, data: bytes | bytearray) -> None:
         """Make or replace a small file; of one that fails, nothing is left."""
-        from fsspec import AbstractFileSystem
-
         self._make_folder(key)
-        if self.fs.async_impl or type(self.fs).pipe_file is not AbstractFileSystem.pipe_file:
-            self.fs.pipe_file(key, bytes(data))
-        else:
-            self._write(self.fs.open(key, "wb"), iter([data]))
+        self._write(self.fs.open(key, "wb"), iter([data]))
 
     def upload(self, key: str, pieces: Pieces, upload: Upload) -> None:
         """Make or replace a file with fsspec's own stream, which alone could repeat a request.
@@ -152,15 +146,6 @@ class FsspecClient:
 
         own = type(self.fs).cat_file is not AbstractFileSystem.cat_file
         return not (own or self.fs.async_impl)
-
-    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of the file system; with a timeout if it can be cancelled."""
-        if not self.fs.async_impl:
-            return getattr(self.fs, method.removeprefix("_"))(*arguments, **named)
-        from fsspec.asyn import sync
-
-        work = getattr(self.fs, method)
-        return sync(self.fs.loop, work, *arguments, timeout=self._timeout, **named)
 
 
 def _discard(stream: Any) -> None:
