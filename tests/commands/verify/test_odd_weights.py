@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -213,3 +214,89 @@ def test_layers_of_zeros_among_others_are_found(names: tuple[str, ...], tmp_path
     SAVES["dcp"](changed(torch.zeros_like, *names, count=6), tmp_path / "c")
     (finding,) = found(tmp_path / "c")
     assert {each.tensor for each in finding.affected or [finding]} == {*names}
+
+
+def stacks(layers: int = 5, experts: int = 8) -> States:
+    """What Megatron's torch_dist has, and experts as transformers packs them."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = {
+        "decoder.layers.self_attention.linear_qkv.weight": (layers, 96, 64),
+        "decoder.layers.mlp.linear_fc1.weight": (layers, 128, 64),
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight": (layers, 64),
+        "decoder.layers.moe.experts.experts.linear_fc1.weight": (layers, experts, 64, 48),
+        "decoder.layers.moe.experts.experts.linear_fc2.weight": (layers, experts, 48, 64),
+    }
+    for layer in range(3):
+        shapes[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = (experts, 64, 48)
+        shapes[f"model.layers.{layer}.mlp.experts.down_proj"] = (experts, 48, 64)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+ZEROED: dict[str, tuple[str, Any, str]] = {
+    "a layer": ("linear_qkv", 3, "[3]: all values are zero, but of none of 4 others like decoder"),
+    "an expert of a layer": ("moe.experts.experts.linear_fc2", (2, 5), "[2, 5]: all values"),
+    "an expert": ("model.layers.1.mlp.experts.down", 5, "[5]: all values are zero, but of none of"),
+    "an expert of every layer": (".experts.", (..., 7, slice(None), slice(None)), ""),
+    "none": ("", (), ""),
+}
+
+
+@pytest.mark.parametrize("how", ZEROED)
+@pytest.mark.parametrize("name", ["m.safetensors", "dcp"])
+def test_zeros_of_what_is_stacked(how: str, name: str, tmp_path: Path) -> None:
+    state, (part, at, expected) = stacks(), ZEROED[how]
+    for weight in (w for n, w in state.items() if part and part in n):
+        weight[at] = 0
+    SAVES[name](state, tmp_path / name)
+    messages = [finding.message for finding in found(tmp_path / name)]
+    assert len(messages) == bool(expected)
+    assert all(expected in message and part in message for message in messages)
+
+
+def test_a_stacked_layer_that_is_another(tmp_path: Path) -> None:
+    state = stacks()
+    for weight in (w for n, w in state.items() if n.startswith("decoder.layers.")):
+        weight[3] = weight[1]
+    save_file(state, tmp_path / "m.safetensors")
+    (finding,) = found(tmp_path / "m.safetensors", "layers-equal")
+    assert finding.message == (
+        "decoder.layers.3: its 2 matrices are those of decoder.layers.1, bit for bit"
+    )
+    assert finding.tensor in state
+
+
+def test_filters_are_no_layers(tmp_path: Path) -> None:
+    state = {
+        f"features.layers.{name}": torch.randn(32, *shape)
+        for name, shape in {"conv1.weight": (16, 3, 3), "conv2.weight": (32, 3, 3)}.items()
+    }
+    state["features.layers.conv1.weight"][5] = 0
+    save_file(state, tmp_path / "m.safetensors")
+    assert not found(tmp_path / "m.safetensors")
+
+
+PARTS = ("q_proj", "o_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("zero", "count"),
+    [
+        ({"o_proj", "down_proj"}, 0),  # of one block that was added to a model
+        ({"down_proj"}, 1),
+        ({"q_proj", "o_proj", "down_proj"}, 3),
+    ],
+)
+def test_a_single_block_that_adds_nothing_yet(zero: set[str], count: int, tmp_path: Path) -> None:
+    state = {n: w for part in PARTS for n, w in layers(part=f"{part}.weight").items()}
+    state = zeroed(state, *(f"model.layers.2.{part}.weight" for part in zero))
+    save_file(state, tmp_path / "m.safetensors")
+    assert sum(len(finding.affected) or 1 for finding in found(tmp_path / "m.safetensors")) == count
+
+
+@pytest.mark.parametrize(("name", "count"), [("m", 1), ("delta", 0), ("my-task-vector", 0)])
+def test_what_was_not_trained_is_zero_in_a_difference(
+    name: str, count: int, tmp_path: Path
+) -> None:
+    lost = zeroed(layers(), "model.layers.2.mlp.up.weight")
+    save_file(lost, tmp_path / f"{name}.safetensors")
+    assert len(found(tmp_path / f"{name}.safetensors")) == count

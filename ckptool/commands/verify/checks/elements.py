@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import posixpath
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -96,6 +98,13 @@ class Elements(NamedTuple):
         return not any(
             chunk.at.file in self.damaged for name in names for chunk in located[name].chunks
         )
+
+    def place_named(self, words: re.Pattern[str], entries: Iterable[TensorEntry]) -> str | None:
+        """Return the name of a file that has tensors, or of a folder of it, with these words."""
+        files = {chunk.at.file for entry in entries for chunk in entry.chunks}
+        steps = {step for file in files for step in file.split("/")}
+        steps.add(posixpath.basename(self.source.root))
+        return next((step for step in sorted(steps) if words.search(step)), None)
 
     def _is_whole(self, entry: TensorEntry) -> bool:
         return self.is_all or sum(c.box.volume for c in entry.chunks) == entry.elements

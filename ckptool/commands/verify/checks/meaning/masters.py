@@ -6,22 +6,21 @@ an export the weights: where they differ, the two are different models.
 
 from __future__ import annotations
 
-import posixpath
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.commands.verify.checks.elements import Elements
+from ckptool.commands.verify.checks.meaning.stacks import probes_of
 from ckptool.core.box import Box, is_run
 from ckptool.core.catalog import Catalog, Place, TensorEntry
 from ckptool.core.quantization.master_names import Mastered, mastered
 from ckptool.core.text import list_some
 from ckptool.core.views import part_at
-from ckptool.engine.check.spans import Part, Probe
+from ckptool.engine.check.spans import Probe
 from ckptool.errors import Problem
 
 if TYPE_CHECKING:
@@ -82,13 +81,9 @@ class Masters:
     @property
     def probes(self) -> dict[str, Probe]:
         """What looks at each of the tensors while they are read."""
-        probes: dict[str, Probe] = {pair.master: pair.printers[1] for pair in self._pairs}
-        stacks: dict[str, dict[tuple[int, ...], Probe]] = defaultdict(dict)
-        for pair in self._pairs:
-            stacks[pair.weight][pair.index] = pair.printers[0]
-        for name, printers in stacks.items():
-            probes[name] = printers[()] if () in printers else _Stack(printers)
-        return probes
+        masters: dict[str, Probe] = {pair.master: pair.printers[1] for pair in self._pairs}
+        weights = ((pair.weight, pair.index, pair.printers[0]) for pair in self._pairs)
+        return masters | probes_of(weights)
 
     def problems(self, elements: Elements) -> Iterator[Problem]:
         """Yield the weights that are not their masters rounded.
@@ -112,8 +107,9 @@ class Masters:
 
         found = self._without_another(differences(odd, elements.source))
         way, explained = other_way(found)
-        if way is None and (file := _named_average(found, elements.source.root)):
-            way, explained = f"averages, as {file} says, beside", similar(found)
+        weights = (each.weight for each in found)
+        if way is None and (place := elements.place_named(_AVERAGE, weights)):
+            way, explained = f"averages, as {place} says, beside", similar(found)
         for each in found:
             if each not in explained:
                 name = each.weight.name
@@ -128,13 +124,6 @@ class Masters:
         differing = {each.weight.name for each in found}
         settled = {pair.master for pair in self._pairs if pair.name not in differing}
         return [each for each in found if each.master.name not in settled]
-
-
-def _named_average(found: Sequence[Difference], root: str) -> str | None:
-    """Return the name of a file or its folder that says that weights are averages (NeMo, EMA)."""
-    files = (chunk.at.file for each in found for chunk in each.weight.chunks)
-    names = {step for file in files for step in (posixpath.basename(root), *file.split("/"))}
-    return next((name for name in sorted(names) if _AVERAGE.search(name)), None)
 
 
 def _is_one(found: Mastered) -> bool:
@@ -152,36 +141,3 @@ def _has_runs(entry: TensorEntry, depth: int) -> bool:
 
 def _boxes(entry: TensorEntry) -> list[tuple[Box, Place]]:
     return [(chunk.box, chunk.at) for chunk in entry.chunks]
-
-
-class _Stack:
-    """Shows each of the tensors that are stacked in one to its own printer, by its index."""
-
-    def __init__(self, printers: Mapping[tuple[int, ...], Probe]) -> None:
-        self._printers = printers
-        self._depth = len(next(iter(printers)))
-
-    def take(self, data: memoryview, part: Part, first: int) -> None:
-        """Look at elements of a part, the first of which is its ``first``-th."""
-        depth, itemsize = self._depth, part.dtype.itemsize
-        outer, box = part.box.shape[:depth], Box(part.box.lo[depth:], part.box.hi[depth:])
-        inner = Part(part.shape[depth:], box, part.dtype)
-        end = first + len(data) // itemsize
-        at = first
-        while at < end:
-            number, inside = divmod(at, box.volume)
-            count = min(box.volume - inside, end - at)
-            printer = self._printers.get(_index(number, outer, part.box.lo))
-            if printer is not None and inner.shape:
-                start = (at - first) * itemsize
-                printer.take(data[start : start + count * itemsize], inner, inside)
-            at += count
-
-
-def _index(number: int, shape: tuple[int, ...], low: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index of the so-manyth of a box of ``shape`` that begins at ``low``."""
-    index = []
-    for dim in range(len(shape) - 1, -1, -1):
-        number, at = divmod(number, shape[dim])
-        index.append(at + low[dim])
-    return tuple(reversed(index))

@@ -7,16 +7,20 @@ none is the odd one.
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise, takewhile
+from itertools import chain, groupby, pairwise, takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.checks.elements import Elements
+from ckptool.commands.verify.checks.meaning.stacks import Slice, probes_of, slices_of
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.keymap.model import abstract
 from ckptool.core.state_category import state_category
+from ckptool.core.views import part_at
 from ckptool.engine.check.spans import Probe
 from ckptool.errors import Problem
 
@@ -27,21 +31,36 @@ _LEAST = 64
 """Elements of a matrix that are not equal by chance."""
 _BEGINS_ZERO = "lora"
 """Of names of weights that begin as zeros, and stay so in an expert that is never chosen."""
+_NUMBER, _DIGITS = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)"), 9
+_OF_LAYERS = re.compile(r"(?<=\blayers\.)\d+")
+_OUTPUT = re.compile(
+    r"\.(?:(?:o|out|down|c|linear)_?proj|proj(?:_out)?|(?:linear_)?fc2|w[2o]|dense(?:_4h_to_h)?)\b"
+)
+"""Names of matrices whose products are added to what goes through a layer, of attention and MLP."""
+_DIFFERENCE = re.compile(
+    r"(?<![a-z])(?:deltas?|diff(?:erence)?s?|task[-_]?vectors?)(?![a-z])", re.I
+)
 _COPIED = "expert"
 """Of names of weights that are copied from one another when a model is made larger."""
 
 Seen = Mapping[str, "Weight"]
+Shape = tuple[int, ...]
 _Layer = tuple[str, int]
 """What precedes the number of a layer, and it."""
 
 
 class Weights:
-    """The matrices of a model, by their names."""
+    """The matrices of a model, by the names that they have if none are stacked."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._found: dict[str, Weight] = {}
-        for name, entry in catalog.tensors.items():
-            if _is_matrix(entry):
+        tensors = {name: entry for name, entry in catalog.tensors.items() if _is_weight(entry)}
+        self._slices = {each.numbered: each for each in slices_of(tensors)}
+        stacked = {each.name for each in self._slices.values()}
+        whole = ((name, entry) for name, entry in tensors.items() if name not in stacked)
+        parts = ((name, tensors[each.name]) for name, each in self._slices.items())
+        for name, entry in chain(whole, parts):
+            if _is_matrix(self._shape(name, entry)):
                 from ckptool.commands.verify.checks.meaning.weight_bits import Weight
 
                 self._found[name] = Weight(entry.source_dtype)
@@ -49,27 +68,62 @@ class Weights:
     @property
     def probes(self) -> Mapping[str, Probe]:
         """What looks at each of the weights."""
-        return self._found
+        found, slices = self._found, self._slices
+        stacked = {name: slices[name] for name in found.keys() & slices.keys()}
+        parts = ((each.name, each.at, found[name]) for name, each in stacked.items())
+        whole = {name: weight for name, weight in found.items() if name not in stacked}
+        return whole | probes_of(parts)
 
     def problems(self, elements: Elements) -> Iterator[Problem]:
         """Yield the weights that are odd beside their like."""
         if not self._may_be_odd():
             return  # names are not looked at, of which there may be a hundred thousand
-        located = elements.located
-        seen = {
-            name: weight
-            for name, weight in self._found.items()
-            if elements.are_sound(name) and weight.elements == located[name].elements
-        }
-        kinds: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
-        for name in seen:
-            kind, shape = abstract(name)[0], located[name].shape
+        shapes = self._shapes(elements)
+        seen = {name: self._found[name] for name in shapes}
+        kinds: dict[tuple[str, Shape], list[str]] = defaultdict(list)
+        for name, shape in shapes.items():
+            kind = abstract(name)[0]
             if kind and _BEGINS_ZERO not in name.lower():
                 kinds[kind, shape].append(name)
         rightly = _rightly_zero(seen)
         for (kind, _), names in kinds.items():
-            yield from _odd(kind, names, seen, rightly)
-        yield from _equal_layers(seen, elements)
+            for name, code, what in _odd(names, seen, rightly):
+                each = self._slice(name)
+                is_zero = code == "weight-zero"
+                if is_zero and elements.place_named(_DIFFERENCE, [elements.located[each.name]]):
+                    continue  # of what was not trained
+                message = f"{each.label}: {what} others like {kind}"
+                yield Problem(message, code, tensor=each.name)
+        for one, other, pairs in _alike_layers(shapes, seen):
+            if all(self._are_equal(*pair, elements) for pair in pairs):
+                message = f"{other[0]}{other[1]}: its {len(pairs):,} matrices are those of"
+                message += f" {one[0]}{one[1]}, bit for bit"
+                yield Problem(message, "layers-equal", tensor=self._slice(pairs[0][1]).name)
+
+    def _slice(self, name: str) -> Slice:
+        return self._slices.get(name) or Slice(name, name)
+
+    def _shape(self, name: str, entry: TensorEntry) -> Shape:
+        return entry.shape[len(self._slices[name].at) :] if name in self._slices else entry.shape
+
+    def _shapes(self, elements: Elements) -> dict[str, Shape]:
+        """Return the shapes of the weights that were seen whole."""
+        shapes: dict[str, Shape] = {}
+        for name, weight in self._found.items():
+            tensor = self._slice(name).name
+            if elements.are_sound(tensor):
+                shape = self._shape(name, elements.located[tensor])
+                if weight.elements == math.prod(shape):
+                    shapes[name] = shape
+        return shapes
+
+    def _are_equal(self, one: str, other: str, elements: Elements) -> bool:
+        from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
+
+        slices = self._slice(one), self._slice(other)
+        both = [part_at(elements.located[each.name], each.at) for each in slices]
+        places = [[(chunk.box, chunk.at) for chunk in each.chunks] for each in both]
+        return places[0] != places[1] and are_equal(both[0], both[1], elements.source)
 
     def _may_be_odd(self) -> bool:
         """Return whether a weight looks odd by itself, or begins as another one does."""
@@ -78,33 +132,38 @@ class Weights:
         return len(set(heads)) < len(heads) or any(each.oddity for each in looked)
 
 
-def _is_matrix(entry: TensorEntry) -> bool:
-    is_matrix = sum(size > 1 for size in entry.shape) > 1 and entry.elements >= _LEAST
-    return is_matrix and entry.source_dtype.kind == "float" and state_category(entry) == "model"
+def _is_weight(entry: TensorEntry) -> bool:
+    return entry.source_dtype.kind == "float" and state_category(entry) == "model"
+
+
+def _is_matrix(shape: Shape) -> bool:
+    return sum(size > 1 for size in shape) > 1 and math.prod(shape) >= _LEAST
 
 
 def _odd(
-    kind: str, names: Sequence[str], seen: Seen, rightly: Collection[str]
-) -> Iterator[Problem]:
-    """Yield the few weights of a kind that are all zero, of one value, or nearly all denormal."""
+    names: Sequence[str], seen: Seen, rightly: Collection[str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the few weights of a kind that are all zero, of one value, or nearly all denormal.
+
+    Each with the code of that, and words of it.
+    """
     odd: dict[str, dict[str, str]] = defaultdict(dict)
     for name in names:
         if (oddity := seen[name].oddity) and name not in rightly:
             odd[oddity[0]][name] = oddity[1]
     for code, found in odd.items():
         others = sum(seen[name].is_varied for name in names if name not in found)
-        if others < 2 or 2 * others <= len(names):
-            continue
-        for name, what in found.items():
-            message = f"{name}: {what}, but of none of {others:,} others like {kind}"
-            yield Problem(message, code, tensor=name)
+        if others >= 2 and 2 * others > len(names):
+            for name, what in found.items():
+                yield name, code, f"{what}, but of none of {others:,}"
 
 
 def _rightly_zero(seen: Seen) -> set[str]:
     """Return the matrices that may be zero for a reason.
 
-    Some of several layers, the same of each, as of blocks that are added to a model; and all of the
-    first few layers, which were frozen, in a difference of two models.
+    Some of several layers, the same of each, or of one all whose products are added to what goes
+    on, as of blocks that are added to a model; and all of the first few layers, which were frozen,
+    in a difference of two models.
     """
     layers = _layers_of(seen)
     zero = {
@@ -113,18 +172,35 @@ def _rightly_zero(seen: Seen) -> set[str]:
     }
     alike = Counter(kinds for layer, kinds in zero.items() if kinds != layers[layer].keys())
     found = {layer for layer, kinds in zero.items() if alike[kinds] > 1}
+    for layer, kinds in zero.items():
+        outputs = {kind for kind in layers[layer] if _OUTPUT.search(kind)}
+        if len(kinds) > 1 and kinds == outputs:
+            found.add(layer)
     for _, ordered in groupby(sorted(layers), key=itemgetter(0)):
         frozen = list(takewhile(lambda layer: zero[layer] == layers[layer].keys(), ordered))
         found.update(frozen if len(frozen) > 1 else ())
-    return {layers[layer][kind] for layer in found for kind in zero[layer]}
+    rightly = {layers[layer][kind] for layer in found for kind in zero[layer]}
+    return rightly | _filling(seen)
 
 
-def _equal_layers(seen: Seen, elements: Elements) -> Iterator[Problem]:
-    """Yield the few layers all of whose matrices are those of another one, bit for bit."""
+def _filling(seen: Seen) -> set[str]:
+    """Return the experts that are zero in each of several layers, as what fills ranks up is."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in seen:
+        if _COPIED in name:
+            alike[_OF_LAYERS.sub("#", name)].append(name)
+    zero = (names for names in alike.values() if all(seen[name].first == 0 for name in names))
+    return {name for names in zero if len(names) > 1 for name in names}
+
+
+def _alike_layers(
+    shapes: Mapping[str, Shape], seen: Seen
+) -> Iterator[tuple[_Layer, _Layer, list[tuple[str, str]]]]:
+    """Yield the few layers that begin as another one does, it first, with the pairs of matrices."""
     layers = _layers_of(seen)
     heads: dict[object, list[_Layer]] = defaultdict(list)
     for layer, names in layers.items():
-        looks = {(kind, elements.located[n].shape, seen[n].head) for kind, n in names.items()}
+        looks = {(kind, shapes[n], seen[n].head) for kind, n in names.items()}
         known = (seen[n].head is not None and seen[n].first is None for n in names.values())
         if len(names) > 1 and all(known):
             heads[frozenset(looks)].append(layer)
@@ -132,26 +208,15 @@ def _equal_layers(seen: Seen, elements: Elements) -> Iterator[Problem]:
     if 2 * len(pairs) >= len(layers):
         return
     for one, other in pairs:
-        matrices = [(layers[one][kind], name) for kind, name in layers[other].items()]
-        if all(_are_equal(*pair, elements) for pair in matrices):
-            message = f"{other[0]}{other[1]}: its {len(matrices):,} matrices are those of"
-            message += f" {one[0]}{one[1]}, bit for bit"
-            yield Problem(message, "layers-equal", tensor=matrices[0][1])
+        yield one, other, [(layers[one][kind], name) for kind, name in layers[other].items()]
 
 
 def _layers_of(names: Iterable[str]) -> dict[_Layer, dict[str, str]]:
     """Return the names of the matrices of each layer, by their kinds."""
     layers: dict[_Layer, dict[str, str]] = defaultdict(dict)
     for name in names:
-        kind, numbers = abstract(name)
-        if len(numbers) == 1 and _COPIED not in name:
-            layers[kind.partition("#")[0], numbers[0]][kind] = name
+        numbers = _NUMBER.findall(name)
+        if len(numbers) == 1 and len(numbers[0]) <= _DIGITS and _COPIED not in name:
+            kind = _NUMBER.sub("#", name)
+            layers[kind.partition("#")[0], int(numbers[0])][kind] = name
     return layers
-
-
-def _are_equal(one: str, other: str, elements: Elements) -> bool:
-    from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
-
-    both = elements.located[one], elements.located[other]
-    places = [[(chunk.box, chunk.at) for chunk in each.chunks] for each in both]
-    return places[0] != places[1] and are_equal(*both, elements.source)

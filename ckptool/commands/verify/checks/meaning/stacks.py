@@ -1,0 +1,115 @@
+"""Tensors in which those of layers or experts are stacked, each looked at by itself."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import TensorEntry
+from ckptool.engine.check.spans import Part, Probe
+
+_STACK = re.compile(r"\b(layers|experts)\.(?!\d)")
+"""Where a name lacks the number of a layer, or of an expert: Megatron's torch_dist; transformers
+4.51 to 5.24, torchtitan, vLLM (``mlp.experts.gate_up_proj``, ``experts.w13_weight``)."""
+
+_DIMS = 2
+Index = tuple[int, ...]
+
+
+class Slice(NamedTuple):
+    """What is ``at`` an index of a tensor; all of it if that is empty.
+
+    ``numbered`` is the name that the layer's or expert's own would have.
+    """
+
+    numbered: str
+    name: str
+    at: Index = ()
+
+    @property
+    def label(self) -> str:
+        """The name, with the index if there is one."""
+        return f"{self.name}{list(self.at)}" if self.at else self.name
+
+
+def slices_of(tensors: Mapping[str, TensorEntry]) -> Iterator[Slice]:
+    """Yield the matrices that are stacked in tensors.
+
+    Kernels of a convolution have more dims: its layers are not stacked, and its filters no layers.
+    """
+    for name, ends in _stacked(tensors).items():
+        shape = tensors[name].shape
+        if len(shape) == len(ends) + _DIMS:
+            for index in product(*map(range, shape[: len(ends)])):
+                yield Slice(_numbered(name, ends, index), name, index)
+
+
+def _stacked(tensors: Mapping[str, TensorEntry]) -> Mapping[str, Sequence[int]]:
+    """Return where in a name the numbers belong that are the first dims of a stacked tensor.
+
+    All that is named so has as many layers, or experts; what differs is not stacked.
+    """
+    heads: dict[str, list[str]] = defaultdict(list)
+    for name in tensors:
+        for end in {found[1]: found.end() for found in _STACK.finditer(name)}.values():
+            heads[name[:end]].append(name)
+    places: dict[str, list[int]] = defaultdict(list)
+    for head in sorted(heads, key=len):
+        names = heads[head]
+        dim = len(places[names[0]])
+        sizes = {tensors[name].shape[dim : dim + 1] for name in names}
+        if len(names) > 1 and len(sizes) == 1 and min(sizes) > (1,):
+            for name in names:
+                places[name].append(len(head))
+    return {name: ends for name, ends in places.items() if ends}
+
+
+def _numbered(name: str, ends: Sequence[int], index: Index) -> str:
+    starts = [0, *ends]
+    pieces = [name[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
+    return "".join(f"{piece}{at}." for piece, at in zip(pieces, index, strict=False)) + pieces[-1]
+
+
+def probes_of(parts: Iterable[tuple[str, Index, Probe]]) -> dict[str, Probe]:
+    """Return what looks at each tensor: at all of it, or at what is at some indexes of it."""
+    stacks: dict[str, dict[Index, Probe]] = defaultdict(dict)
+    for name, index, probe in parts:
+        stacks[name][index] = probe
+    return {name: probes[()] if () in probes else _Stack(probes) for name, probes in stacks.items()}
+
+
+class _Stack:
+    """Shows each of the tensors that are stacked in one to its own probe, by its index."""
+
+    def __init__(self, probes: Mapping[Index, Probe]) -> None:
+        self._probes = probes
+        self._depth = len(next(iter(probes)))
+
+    def take(self, data: memoryview, part: Part, first: int) -> None:
+        """Look at elements of a part, the first of which is its ``first``-th."""
+        depth, itemsize = self._depth, part.dtype.itemsize
+        outer, box = part.box.shape[:depth], Box(part.box.lo[depth:], part.box.hi[depth:])
+        inner = Part(part.shape[depth:], box, part.dtype)
+        end = first + len(data) // itemsize
+        at = first
+        while at < end:
+            number, inside = divmod(at, box.volume)
+            count = min(box.volume - inside, end - at)
+            probe = self._probes.get(_index(number, outer, part.box.lo))
+            if probe is not None and inner.shape:
+                start = (at - first) * itemsize
+                probe.take(data[start : start + count * itemsize], inner, inside)
+            at += count
+
+
+def _index(number: int, shape: Index, low: Index) -> Index:
+    """Return the index of the so-manyth of a box of ``shape`` that begins at ``low``."""
+    index = []
+    for dim in range(len(shape) - 1, -1, -1):
+        number, at = divmod(number, shape[dim])
+        index.append(at + low[dim])
+    return tuple(reversed(index))
