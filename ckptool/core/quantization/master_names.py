@@ -14,10 +14,11 @@ _PREFIXES = ("", "model.", "module.")
 """What may come before the name of a parameter that its master has: those of Megatron's
 torch_dist have nothing, DeepSpeed's ``module``."""
 _IN_STATE = re.compile(
-    r"(?:.+\.)?state\.(?:(?:fp32_param|param)\.(?P<of_kind>.+)|(?P<own>.+)\.master_param)"
+    r"(?:.+\.)?state\."
+    r"(?:(?:fp32_param|fp32_from_fp16|param)\.(?P<of_kind>.+)|(?P<own>.+)\.master_param)"
 )
-"""The name of a master in an optimizer's state: by kind (Megatron-core's torch_dist), or by
-parameter (Megatron-FSDP, Transformer Engine's FusedAdam)."""
+"""The name of a master in an optimizer's state: by kind (Megatron-core's torch_dist; NeMo 1.2x, of
+Apex's DistributedFusedAdam), or by parameter (Megatron-FSDP, Transformer Engine's FusedAdam)."""
 _LAYER = re.compile(r"(?<=\blayers)\.(\d+)(?=\.)")
 _EXPERT = re.compile(r"(?<=\bexperts\.)(?:local_)?(experts)\.(\d+)(?=\.)")
 NORMS = {

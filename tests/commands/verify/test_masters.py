@@ -280,3 +280,21 @@ def test_a_master_that_is_damaged_is_one_finding(tmp_path: Path) -> None:
     codes = [finding.code for finding in checked(copy).findings]
     assert "crc-mismatch" in codes
     assert "weights-differ-from-masters" not in codes
+
+
+@pytest.mark.parametrize(("shift", "count"), [(0.0, 0), (0.5, 1)])
+def test_masters_that_nemo_joins_from_remainders_of_apex(
+    shift: float, count: int, tmp_path: Path
+) -> None:
+    """Apex rounds up where the lower bits, as an integer of 16, are negative: half, too."""
+    master = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(3))
+    master.view(torch.int32)[0, :, :4] = 0x3F808000 + torch.arange(6)[:, None] * 0x10000
+    bits = master.view(torch.int16).unflatten(-1, (-1, 2))
+    weight = (bits[..., 1] + (bits[..., 0] < 0).short()).view(torch.bfloat16)
+    assert not torch.equal(weight, master.bfloat16())
+    weight[2, 3, 4] += shift
+    name = "model.decoder.layers.mlp.linear_fc1.weight"
+    state = {name: weight, f"optimizer.state.fp32_from_fp16.{name}": master}
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert len(found(tmp_path / "c")) == count
+    assert not found(tmp_path / "c", "weights-rounded-otherwise")
