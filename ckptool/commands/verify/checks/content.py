@@ -6,7 +6,8 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -15,7 +16,6 @@ from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
-    Computed,
     Container,
     EncodedBlob,
     Extent,
@@ -115,44 +115,53 @@ class Views(Struct):
         seen: set[object] = set()
         for entry in entries:
             for chunk in entry.chunks:
-                for at in (chunk.at, *(copy.at for copy in chunk.copies)):
-                    key = (at, chunk.box.shape)
-                    if chunk.box.volume and key not in seen:
+                shape = chunk.box.shape
+                for at in [chunk.at, *[copy.at for copy in chunk.copies]]:
+                    key = at, shape
+                    if 0 not in shape and key not in seen:
                         seen.add(key)
                         probe = probes.get(entry.name) if at is chunk.at else None
                         views._add(entry, chunk.box, at, probe)
         return views
 
     def _add(self, entry: TensorEntry, box: Box, at: Place, probe: Probe | None) -> None:
-        dtype = entry.source_dtype
-        run = _run(at, box.shape, dtype.itemsize)
+        shape, dtype = box.shape, entry.source_dtype
+        run = _run(at, shape, dtype.itemsize)
         if run is None:
             self.scattered.append((entry, box, at))
-        else:
-            where, start, nbytes = run
-            row = box.shape[-1] * dtype.itemsize if len(box.shape) > 1 else 0
-            part = _part(entry, box, at) if probe and box.shape else None
-            self.runs[where].append(View(start, nbytes, dtype, entry.name, row, part, probe))
+            return
+        where, start, (nbytes, by_rows) = run
+        row = shape[-1] * dtype.itemsize if len(shape) > 1 else 0
+        part = Part(entry.shape, box, dtype) if probe and shape and by_rows else None
+        self.runs[where].append(View(start, nbytes, dtype, entry.name, row, part, probe))
 
 
-def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int, int] | None:
-    """Return the place of the elements and their bytes, if they fill one run, in any order."""
-    if isinstance(at, Container | Computed) or at.ops:
+def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int, _Filled] | None:
+    """Return the place of the elements and what they fill, if that is one run."""
+    if not isinstance(at, (Extent, EncodedBlob)) or at.ops:
         return None
-    nbytes = span_of(shape, at.strides, itemsize)
-    if math.prod(shape) * itemsize < nbytes:
+    filled = _filled(shape, at.strides, itemsize)
+    if filled is None:
         return None
     if isinstance(at, EncodedBlob):
-        return Packing(at.file, at.offset, at.nbytes, at.codec), at.start, nbytes
-    return at.file, at.offset, nbytes
+        return Packing(at.file, at.offset, at.nbytes, at.codec), at.start, filled
+    return at.file, at.offset, filled
 
 
-def _part(entry: TensorEntry, box: Box, at: Place) -> Part | None:
-    """Return what a run of elements is of a tensor, if they are in it row by row."""
-    if not isinstance(at, Extent | EncodedBlob):
+class _Filled(NamedTuple):
+    """The bytes of a run of elements, which are in it ``by_rows`` or in another order."""
+
+    nbytes: int
+    by_rows: bool
+
+
+@lru_cache(maxsize=1024)
+def _filled(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> _Filled | None:
+    """Return what elements fill, as many tensors do alike; None if that is no run."""
+    nbytes = span_of(shape, strides, itemsize)
+    if math.prod(shape) * itemsize < nbytes:
         return None
-    by_rows = contiguous(at.strides, box.shape, entry.source_dtype.itemsize)
-    return Part(entry.shape, box, entry.source_dtype) if by_rows else None
+    return _Filled(nbytes, contiguous(strides, shape, itemsize))
 
 
 def attach(views: Views, spans: list[ByteSpan]) -> list[ByteSpan]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -38,13 +37,11 @@ class Content(Struct):
     @property
     def probes(self) -> dict[str, Probe]:
         """What looks at tensors while they are read, by name."""
-        found: dict[str, list[Probe]] = defaultdict(list)
+        found: dict[str, Probe] = {}
         for sense in self.senses:
             for name, probe in sense.probes.items():
-                found[name].append(probe)
-        return {
-            name: probes[0] if len(probes) == 1 else _All(probes) for name, probes in found.items()
-        }
+                found[name] = _Both(found[name], probe) if name in found else probe
+        return found
 
     def add(
         self,
@@ -56,22 +53,23 @@ class Content(Struct):
         """Add the content of another part of the checkpoint, and what to read of it."""
         for mine, others in ((self.tensors, tensors), (self.trimmed, trimmed)):
             for name, entry in others.items():
-                known = mine[name].chunks if name in mine else ()
-                mine[name] = replace(entry, chunks=(*known, *entry.chunks))
+                known = mine.setdefault(name, entry)
+                if known is not entry:
+                    mine[name] = replace(entry, chunks=(*known.chunks, *entry.chunks))
         self.views.scattered += views.scattered
         self.spans += spans
 
 
-class _All:
-    """Shows the elements of a tensor to several probes."""
+class _Both(NamedTuple):
+    """Shows the elements of a tensor to two probes."""
 
-    def __init__(self, probes: Sequence[Probe]) -> None:
-        self._probes = probes
+    one: Probe
+    other: Probe
 
     def take(self, data: memoryview, part: Part, first: int) -> None:
         """Look at elements of a part, the first of which is its ``first``-th."""
-        for probe in self._probes:
-            probe.take(data, part, first)
+        self.one.take(data, part, first)
+        self.other.take(data, part, first)
 
 
 class Elements(NamedTuple):

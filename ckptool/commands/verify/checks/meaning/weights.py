@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ckptool.commands.verify.checks.elements import Elements
 from ckptool.commands.verify.checks.meaning.stacks import Slice, probes_of, slices_of
 from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.dtype import DType
 from ckptool.core.keymap.model import abstract
 from ckptool.core.state_category import state_category
 from ckptool.core.views import part_at
@@ -53,17 +54,17 @@ class Weights:
     """The matrices of a model, by the names that they have if none are stacked."""
 
     def __init__(self, catalog: Catalog) -> None:
-        self._found: dict[str, Weight] = {}
         tensors = {name: entry for name, entry in catalog.tensors.items() if _is_weight(entry)}
         self._slices = {each.numbered: each for each in slices_of(tensors)}
         stacked = {each.name for each in self._slices.values()}
         whole = ((name, entry) for name, entry in tensors.items() if name not in stacked)
         parts = ((name, tensors[each.name]) for name, each in self._slices.items())
-        for name, entry in chain(whole, parts):
-            if _is_matrix(self._shape(name, entry)):
-                from ckptool.commands.verify.checks.meaning.weight_bits import Weight
-
-                self._found[name] = Weight(entry.source_dtype)
+        matrices = {
+            name: entry.source_dtype
+            for name, entry in chain(whole, parts)
+            if _is_matrix(self._shape(name, entry))
+        }
+        self._found = _looked_at(matrices) if matrices else {}
 
     @property
     def probes(self) -> Mapping[str, Probe]:
@@ -130,6 +131,13 @@ class Weights:
         looked = self._found.values()
         heads = [each.head for each in looked if each.head is not None and each.first is None]
         return len(set(heads)) < len(heads) or any(each.oddity for each in looked)
+
+
+def _looked_at(matrices: Mapping[str, DType]) -> dict[str, Weight]:
+    """Return what looks at each matrix; numpy is imported for none."""
+    from ckptool.commands.verify.checks.meaning.weight_bits import Weight
+
+    return {name: Weight(dtype) for name, dtype in matrices.items()}
 
 
 def _is_weight(entry: TensorEntry) -> bool:
