@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import product
 from operator import ge, le, lt, sub
 from typing import Any, NamedTuple, overload
@@ -200,8 +201,12 @@ def row_major_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(strides)
 
 
+@lru_cache(maxsize=1024)
 def contiguous(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> bool:
-    """Return whether a box of ``shape`` with these byte strides is one C-ordered run of bytes."""
+    """Return whether a box of ``shape`` with these byte strides is one C-ordered run of bytes.
+
+    Cached, as thousands of chunks are alike.
+    """
     row = itemsize
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1 and stride != row:

@@ -232,8 +232,10 @@ class LateChunks(ChunkTable):
 
     def make(self, at: int) -> Chunk:
         """Return the chunk of this number, opened; the same one to all threads."""
-        at = range(len(self))[at]
         known = self._opened.get(at)
+        if known is None:
+            at = range(len(self))[at]
+            known = self._opened.get(at)
         return known or self._opened.setdefault(at, self.open_chunk(super().make(at)))
 
     def __iter__(self) -> Iterator[Chunk]:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from msgspec import Struct, field
@@ -30,12 +30,17 @@ class Data(NamedTuple):
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """The box in the global tensor's coordinates, and in its own."""
-        shape = self.box.shape
-        return (Piece(self.box, Box((0,) * len(shape), shape)),)
+        return _only_piece(self.box)
 
     @property
     def nbytes(self) -> int:
         return self.box.volume * self.itemsize
+
+
+@lru_cache(maxsize=1024)
+def _only_piece(box: Box) -> tuple[Piece]:
+    """Return a box as the only piece of a part: the same of tensors that are cut alike."""
+    return (Piece(box, Box.whole(box.shape)),)
 
 
 class ScatteredData(NamedTuple):

@@ -36,6 +36,8 @@ from ckptool.errors import Damaged
 from ckptool.storage.files import SPAN, Files
 
 Array = np.ndarray[Any, np.dtype[Any]]
+_LITTLE = 16 << 10
+"""Bytes of a part up to which a new copy costs less than to find whether it needs one."""
 _FEW = 4
 """Tensors whose indexes are kept."""
 _FREED = 16 << 20
@@ -76,7 +78,10 @@ def part_of(values: Array, box: Box) -> Array:
 def cut(values: Array, tile: Tile, buffer: memoryview) -> memoryview:
     """Return the bytes of a tile of a band, in ``buffer``; Damaged if its pieces do not fill it."""
     pieces, shape = tile.pieces, tile.shape
-    if len(pieces) == 1 and (part := part_of(values, pieces[0].box)).flags.c_contiguous:
+    part = part_of(values, pieces[0].box) if len(pieces) == 1 else None
+    if part is not None and part.nbytes <= _LITTLE:
+        filled, data = part.size, memoryview(part.tobytes())
+    elif part is not None and part.flags.c_contiguous:
         filled, data = part.size, raw(part)
     else:
         out: Array = np.ndarray(shape, values.dtype, buffer)

@@ -12,12 +12,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from operator import attrgetter, eq, mul
+from operator import attrgetter, mul
 from typing import NamedTuple, TypeGuard
 
 from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import Computed, EncodedBlob, Extent, Place, Record, TensorEntry
-from ckptool.core.chunks import chunks_of
+from ckptool.core.chunks import Chunks, chunks_of
 from ckptool.core.layout import WrittenChunks
 from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, Overlap
@@ -111,36 +111,40 @@ def segments_of_tensor(entry: TensorEntry) -> list[Segment] | None:
         if not contiguous(strides, shape, itemsize):
             return None
         return [Segment(file, offset, entry.elements * itemsize, 0, None)]
-    segments, left = list[Segment](), entry.elements * itemsize
-    skip_to = skips_in(shape, itemsize)
-    for chunk in chunks:
-        inner = chunk.box.shape
-        if 0 in inner:
+    segments, skip_to = list[Segment](), skips_in(shape, itemsize)
+    for box, segment in _segments_of(chunks, itemsize):
+        if segment is not None and not segment.nbytes:
             continue
-        at = open_place(chunk.at, inner)
-        skip = 0 if inner == shape else skip_to(chunk.box)
-        if skip is None or not is_run(at, inner, itemsize):
+        skip = skip_to(box)
+        if segment is None or skip is None:
             return None
-        segments.append(Segment(at.file, at.offset, math.prod(inner) * itemsize, skip, at.record))
-        left -= segments[-1].nbytes
+        segments.append(segment if not skip else segment._replace(skip=skip))
     segments.sort(key=_SKIP)
-    ends = accumulate((segment.nbytes for segment in segments), initial=0)
-    follow = all(map(eq, map(_SKIP, segments), ends))  # with neither overlap nor gap
-    return segments if follow and not left else None
+    *starts, end = accumulate((segment.nbytes for segment in segments), initial=0)
+    follow = [*map(_SKIP, segments)] == starts  # with neither overlap nor gap
+    return segments if follow and end == entry.elements * itemsize else None
 
 
 def segments_of_chunks(entry: TensorEntry) -> list[Segment] | None:
     """Return the segment that each chunk of a tensor is by itself; None if any is none."""
-    chunks, itemsize = chunks_of(entry), entry.source_dtype.itemsize
+    found = _segments_of(chunks_of(entry), entry.source_dtype.itemsize)
+    segments = [segment for _, segment in found if segment is not None]
+    return segments if len(segments) == len(entry.chunks) else None
+
+
+def _segments_of(chunks: Chunks, itemsize: int) -> Iterator[tuple[Box, Segment | None]]:
+    """Yield the box of each chunk, and the segment that it is by itself; None if it is none."""
     if isinstance(chunks, WrittenChunks):
-        return [Segment(*run, 0, None) for run in chunks.runs()]
-    segments = list[Segment]()
-    for box, at in ((chunk.box, chunk.at) for chunk in chunks):
-        at = open_place(at, box.shape)
-        if not is_run(at, box.shape, itemsize):
-            return None
-        segments.append(Segment(at.file, at.offset, box.volume * itemsize, 0, at.record))
-    return segments
+        runs = (Segment(*run, 0, None) for run in chunks.runs())
+        yield from zip(chunks.boxes, runs, strict=True)
+        return
+    for chunk in chunks:
+        box, shape = chunk.box, chunk.box.shape
+        at = open_place(chunk.at, shape)
+        if is_run(at, shape, itemsize):
+            yield box, Segment(at.file, at.offset, math.prod(shape) * itemsize, 0, at.record)
+        else:
+            yield box, None if 0 not in shape else Segment(at.file, at.offset, 0, 0, None)
 
 
 def cut_out(segments: Sequence[Segment], start: int, nbytes: int) -> Iterator[Segment]:

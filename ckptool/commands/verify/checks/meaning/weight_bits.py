@@ -12,6 +12,7 @@ from ckptool.engine.check.fingerprint import head_in
 from ckptool.engine.check.spans import Part
 from ckptool.engine.read.numbers import decode
 
+_CODES = {nbytes: np.dtype(f"u{nbytes}") for nbytes in (1, 2, 4, 8)}
 _SAMPLE = 1 << 9
 """Elements of each run, all over it, of which denormal and different ones are counted."""
 _SPREAD, _VARIED = 64, 32
@@ -44,7 +45,7 @@ class Weight:
     def take(self, data: memoryview, part: Part, first: int) -> None:
         """Look at elements of a part, the first of which is its ``first``-th."""
         dtype = self._dtype
-        codes = np.frombuffer(data, f"u{dtype.itemsize}")
+        codes = np.frombuffer(data, _CODES[dtype.itemsize])
         value = int(codes[0])
         is_one = self._is_one and value == int(codes[-1])  # few get further
         is_one = is_one and self.first in (None, value) and not (codes != value).any()
