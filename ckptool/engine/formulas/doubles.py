@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import numpy as np
 
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.engine.read.numbers import Array, decode
-from ckptool.engine.read.rounding import cast
+from ckptool.engine.read.rounding import cast, cast_few
 
-_PIECE = 1 << 16
-"""Elements that are computed at a time, of which a few doubles fit the processor's cache."""
 SINGLE, DOUBLE, _HALF = BY_NAME["float32"], BY_NAME["float64"], BY_NAME["float16"]
-
-
-def pieces(count: int) -> Iterator[slice]:
-    """Yield the pieces in which so many elements are computed."""
-    return (slice(start, start + _PIECE) for start in range(0, count, _PIECE))
 
 
 def as_floats(bits: Array, stored: DType) -> Array:
@@ -31,5 +24,9 @@ def as_doubles(bits: Array, stored: DType) -> Array:
 
 
 def from_doubles(numbers: Array, wanted: DType) -> Array:
-    """Return floats of 64 bits as bits of a type, cast once, as torch casts."""
-    return cast(numbers.view("u8"), DOUBLE, wanted)
+    """Return a few floats of 64 bits as bits of a type, cast once, as torch casts.
+
+    The bits may be the lower ones of larger words.
+    """
+    flat = np.ascontiguousarray(numbers).reshape(-1)
+    return cast_few(flat.view("u8"), DOUBLE, wanted).reshape(numbers.shape)

@@ -64,7 +64,7 @@ class MoreRows:
             if self._mean is None:
                 self._mean = _mean_of_rows(gather, base)
         part = part_of(self._mean, Box(box.lo[1:], box.hi[1:]))
-        return from_doubles(np.ascontiguousarray(part), dtype)
+        return from_doubles(part, dtype)
 
 
 def _mean_of_rows(gather: Gather, base: TensorEntry) -> Array:

@@ -12,10 +12,10 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Computed, Gather, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
-from ckptool.engine.formulas.doubles import SINGLE, as_floats, from_doubles, pieces
+from ckptool.engine.formulas.doubles import SINGLE, as_floats, from_doubles
 from ckptool.engine.read.gather import unit
 from ckptool.engine.read.numbers import Array
-from ckptool.engine.read.rounding import cast
+from ckptool.engine.read.rounding import cast_few, pieces
 
 _MOST = 4 << 20
 """Bytes that are read at a time of all tensors together."""
@@ -64,7 +64,7 @@ class WeightedSum(Struct, frozen=True):
             if self._is_rounded_once and all(t.itemsize <= 4 for t in (wanted, *_types(terms))):
                 singles = self._total(terms, "f4")
                 if np.isfinite(singles.max() - singles.min()):
-                    return cast(singles.view("u4"), SINGLE, wanted)
+                    return cast_few(singles.view("u4"), SINGLE, wanted)
             return from_doubles(self._total(terms, "f8"), wanted)
 
     @property

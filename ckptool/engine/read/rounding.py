@@ -6,6 +6,7 @@ the code for the rest of a row differ), NaNs are those of the vector code (torch
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -15,8 +16,8 @@ from ckptool.core.dtype import BEYOND_SATURATION, BY_NAME, SATURATES, DType
 from ckptool.engine.read.numbers import Array, decode, is_finite
 from ckptool.errors import Unsupported
 
-_PIECE = 1 << 16
-"""Elements per step, which fit the processor's cache."""
+_PIECE = 1 << 17
+"""Elements that are computed at a time, of which a few arrays fit the processor's cache."""
 _NAN, _NAN_OF_HALF = 0xFFFF, 0x7FC0
 """Torch's bfloat16 NaN, the second one for NaNs from float16."""
 _QUIET, _QUIET_HALF = np.uint32(0x0040_0000), np.uint32(0x7E00)
@@ -34,16 +35,31 @@ def cast(values: Array, stored: DType, wanted: DType) -> Array:
     if stored == wanted:
         return values
     flat = np.ascontiguousarray(values).reshape(-1)
-    if needs_torch(stored, wanted):
-        return _cast_by_torch(flat, stored, wanted).reshape(values.shape)
     result: Array = np.empty(flat.size, f"u{wanted.itemsize}")
-    is_looked_up = stored.itemsize == 2 and "float16" in (stored.name, wanted.name)
-    round_some = _look_up if is_looked_up else _round
-    with np.errstate(all="ignore"):
-        for start in range(0, flat.size, _PIECE):
-            piece = slice(start, start + _PIECE)
-            result[piece] = round_some(flat[piece], stored.name, wanted.name)
+    for piece in pieces(flat.size):
+        result[piece] = cast_few(flat[piece], stored, wanted)
     return result.reshape(values.shape)
+
+
+def pieces(count: int) -> Iterator[slice]:
+    """Yield the pieces in which so many elements are computed."""
+    return (slice(start, start + _PIECE) for start in range(0, count, _PIECE))
+
+
+def cast_few(flat: Array, stored: DType, wanted: DType) -> Array:
+    """Return the same as ``cast`` of so few numbers that they fit the processor's cache.
+
+    The bits may be the lower ones of larger words, without a copy: to assign them cuts these.
+    """
+    if stored == wanted:
+        return flat
+    if needs_torch(stored, wanted):
+        return _cast_by_torch(flat, stored, wanted)
+    with np.errstate(all="ignore"):
+        if stored.itemsize == 2 and "float16" in (stored.name, wanted.name):
+            every = _every_cast(stored.name, wanted.name)
+            return every.take(flat.astype(np.intp))  # faster than by 16 bits
+        return _round(flat, stored.name, wanted.name)
 
 
 def may_have_lost(made: Array, wanted: DType) -> bool:
@@ -94,11 +110,6 @@ def _is_beyond(bits: Array, dtype: DType) -> Array:
     single = BY_NAME["float32"]
     numbers = cast(bits, dtype, single).view(np.float32)
     return np.asarray(np.abs(numbers) > BEYOND_SATURATION)
-
-
-def _look_up(bits: Array, stored: str, wanted: str) -> Array:
-    """Return the bits of 16-bit floats in the other, different type."""
-    return _every_cast(stored, wanted).take(bits.astype(np.intp))  # faster than by 16 bits
 
 
 @lru_cache
