@@ -20,8 +20,10 @@ _CELL = 256
 _MOST_ROWS = 64
 _ONE_THREAD = 1 << 18
 """Multiplications up to which OpenBLAS uses one thread, whatever the machine."""
-_BAND = 2 * _CELL
-"""Columns of which all exist as doubles at a time, little enough for the processor's cache."""
+_PART, _BAND = 1 << 16, 1 << 18
+"""Numbers of a sum, and of a band of columns of A, that exist as doubles at a time."""
+_WHOLE_ROWS = 1 << 19
+"""Numbers of whole rows that are read at a time for their lengths, and one cell's rows at least."""
 
 
 class LowRank(Struct, frozen=True):
@@ -88,15 +90,24 @@ class Magnitudes(Struct, frozen=True):
         height, (most, columns) = rows_of_cell(at.stored[1].shape[-1]), at.part.shape
         (start,), (stop,) = box
         first, last = _aligned(start, stop, height, most)
-        keys = [(top, wanted.itemsize) for top in range(first, last, height)]
-        for top, size in keys:
-            if (top, size) not in self.lengths:
-                rows = Box((top, 0), (min(top + height, most), columns))
-                squares = np.zeros(rows.shape[0])
-                for _, numbers in self.sums.numbers(gather, at, rows, wanted):
-                    squares += np.square(numbers).sum(axis=1)
-                self.lengths[top, size] = np.sqrt(squares)
-        return np.concatenate([self.lengths[key] for key in keys])[start - first : stop - first]
+        tops, size = range(first, last, height), wanted.itemsize
+        step = max(1, _WHOLE_ROWS // (height * columns))
+        for some in (tops[n : n + step] for n in range(0, len(tops), step)):
+            if any((top, size) not in self.lengths for top in some):
+                rows = Box((some[0], 0), (min(some[-1] + height, most), columns))
+                lengths = self._compute_lengths(gather, at, rows, wanted)
+                for top in some:
+                    self.lengths[top, size] = lengths[top - some[0] :][:height]
+        known = np.concatenate([self.lengths[top, size] for top in tops])
+        return known[start - first : stop - first]
+
+    def _compute_lengths(self, gather: Gather, at: Computed, rows: Box, wanted: DType) -> Array:
+        """Return the lengths of whole rows."""
+        first, squares = rows.lo[0], np.zeros(rows.shape[0])
+        for part, numbers in self.sums.numbers(gather, at, rows, wanted):
+            own = slice(part.lo[0] - first, part.hi[0] - first)
+            squares[own] += np.square(numbers).sum(axis=1)
+        return np.sqrt(squares)
 
 
 def low_rank_reads(at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:
@@ -104,7 +115,7 @@ def low_rank_reads(at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:
     weight, left, right = at.stored[:3]
     height, outer = rows_of_cell(left.shape[-1]), (box.lo[:-2], box.hi[:-2])
     rows = _aligned(box.lo[-2], box.hi[-2], height, weight.shape[-2])
-    columns = _aligned(box.lo[-1], box.hi[-1], _BAND, weight.shape[-1])
+    columns = _aligned(box.lo[-1], box.hi[-1], columns_of_band(left.shape[-1]), weight.shape[-1])
     yield weight, box
     yield left, Box((*outer[0], rows[0], 0), (*outer[1], rows[1], left.shape[-1]))
     yield right, Box((*outer[0], 0, columns[0]), (*outer[1], right.shape[-2], columns[1]))
@@ -123,6 +134,11 @@ def rows_of_cell(rank: int) -> int:
     return max(1, min(_MOST_ROWS, _ONE_THREAD // (_CELL * rank)))
 
 
+def columns_of_band(rank: int) -> int:
+    """Return the columns of a band, whole cells: fewer the more rows of A it has."""
+    return max(1, min(_PART // rows_of_cell(rank), _BAND // rank) // _CELL) * _CELL
+
+
 def _products(
     gather: Gather, at: Computed, box: Box, *, is_exact: bool
 ) -> Iterator[tuple[Box, Array]]:
@@ -133,29 +149,33 @@ def _products(
     height = rows_of_cell(rank)
     top, bottom = _aligned(low[0], high[0], height, weight.shape[-2])
     of_rows = gather(left, _within(outer, (top, 0), (bottom, rank))).reshape(bottom - top, rank)
-    for start in range(low[1] // _BAND * _BAND, high[1], _BAND):
-        stop = min(start + _BAND, weight.shape[-1])
+    step = columns_of_band(rank)
+    for start in range(low[1] // step * step, high[1], step):
+        stop = min(start + step, weight.shape[-1])
         bits = gather(right, _within(outer, (0, start), (rank, stop))).reshape(rank, stop - start)
-        of_columns = factor(as_doubles(bits, right.source_dtype), 0)
+        of_cells = factor(_in_cells(as_doubles(bits, right.source_dtype)), 1)
         for row in range(top, bottom, height):
-            cells = as_doubles(of_rows[row - top : row - top + height], left.source_dtype)
-            product = _multiply(factor(cells, 1), of_columns)
+            some = of_rows[row - top : row - top + height]
+            product = np.empty((len(some), len(of_cells.high), _CELL))
+            multiply(
+                factor(as_doubles(some, left.source_dtype), 1), of_cells, product.swapaxes(0, 1)
+            )
             part = _within(
                 outer,
                 (max(row, low[0]), max(start, low[1])),
-                (min(row + len(cells), high[0]), min(stop, high[1])),
+                (min(row + len(some), high[0]), min(stop, high[1])),
             )
             inside = _slices(Box(part.lo[-2:], part.hi[-2:]), (row, start))
-            yield part, product[inside].reshape(part.shape)
+            yield part, product.reshape(len(some), -1)[inside].reshape(part.shape)
 
 
-def _multiply(left: Factor, right: Factor) -> Array:
-    """Return the product of matrices as doubles, a cell at a time."""
-    product = np.empty((len(left.high), right.high.shape[1]))
-    for start in range(0, product.shape[1], _CELL):
-        cell = slice(start, start + _CELL)
-        product[:, cell] = multiply(left, right.columns(cell))
-    return product
+def _in_cells(columns: Array) -> Array:
+    """Return columns by cells, of which the last may be filled up with zeros."""
+    rank, count = columns.shape
+    cells = -(-count // _CELL)
+    filled = np.zeros((rank, cells * _CELL))
+    filled[:, :count] = columns
+    return np.ascontiguousarray(filled.reshape(rank, cells, _CELL).swapaxes(0, 1))
 
 
 def _whole(matrix: Array, rank_dim: int) -> Factor:

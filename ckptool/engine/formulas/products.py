@@ -30,10 +30,6 @@ class Factor(Struct, frozen=True):
         """The matrix itself."""
         return self.high if self.low is None else self.high + self.low
 
-    def columns(self, some: slice) -> Factor:
-        """Return some of its columns."""
-        return Factor(self.high[:, some], None if self.low is None else self.low[:, some])
-
 
 def split(matrix: Array, rank_dim: int) -> Factor:
     """Split a matrix of doubles, of which one dim is the rank.
@@ -51,19 +47,19 @@ def split(matrix: Array, rank_dim: int) -> Factor:
     return Factor(high, _rounded(matrix - high, exponents - bits))
 
 
-def multiply(left: Factor, right: Factor) -> Array:
-    """Return the product of two matrices."""
-    product: Array
+def multiply(left: Factor, right: Factor, products: Array) -> None:
+    """Fill arrays with the products of a matrix and each of several, all in the same dims."""
     if left.low is None or right.low is None:
-        product = left.whole @ right.whole
-        return product
-    product = left.high @ right.high
-    product += 0.0  # the sign of a zero would be that of some order
-    middle = left.high @ right.low
-    middle += left.low @ right.high  # a sum of so many bits is exact, too
-    product += middle
-    product += left.low @ right.low
-    return product
+        np.matmul(left.whole, right.whole, out=products)
+        return
+    for high, low, product in zip(right.high, right.low, products, strict=True):
+        total = left.high @ high
+        total += 0.0  # the sign of a zero would be that of some order
+        middle = left.high @ low
+        middle += left.low @ high  # a sum of so many bits is exact, too
+        total += middle
+        total += left.low @ low
+        product[...] = total
 
 
 def _rounded(numbers: Array, exponents: Array) -> Array:
