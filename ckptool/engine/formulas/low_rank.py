@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import add
+from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
@@ -26,6 +27,10 @@ _WHOLE_ROWS = 1 << 19
 """Numbers of whole rows that are read at a time for their lengths, and one cell's rows at least."""
 
 
+Inside = tuple[Any, ...]
+"""Where in a box some of its numbers are: of one matrix, a range of rows and one of columns."""
+
+
 class LowRank(Struct, frozen=True):
     """``W + scale * (B @ A)``, as PEFT merges a LoRA: stored are W, B and A.
 
@@ -43,23 +48,23 @@ class LowRank(Struct, frozen=True):
         """Compute a box of the sum, as bits of a type."""
         result: Array = np.empty(box.shape, f"u{dtype.itemsize}")
         with np.errstate(all="ignore"):  # what is not finite stays so
-            for part, numbers in self.numbers(gather, at, box, dtype):
-                result[_slices(part, box.lo)] = from_doubles(numbers, dtype)
+            for inside, numbers in self.numbers(gather, at, box, dtype):
+                result[inside] = from_doubles(numbers, dtype)
         return result
 
     def numbers(
         self, gather: Gather, at: Computed, box: Box, wanted: DType
-    ) -> Iterator[tuple[Box, Array]]:
-        """Yield the boxes that a box consists of, in one order, with the doubles of each."""
+    ) -> Iterator[tuple[Inside, Array]]:
+        """Yield the parts of a box, in one order, with the doubles of each."""
         weight = at.stored[0]
         bits = gather(weight, box)
         for index in np.ndindex(*box.shape[:-2]):
             outer = tuple(map(add, box.lo, index))
-            inner = Box((*outer, *box.lo[-2:]), (*(n + 1 for n in outer), *box.hi[-2:]))
-            for part, product in _products(gather, at, inner, is_exact=wanted.itemsize > 2):
-                own = as_doubles(bits[_slices(part, box.lo)], weight.source_dtype)
+            for part, product in _products(gather, at, outer, box, is_exact=wanted.itemsize > 2):
+                inside = (*index, *part)
+                own = as_doubles(bits[inside], weight.source_dtype)
                 product *= self.scale
-                yield part, np.add(own, product, out=product)
+                yield inside, np.add(own, product, out=product)
 
 
 class Magnitudes(Struct, frozen=True):
@@ -80,9 +85,8 @@ class Magnitudes(Struct, frozen=True):
         with np.errstate(all="ignore"):  # a row of zeros has no direction, as for torch
             factors = as_doubles(gather(magnitudes, rows), magnitudes.source_dtype)
             factors = factors / self._lengths_of(gather, at, rows, dtype)
-            for part, numbers in self.sums.numbers(gather, at, box, dtype):
-                own = factors[part.lo[0] - box.lo[0] : part.hi[0] - box.lo[0], None]
-                result[_slices(part, box.lo)] = from_doubles(own * numbers, dtype)
+            for inside, numbers in self.sums.numbers(gather, at, box, dtype):
+                result[inside] = from_doubles(factors[inside[0], None] * numbers, dtype)
         return result
 
     def _lengths_of(self, gather: Gather, at: Computed, box: Box, wanted: DType) -> Array:
@@ -103,10 +107,9 @@ class Magnitudes(Struct, frozen=True):
 
     def _compute_lengths(self, gather: Gather, at: Computed, rows: Box, wanted: DType) -> Array:
         """Return the lengths of whole rows."""
-        first, squares = rows.lo[0], np.zeros(rows.shape[0])
-        for part, numbers in self.sums.numbers(gather, at, rows, wanted):
-            own = slice(part.lo[0] - first, part.hi[0] - first)
-            squares[own] += np.square(numbers).sum(axis=1)
+        squares = np.zeros(rows.shape[0])
+        for inside, numbers in self.sums.numbers(gather, at, rows, wanted):
+            squares[inside[0]] += np.square(numbers).sum(axis=1)
         return np.sqrt(squares)
 
 
@@ -140,33 +143,26 @@ def columns_of_band(rank: int) -> int:
 
 
 def _products(
-    gather: Gather, at: Computed, box: Box, *, is_exact: bool
-) -> Iterator[tuple[Box, Array]]:
-    """Yield the parts of a box of one matrix with their products, in bands of columns."""
+    gather: Gather, at: Computed, outer: tuple[int, ...], box: Box, *, is_exact: bool
+) -> Iterator[tuple[tuple[slice, slice], Array]]:
+    """Yield the parts that a box has of one matrix, with their products, in bands of columns."""
     factor = split if is_exact else _whole
     weight, left, right = at.stored[:3]
-    rank, low, high, outer = left.shape[-1], box.lo[-2:], box.hi[-2:], (box.lo[:-2], box.hi[:-2])
-    height = rows_of_cell(rank)
-    top, bottom = _aligned(low[0], high[0], height, weight.shape[-2])
+    rank, (most_rows, most_columns) = left.shape[-1], weight.shape[-2:]
+    height, width = rows_of_cell(rank), columns_of_band(rank)
+    top, bottom = _aligned(box.lo[-2], box.hi[-2], height, most_rows)
     of_rows = gather(left, _within(outer, (top, 0), (bottom, rank))).reshape(bottom - top, rank)
-    step = columns_of_band(rank)
-    for start in range(low[1] // step * step, high[1], step):
-        stop = min(start + step, weight.shape[-1])
+    for start in range(box.lo[-1] // width * width, box.hi[-1], width):
+        stop = min(start + width, most_columns)
+        columns, own_columns = _common(start, stop, box.lo[-1], box.hi[-1])
         bits = gather(right, _within(outer, (0, start), (rank, stop))).reshape(rank, stop - start)
         of_cells = factor(_in_cells(as_doubles(bits, right.source_dtype)), 1)
         for row in range(top, bottom, height):
-            some = of_rows[row - top : row - top + height]
-            product = np.empty((len(some), len(of_cells.high), _CELL))
-            multiply(
-                factor(as_doubles(some, left.source_dtype), 1), of_cells, product.swapaxes(0, 1)
-            )
-            part = _within(
-                outer,
-                (max(row, low[0]), max(start, low[1])),
-                (min(row + len(some), high[0]), min(stop, high[1])),
-            )
-            inside = _slices(Box(part.lo[-2:], part.hi[-2:]), (row, start))
-            yield part, product.reshape(len(some), -1)[inside].reshape(part.shape)
+            of_cell = as_doubles(of_rows[row - top : row - top + height], left.source_dtype)
+            rows, own_rows = _common(row, row + len(of_cell), box.lo[-2], box.hi[-2])
+            product = np.empty((len(of_cell), len(of_cells.high), _CELL))
+            multiply(factor(of_cell, 1), of_cells, product.swapaxes(0, 1))
+            yield (own_rows, own_columns), product.reshape(len(of_cell), -1)[rows, columns]
 
 
 def _in_cells(columns: Array) -> Array:
@@ -183,11 +179,9 @@ def _whole(matrix: Array, rank_dim: int) -> Factor:
     return Factor(matrix)
 
 
-def _within(
-    outer: tuple[tuple[int, ...], tuple[int, ...]], low: tuple[int, int], high: tuple[int, int]
-) -> Box:
+def _within(outer: tuple[int, ...], low: tuple[int, int], high: tuple[int, int]) -> Box:
     """Return the box of a part of one matrix, which may be one of several along a first dim."""
-    return Box((*outer[0], *low), (*outer[1], *high))
+    return Box((*outer, *low), (*(n + 1 for n in outer), *high))
 
 
 def _aligned(start: int, stop: int, step: int, most: int) -> tuple[int, int]:
@@ -195,6 +189,7 @@ def _aligned(start: int, stop: int, step: int, most: int) -> tuple[int, int]:
     return start // step * step, min(-(-stop // step) * step, most)
 
 
-def _slices(part: Box, origin: Sequence[int]) -> tuple[slice, ...]:
-    """Return where a part is in an array whose first element is ``origin``."""
-    return tuple(map(slice, *part.relative_to(origin)))
+def _common(start: int, stop: int, low: int, high: int) -> tuple[slice, slice]:
+    """Return what two ranges have in common, as a part of each."""
+    first, last = max(start, low), min(stop, high)
+    return slice(first - start, last - start), slice(first - low, last - low)
