@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some
 from ckptool.errors import Changed, CkptoolError, Damaged, NotFound, Problem
+from ckptool.formats.companions import TRAINER_STATE
 from ckptool.serialization.file_kinds import FileKind, detect_placeholder, read_head
 from ckptool.storage.file_status import NO_FILE
 from ckptool.storage.files import Files
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _STEP = re.compile(r"(?:step|iter|epoch|checkpoint|ckpt)[a-z]*[-_=.]?[0-9]", re.IGNORECASE)
 _TENSORLESS = {"training_args.bin": "arguments of transformers' Trainer, no tensors"}
+_OF_TRAINER = re.compile(r"(?:optimizer|scheduler|scaler)\.(?:pt|bin)|rng_state(?:_\d+)?\.pth")
+"""What transformers' Trainer (4.20 to 5.24) goes on from, beside a model and its record."""
 _MOST_FOLDERS = 200
 _MOST_SHOWN = 8
 
@@ -46,7 +49,8 @@ def unread_files(
     unread = [name for name in unread if unfinished_file(name) is None]
     folders = dict(_checkpoints(candidate, catalog.files, unread))
     files = [name for name in unread if not any(name.startswith(f"{one}/") for one in folders)]
-    return [*unfinished, *_folder_notes(candidate, folders), *_file_notes(files)]
+    notes = _file_notes(files, is_of_trainer=TRAINER_STATE in sizes)
+    return [*unfinished, *_folder_notes(candidate, folders), *notes]
 
 
 def _checkpoints(
@@ -86,12 +90,17 @@ def _folder_notes(candidate: Candidate, folders: Mapping[str, str]) -> Iterator[
         yield Problem(message, "file-unused", file=first)
 
 
-def _file_notes(names: list[str]) -> Iterator[Problem]:
+def _file_notes(names: list[str], *, is_of_trainer: bool) -> Iterator[Problem]:
     for group in _group_numbered(names):
-        what, code = _TENSORLESS.get(group[0].rpartition("/")[2]), "note"
-        if what is None:
-            what, code = "looks like part of a checkpoint", "file-unused"
-        yield Problem(f"not read: {list_some(group, 1)}: {what}", code, file=group[0])
+        first, some = group[0], list_some(group, 1)
+        if tensorless := _TENSORLESS.get(first.rpartition("/")[2]):
+            yield Problem(f"not read: {some}: {tensorless}", "note", file=first)
+        elif is_of_trainer and _OF_TRAINER.fullmatch(first):
+            message = f"beside the model: {some}: transformers' Trainer goes on from it"
+            yield Problem(message, "note", file=first)
+        else:
+            message = f"not read: {some}: looks like part of a checkpoint"
+            yield Problem(message, "file-unused", file=first)
 
 
 def _group_numbered(names: Iterable[str]) -> list[list[str]]:

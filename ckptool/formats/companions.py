@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -43,6 +43,8 @@ OF_VERL = "huggingface"
 TRAINER_STATE = "trainer_state.json"
 TRAINER_FILES = frozenset([TRAINER_STATE, "training_args.bin"])
 """Files that transformers' Trainer writes once beside a checkpoint (transformers 5)."""
+_TRAINER_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+"""``OPTIMIZER_NAME`` and ``OPTIMIZER_NAME_BIN`` of transformers' Trainer (4.20 to 5.23)."""
 _SUFFIXES = (".py", ".tiktoken")
 _PROSE = frozenset("README.md LICENSE LICENSE.txt USE_POLICY.md NOTICE".split())
 
@@ -54,6 +56,15 @@ def companions(source: Source, folder: str = "") -> dict[str, int]:
         for name, size in source.files.items()
         if name.startswith(folder) and _is_companion(name[len(folder) :])
     }
+
+
+def trainer_optimizer(sizes: Mapping[str, int], read: Collection[str]) -> str | None:
+    """Return the file of a model's folder in which transformers' Trainer saved its optimizer.
+
+    ``sizes`` are those of all files; those that are ``read`` with the model are no such file.
+    """
+    names = (name for name in _TRAINER_OPTIMIZERS if sizes.get(name) and name not in read)
+    return next(names, None)
 
 
 def _is_companion(name: str) -> bool:

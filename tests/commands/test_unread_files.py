@@ -174,6 +174,15 @@ def test_random_states_of_ranks_do_not_hide_the_model(copy_of: Callable[[str], P
     assert notes_of(folder).keys() == {"file-unused rng_state_0.pth"}
 
 
+def test_what_the_trainer_goes_on_from_is_no_warning(tmp_path: Path) -> None:
+    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "trainer_state.json").write_text("{}")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", "ema.pt"):
+        torch.save({"state": {}}, tmp_path / name)
+    known = {f"note {name}" for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth")}
+    assert notes_of(tmp_path).keys() == {*known, "file-unused ema.pt"}
+
+
 def test_a_file_that_was_never_finished(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("hf_shards")
     (folder / "model-00009-of-00009.safetensors.incomplete").write_bytes(b"x")

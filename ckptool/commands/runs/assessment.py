@@ -19,7 +19,7 @@ from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run, written_after
 from ckptool.commands.runs.pointers import find_pointers, is_for_that, latest_source
 from ckptool.commands.runs.search import as_one_step
-from ckptool.commands.runs.side_files import damaged_side_files, spoiling
+from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoiling
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.findings import Finding, VerifyReport
@@ -30,15 +30,6 @@ from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError, NoAnswer, NotFound, TransferError
 from ckptool.storage.place import is_gone
 from ckptool.storage.url import Location, within
-
-_ANOTHER = (
-    "weights-differ-from-masters",
-    "moments-negative",
-    "moments-zero",
-    "moments-copied",
-    "counts-differ",
-)
-"""The warnings after which a resume would go on with something else than what was trained."""
 
 
 class StepReport(Report, frozen=True):
@@ -287,7 +278,7 @@ class Assessor:
             odd = None if self._options.allow_nonfinite else spoiling(finding, catalog)
             if odd:
                 yield f"{_text_of(odd, report)} (--allow-nonfinite counts it as good)"
-            elif finding.code in _ANOTHER:
+            elif finding.code in ANOTHER:
                 yield f"{_text_of(finding, report)} (--ignore {finding.code} counts it as good)"
 
     def _by_side_files(

@@ -13,27 +13,20 @@ from ckptool.core.state_category import state_category, with_every_part
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError, Unsupported
 from ckptool.formats.base import ScanOptions
+from ckptool.formats.companions import trainer_optimizer
 from ckptool.serialization.source import read_metadata
 from ckptool.storage.files import Files
 from ckptool.storage.local import LocalSource
 from ckptool.storage.url import Location
 
-_OF_TRAINER = ("optimizer.pt", "optimizer.bin")
-"""``OPTIMIZER_NAME`` and ``OPTIMIZER_NAME_BIN`` of transformers' Trainer (4.20 to 5.23)."""
 _STATE_DICT = frozenset(["state", "param_groups"])
-
-
-def trainer_file(source: Files, catalog: Catalog) -> str | None:
-    """Return the file of a model's folder in which transformers' Trainer saved its optimizer."""
-    names = (name for name in _OF_TRAINER if source.files.get(name) and name not in catalog.files)
-    return next(names, None)
 
 
 def has_optimizer(each: Survey) -> bool:
     """Return whether a checkpoint, as far as it was read, has an optimizer's state."""
     if each.catalog is None:
         return False
-    if trainer_file(each.source, each.catalog) is not None:
+    if trainer_optimizer(each.source.files, each.catalog.files) is not None:
         return True
     parts = {state_category(entry) for entry in each.catalog.tensors.values()}
     parts |= {state_category(entry) for entry in each.catalog.objects.values()}

@@ -27,6 +27,10 @@ _NOT_WHOLE = frozenset(
     " crc-mismatch legacy-stream storage-mismatch".split()
 )
 """Codes of a file that is not all there; what else is in it is its trainer's own."""
+ANOTHER = frozenset(
+    "weights-differ-from-masters moments-negative moments-zero moments-copied counts-differ".split()
+)
+"""The warnings after which a resume would go on with something else than what was trained."""
 _NOT_FINITE = "not-finite"
 _SQUARES = "(?:(?:max_)?exp_avg_sq|square_avg|exp_inf)"
 _OF_SQUARES = re.compile(rf"(?:(?:.+\.)?state\.)?{_SQUARES}\..+|.+\.{_SQUARES}")
@@ -67,16 +71,17 @@ def _broken_archive(file: Location, name: str, options: VerifyOptions) -> Iterat
         return
     for finding in report.findings:
         catalog = examined.surveyed.catalog
-        odd = spoiling(finding, catalog) if role_of(name) == "optimizer" else None
-        if finding.code in _NOT_WHOLE or (odd and not _accepted(finding, options)):
+        is_state = role_of(name) == "optimizer" and finding.code not in options.ignore
+        odd = spoiling(finding, catalog) if is_state and not options.allow_nonfinite else None
+        accepts = ""
+        if odd:
+            accepts = " (--allow-nonfinite counts it as good)"
+        elif is_state and finding.code in ANOTHER:
+            accepts = f" (--ignore {finding.code} counts it as good)"
+        if accepts or finding.code in _NOT_WHOLE:
             text = (odd or finding).first_line(f"{name.rpartition('/')[2]}: ")
-            accepts = " (--allow-nonfinite counts it as good)" if odd else ""
             yield f"{finding.code}: {name}: {text}{accepts}"
             return
-
-
-def _accepted(finding: Finding, options: VerifyOptions) -> bool:
-    return options.allow_nonfinite or finding.code in options.ignore
 
 
 def spoiling(finding: Finding, catalog: Catalog | None) -> Finding | None:

@@ -17,7 +17,6 @@ from ckptool.commands.runs.optimizer_files import (
     files_apart,
     require_optimizer,
     require_unlisted,
-    trainer_file,
 )
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.catalog import Catalog
@@ -35,6 +34,7 @@ from ckptool.engine.run_options import StageOptions
 from ckptool.engine.write.disk_target import DiskTarget
 from ckptool.engine.write.removal import remove_file
 from ckptool.errors import Unsupported
+from ckptool.formats.companions import trainer_optimizer
 from ckptool.formats.writing import CARRIED
 from ckptool.storage.commit_note import targets_with_notes
 from ckptool.storage.place import on_disk
@@ -109,7 +109,7 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
 
 def _plan_removal(opened: OpenedCheckpoint) -> Strip | None:
     """Plan to remove the optimizer's file of transformers' Trainer; None if there is none."""
-    name = trainer_file(opened.source, opened.catalog)
+    name = trainer_optimizer(opened.source.files, opened.catalog.files)
     if name is None:
         return None
     file = opened.path / name

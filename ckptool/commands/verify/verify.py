@@ -44,6 +44,7 @@ from ckptool.commands.verify.checks.training import differing_step_values, optim
 from ckptool.commands.verify.codes import CODES, require_codes
 from ckptool.commands.verify.findings import DAMAGE, Findings, VerifyReport, summarize
 from ckptool.commands.verify.severity import Severity
+from ckptool.commands.verify.side_state import with_side_state
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.names import packed_names
 from ckptool.engine.check.content import ContentReport, check_spans
@@ -78,7 +79,13 @@ def verify(
     verification = ranks.together(lambda: examine(path, options, started, share=share))
     if ranks.size > 1:
         verification.join(ranks)
-    return verification.report()
+        return verification.report()
+    return with_side_state(
+        verification.report(),
+        verification.surveyed,
+        options,
+        lambda file, how: examine(file, how).report(),
+    )
 
 
 def examine(

@@ -1,0 +1,61 @@
+"""The optimizer's state that a trainer keeps in a file beside the model: a resume needs both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from msgspec import structs
+
+from ckptool.commands.open import Survey
+from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.findings import Finding, VerifyReport, summarize
+from ckptool.commands.verify.severity import Severity
+from ckptool.errors import Unrecognized
+from ckptool.formats.companions import trainer_optimizer
+from ckptool.storage.url import Location
+
+_OF_A_FILE = ("note", "no-checksum", "value-not-written")
+"""Remarks on what can be done with the file by itself."""
+
+
+def with_side_state(
+    report: VerifyReport,
+    surveyed: Survey,
+    options: VerifyOptions,
+    check: Callable[[Location, VerifyOptions], VerifyReport],
+) -> VerifyReport:
+    """Return a report with what is found of the Trainer's ``optimizer.pt`` beside the model.
+
+    ``check`` reports on it as on a checkpoint; an optimizer may have nothing to save.
+    """
+    catalog = surveyed.catalog
+    name = trainer_optimizer(surveyed.source.files, catalog.files) if catalog else None
+    if name is None or options.part is not None:
+        return report
+    read = ReadOptions("torch-save", storage_option=options.read.storage_option)
+    try:
+        beside = check(surveyed.path / name, replace(options, read=read))
+    except Unrecognized:
+        return report
+    found = [_of(name, each) for each in beside.findings if each.code not in _OF_A_FILE]
+    whole = structs.replace(
+        report,
+        findings=tuple(sorted([*report.findings, *found], key=_rank)),
+        nbytes=report.nbytes + beside.nbytes,
+        files=report.files + beside.files,
+        tensors=report.tensors + beside.tensors,
+        ignored=(*report.ignored, *beside.ignored),
+    )
+    whole = structs.replace(whole, ok=not whole.fails(options.strict))
+    return structs.replace(whole, summary=summarize(whole, options))
+
+
+def _rank(finding: Finding) -> int:
+    return list(Severity).index(finding.severity)
+
+
+def _of(name: str, finding: Finding) -> Finding:
+    """Return a finding of a file, said of the file unless its message begins with it."""
+    return finding if finding.message.startswith(name) else finding.within(name)
