@@ -78,10 +78,11 @@ def replica_problems(entries: Iterable[TensorEntry], source: Files) -> Iterator[
 def unnamed_latest(asked: Location, step: Location, marker: LatestMarker) -> Iterator[Problem]:
     """Yield a problem if the folder of a run does not name its latest checkpoint.
 
-    Frameworks write the name into a file of the run's folder, and resume only by that.
+    Frameworks write the name into a file of the run's folder, and resume only by that. A checkpoint
+    that is one file is in the folder of its step (DeepSpeed without ZeRO).
     """
     is_step = asked in step.parents and re.fullmatch(marker.folders, step.name)
-    if is_step and not (step.parent / marker.file).exists():
+    if is_step and step.is_dir() and not (step.parent / marker.file).exists():
         message = f"{step.parent}: no {marker.file} beside {step.name}"
         message += ", so trainers will not resume from it"
         yield Problem(message, "latest-missing", file=marker.file)

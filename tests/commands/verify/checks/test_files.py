@@ -87,6 +87,15 @@ def test_a_step_that_was_asked_for_by_itself_needs_no_tracker(
     assert codes <= {"note", "value-not-written"}
 
 
+def test_a_step_of_one_file_that_was_asked_for_by_itself_needs_no_tracker(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    state = {"module": {"w": torch.ones(2)}, "ds_version": "0.19.8", "global_steps": 1}
+    state |= {"dp_world_size": 1, "mp_world_size": 1}  # DeepSpeed without ZeRO
+    torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
+    report = verify(tmp_path, VerifyOptions(quick=True))
+    assert (report.format, report.findings) == ("deepspeed", ())
+
+
 def test_numbered_folders_are_not_snapshot(tmp_path: Path) -> None:
     (tmp_path / "0" / "state").mkdir(parents=True)
     (tmp_path / "0" / "state" / "w").write_bytes(bytes(8))
