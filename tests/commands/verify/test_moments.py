@@ -366,3 +366,15 @@ def test_moments_of_megatron_by_kind(tmp_path: Path) -> None:
     (finding,) = found(copy)
     assert finding.code == "moments-negative"
     assert all(each.tensor and each.tensor.startswith("exp_avg_sq.") for each in finding.affected)
+
+
+@pytest.mark.parametrize(("count", "is_odd"), [(7, True), (7.0, True), (1, False), (None, False)])
+def test_moments_that_are_all_zero_by_the_count_of_a_group(
+    count: float | None, is_odd: bool, tmp_path: Path
+) -> None:
+    """As Apex's and Megatron-core's optimizers count, for all parameters at once."""
+    state = {n: {kind: torch.zeros(4) for kind in ("exp_avg", "exp_avg_sq")} for n in range(3)}
+    groups = [{"params": [0, 1, 2], "lr": 0.1} | ({} if count is None else {"step": count})]
+    torch.save({"optimizer": {"state": state, "param_groups": groups}}, tmp_path / "c.pt")
+    messages = [finding.message for finding in found(tmp_path / "c.pt")]
+    assert [f"but {count:g} steps are counted" in each for each in messages] == [True] * is_odd

@@ -42,6 +42,7 @@ _STEPS = 2
 """Counted steps after which something has moments: one step without gradients may be that which
 makes the state (DeepSpeed, torch's ``get_optimizer_state_dict``)."""
 
+_OF_GROUP = re.compile(r".*\bparam_groups\.\d+\.step")
 _OF_EXPERTS = re.compile("expert|moe")
 _SEVERAL = 3
 """Kinds of layers that a rank has parts of which cannot all be unused."""
@@ -164,11 +165,18 @@ def _lost_ranks(
             yield Problem(message, "moments-zero", tensor=names[0])
 
 
-def _steps_taken(catalog: Catalog) -> int | None:
-    """Return the steps that DeepSpeed counts, without those that its loss scale skips."""
+def _steps_taken(catalog: Catalog) -> float | None:
+    """Return the steps that an optimizer took, as far as values count them.
+
+    DeepSpeed counts those that its loss scale skips, Megatron-core's optimizers have one count for
+    all parameters of a group.
+    """
     entries = (catalog.objects.get(name) for name in ("global_steps", "skipped_steps"))
     taken, skipped = (entry.value if entry else None for entry in entries)
-    return taken - skipped if isinstance(taken, int) and isinstance(skipped, int) else None
+    if isinstance(taken, int) and isinstance(skipped, int):
+        return taken - skipped
+    groups = (e.value for name, e in catalog.objects.items() if _OF_GROUP.fullmatch(name))
+    return max((count for count in groups if type(count) in (int, float)), default=None)
 
 
 def parse_moment(name: str) -> tuple[str, str] | None:
