@@ -295,6 +295,26 @@ def test_all_moments_of_one_rank(tmp_path: Path) -> None:
     assert "all moments of rank 1 are zero, of" in finding.message
 
 
+@pytest.mark.parametrize(("sizes", "count"), [((4, 5, 6, 6), 1), ((4, 4, 5, 5), 0)])
+def test_all_moments_of_one_rank_whose_parameters_have_numbers(
+    sizes: tuple[int, ...], count: int
+) -> None:
+    """What has a number, as in the rank files of verl, is of a kind by its shape."""
+    seen: dict[str, Moment] = {}
+    located: dict[str, TensorEntry] = {}
+    for number, size in enumerate(sizes):
+        name, shape = f"optim.state.{number}.exp_avg", (2 * size,)
+        boxes = (Box((0,), (size,)), Box((size,), shape))
+        seen[name] = Moment(is_square=False)
+        for rank, box in enumerate(boxes):
+            values = np.full(size, not rank, np.float32)
+            seen[name].take(values.view(np.uint8).data, Part(shape, box, BY_NAME["float32"]), 0)
+        chunks = tuple(Chunk(box, Extent("f", 0, (4,)), rank) for rank, box in enumerate(boxes))
+        located[name] = TensorEntry(name, (name,), BY_NAME["float32"], shape, chunks)
+    problems = list(_lost_ranks(seen, located))
+    assert ["all moments of rank 1 are zero, of" in each for each in problems] == [True] * count
+
+
 def of_ranks(*zero: str) -> list[Problem]:
     """What is said of two ranks' layers, of which the ``zero`` ones have no moments."""
     seen: dict[str, Moment] = {}

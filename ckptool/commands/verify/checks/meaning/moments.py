@@ -156,13 +156,19 @@ def _lost_ranks(
                 zero.pop(chunk.rank or 0, None)
         if not zero:
             return
-    used = {abstract(_parameter_of(n))[0] for n in seen if zero and not seen[n].is_zero}
+    used = {_kind_of(n, located[n]) for n in seen if zero and not seen[n].is_zero}
     for rank, names in zero.items():
-        kinds = {abstract(_parameter_of(n))[0] for n in names if not _OF_EXPERTS.search(n)}
+        kinds = {_kind_of(n, located[n]) for n in names if not _OF_EXPERTS.search(n)}
         if len(kinds & used) >= _SEVERAL:
             message = f"{names[0]}: all moments of rank {rank} are zero, of"
             message += f" {plural(len(names), 'tensor')}, those of other ranks are not"
             yield Problem(message, "moments-zero", tensor=names[0])
+
+
+def _kind_of(name: str, entry: TensorEntry) -> str:
+    """Return the kind of layer that a moment is of: by its shape where parameters have numbers."""
+    parameter = _parameter_of(name)
+    return str(entry.shape) if parameter.isdigit() else abstract(parameter)[0]
 
 
 def _steps_taken(catalog: Catalog) -> float | None:
