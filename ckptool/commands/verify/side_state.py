@@ -10,6 +10,7 @@ from msgspec import structs
 from ckptool.commands.open import Survey
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.checks.training import has_experts
 from ckptool.commands.verify.findings import Finding, VerifyReport, summarize
 from ckptool.commands.verify.severity import Severity
 from ckptool.errors import Unrecognized
@@ -28,7 +29,8 @@ def with_side_state(
 ) -> VerifyReport:
     """Return a report with what is found of the Trainer's ``optimizer.pt`` beside the model.
 
-    ``check`` reports on it as on a checkpoint; an optimizer may have nothing to save.
+    ``check`` reports on it as on a checkpoint; an optimizer may have nothing to save. It numbers
+    parameters, of which those of experts may have had fewer steps.
     """
     catalog = surveyed.catalog
     name = trainer_optimizer(surveyed.source.files, catalog.files) if catalog else None
@@ -39,7 +41,8 @@ def with_side_state(
         beside = check(surveyed.path / name, replace(options, read=read))
     except Unrecognized:
         return report
-    found = [_of(name, each) for each in beside.findings if each.code not in _OF_A_FILE]
+    left_out = {*_OF_A_FILE, "steps-differ"} if has_experts(catalog) else {*_OF_A_FILE}
+    found = [_of(name, each) for each in beside.findings if each.code not in left_out]
     whole = structs.replace(
         report,
         findings=tuple(sorted([*report.findings, *found], key=_rank)),

@@ -40,7 +40,11 @@ from ckptool.commands.verify.checks.meaning.table import (
 )
 from ckptool.commands.verify.checks.pickles import odd_values
 from ckptool.commands.verify.checks.sample import DataPart, DataSample
-from ckptool.commands.verify.checks.training import differing_step_values, optimizer_problems
+from ckptool.commands.verify.checks.training import (
+    differing_step_values,
+    has_experts,
+    optimizer_problems,
+)
 from ckptool.commands.verify.codes import CODES, require_codes
 from ckptool.commands.verify.findings import DAMAGE, Findings, VerifyReport, summarize
 from ckptool.commands.verify.severity import Severity
@@ -80,12 +84,8 @@ def verify(
     if ranks.size > 1:
         verification.join(ranks)
         return verification.report()
-    return with_side_state(
-        verification.report(),
-        verification.surveyed,
-        options,
-        lambda file, how: examine(file, how).report(),
-    )
+    report, surveyed = verification.report(), verification.surveyed
+    return with_side_state(report, surveyed, options, lambda *each: examine(*each).report())
 
 
 def examine(
@@ -313,7 +313,9 @@ class Verification:
             self._problems += differing_step_values(self._catalog)
             with suppress(CkptoolError):  # the reader of all data reports on these
                 self._problems += copied_files(self._catalog, source)
-        self._problems += content.counters.problems(self._state_beside, source)
+        self._problems += content.counters.problems(
+            self._state_beside, source, of_experts=has_experts(self._catalog)
+        )
         return names
 
     def _state_beside(self, counters: Sequence[str]) -> dict[str, list[TensorEntry]]:

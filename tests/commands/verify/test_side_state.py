@@ -12,10 +12,14 @@ from safetensors.torch import save_file
 import ckptool
 
 torch = pytest.importorskip("torch")
-State = dict[str, Any]
+State = dict[Any, Any]
 
 
-def trained(folder: Path, change: Callable[[State], object] = lambda state: None) -> Path:
+def trained(
+    folder: Path,
+    change: Callable[[State], object] = lambda state: None,
+    name: str = "layers.{}.weight",
+) -> Path:
     """A step of the Trainer whose optimizer's state is changed."""
     folder.mkdir(parents=True)
     weights = [torch.nn.Parameter(torch.randn(8, 8)) for _ in range(3)]
@@ -26,7 +30,8 @@ def trained(folder: Path, change: Callable[[State], object] = lambda state: None
     state = optimizer.state_dict()
     change(state["state"])
     save_file(
-        {f"w{n}": each.detach() for n, each in enumerate(weights)}, folder / "model.safetensors"
+        {name.format(n): each.detach() for n, each in enumerate(weights)},
+        folder / "model.safetensors",
     )
     torch.save(state, folder / "optimizer.pt")
     torch.save({"last_epoch": 3}, folder / "scheduler.pt")
@@ -68,6 +73,21 @@ def test_a_sound_one_is_no_warning(tmp_path: Path) -> None:
     report = ckptool.verify(trained(tmp_path / "c"), strict=True)
     assert report.ok
     assert (report.files, report.tensors) == (2, 12)
+
+
+def test_experts_that_are_chosen_less_often_are_no_mixed_saves(tmp_path: Path) -> None:
+    def fewer(state: State) -> None:
+        state[1]["step"] -= 2
+
+    findings = ckptool.verify(trained(tmp_path / "c", fewer)).findings
+    (found,) = (each for each in findings if each.severity.value != "info")
+    assert (found.code, found.message[:14]) == ("steps-differ", "optimizer.pt: ")
+    folder = trained(tmp_path / "d", fewer, "layers.0.experts.{}.weight")
+    assert ckptool.verify(folder, strict=True).ok
+    model = {f"experts.{n}.weight": torch.ones(8) for n in range(3)}
+    state = {"model": model, "optimizer": torch.load(folder / "optimizer.pt")}
+    torch.save(state, tmp_path / "one.pt")
+    assert ckptool.verify(tmp_path / "one.pt", strict=True).ok
 
 
 def test_one_that_is_cut_off_is_an_error(tmp_path: Path) -> None:

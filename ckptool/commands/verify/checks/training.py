@@ -24,6 +24,7 @@ _WEIGHTS = frozenset(["module", "model", "fp32"])
 _KINDS_FIRST = frozenset([*_KINDS, *_WEIGHTS])
 _STEPS = ("step", "global_step", "iteration", "current_step", "epoch", "last_epoch")
 _SHOWN = 3
+_EXPERT = "expert"
 _FEW_VALUES = 8
 """Two saves, or parameters added later, give few values; more are not counters of a run."""
 
@@ -139,17 +140,25 @@ class StepCounters:
         """The least of them; None if there are none."""
         return min(self._values, default=None)
 
-    def problems(self, locate: Locate, source: Files) -> Iterator[Problem]:
+    def problems(
+        self, locate: Locate, source: Files, *, of_experts: bool = False
+    ) -> Iterator[Problem]:
         """Yield a problem if they differ.
 
-        Experts may have been chosen less often, and unused parameters have a state of zeros from
-        when it was made (Adagrad, torch's ``get_optimizer_state_dict``).
+        Experts may have been chosen less often: those so named, and what has a number alone if the
+        model has some (``of_experts``). Unused parameters have a state of zeros from when it was
+        made (Adagrad, torch's ``get_optimizer_state_dict``).
         """
         if len(self._values) < 2:
             return
         most = max(self._values)
         fewer = {value: names for value, names in self._values.items() if value < most}
-        odd = [name for names in fewer.values() for name in names if "expert" not in name]
+        odd = [
+            name
+            for names in fewer.values()
+            for name in names
+            if _EXPERT not in name and not (of_experts and name.split(".")[-2].isdigit())
+        ]
         unused = _without_state(locate(odd), source) if odd else set()
         for value, names in fewer.items():
             self._values[value] = [n for n in names if n in odd and n not in unused]
@@ -162,6 +171,11 @@ class StepCounters:
         more = f" and {len(ordered) - len(parts)} more values" if len(ordered) > len(parts) else ""
         message = f"the optimizer's step counters are {'; '.join(parts)}{more}"
         yield Problem(message, code, tensor=ordered[0][1][0])
+
+
+def has_experts(catalog: Catalog | None) -> bool:
+    """Return whether a checkpoint has experts, by names, which an optimizer's numbers are not."""
+    return catalog is not None and any(_EXPERT in name for name in catalog.tensors)
 
 
 def _without_state(states: Mapping[str, Sequence[TensorEntry]], source: Files) -> set[str]:
