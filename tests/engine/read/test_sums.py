@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 import tracemalloc
+from contextlib import closing
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.core.box import Box
+from ckptool.engine.read import byte_reader
+from ckptool.engine.read.byte_reader import ByteReader
+from ckptool.engine.read.segments import Segment
 from ckptool.engine.read.sums import MadeBox, ReadSums, checksum
+from ckptool.storage.local import LocalReader, LocalSource
 
 COUNT = 10_000
+
+
+def test_runs_that_are_read_together_have_checksums_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bytes(range(200))
+    (tmp_path / "f").write_bytes(data)
+    sums, source, runs = ReadSums(), LocalSource(tmp_path, {}), [(0, 60), (64, 36), (180, 20)]
+    reads: list[int] = []
+    real = LocalReader.read_into
+
+    def read_into(self: LocalReader, file: str, offset: int, buffer: memoryview) -> None:
+        reads.append(len(buffer))
+        real(self, file, offset, buffer)
+
+    monkeypatch.setattr(LocalReader, "read_into", read_into)
+    monkeypatch.setattr(byte_reader, "_GAP", 4)
+    with closing(ByteReader(source, sums=sums)) as reader:
+        segments = [Segment("f", *run, 0, None) for run in runs]
+        found = [bytes(each) for each in reader.read_close([segments[1:], segments[:1]])]
+    assert found == [data[64:100] + data[180:], data[:60]]
+    assert reads == [100, 20]
+    noted = [(run.offset, run.nbytes, run.checksum) for run in sums.runs("f", 0, 200)]
+    assert noted == [(at, n, checksum(data[at : at + n])) for at, n in runs]
 
 
 def test_a_note_of_a_box_is_small() -> None:
