@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -47,6 +46,8 @@ class PlacedFiles:
 
     def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:
         """Return a SHA-256 (hex) that changes with what the files lie in."""
+        import hashlib  # takes 3 ms, and only writing needs it
+
         digest = hashlib.sha256()
         for holder, names in self._by_holder(files).items():
             digest.update(holder.fingerprint(dict.fromkeys(names), exact=exact).encode())
