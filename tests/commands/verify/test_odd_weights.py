@@ -265,11 +265,16 @@ def test_a_stacked_layer_that_is_another(tmp_path: Path) -> None:
     assert finding.tensor in state
 
 
-def test_filters_are_no_layers(tmp_path: Path) -> None:
-    state = {
-        f"features.layers.{name}": torch.randn(32, *shape)
-        for name, shape in {"conv1.weight": (16, 3, 3), "conv2.weight": (32, 3, 3)}.items()
-    }
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"conv1.weight": (16, 3, 3), "conv2.weight": (32, 3, 3)},
+        {"conv1.weight": (32, 3), "conv2.weight": (32, 5)},
+        {"conv1.weight": (32, 31), "conv1.bias": ()},
+    ],
+)
+def test_filters_are_no_layers(shapes: dict[str, tuple[int, ...]], tmp_path: Path) -> None:
+    state = {f"features.layers.{n}": torch.randn(32, *shape) for n, shape in shapes.items()}
     state["features.layers.conv1.weight"][5] = 0
     save_file(state, tmp_path / "m.safetensors")
     assert not found(tmp_path / "m.safetensors")

@@ -17,6 +17,12 @@ _STACK = re.compile(r"\b(layers|experts)\.(?!\d)")
 4.51 to 5.24, torchtitan, vLLM (``mlp.experts.gate_up_proj``, ``experts.w13_weight``)."""
 
 _DIMS = 2
+_KERNEL = 8
+"""A dim of a matrix that is smaller may be that of a convolution's kernel."""
+_MOST = 1 << 12
+"""Layers of a model, or experts of a layer, that are not the rows of a table."""
+_LAYERS = "layers."
+
 Index = tuple[int, ...]
 
 
@@ -39,11 +45,11 @@ class Slice(NamedTuple):
 def slices_of(tensors: Mapping[str, TensorEntry]) -> Iterator[Slice]:
     """Yield the matrices that are stacked in tensors.
 
-    Kernels of a convolution have more dims: its layers are not stacked, and its filters no layers.
+    Kernels of a convolution have more dims, or one is small: its filters are no layers.
     """
     for name, ends in _stacked(tensors).items():
         shape = tensors[name].shape
-        if len(shape) == len(ends) + _DIMS:
+        if len(shape) == len(ends) + _DIMS and min(shape[-_DIMS:]) >= _KERNEL:
             for index in product(*map(range, shape[: len(ends)])):
                 yield Slice(_numbered(name, ends, index), name, index)
 
@@ -51,7 +57,8 @@ def slices_of(tensors: Mapping[str, TensorEntry]) -> Iterator[Slice]:
 def _stacked(tensors: Mapping[str, TensorEntry]) -> Mapping[str, Sequence[int]]:
     """Return where in a name the numbers belong that are the first dims of a stacked tensor.
 
-    All that is named so has as many layers, or experts; what differs is not stacked.
+    All that is named so has as many layers, or experts; what differs is not stacked. What a layer
+    has is no single number: as many biases are those of a convolution's filters.
     """
     heads: dict[str, list[str]] = defaultdict(list)
     for name in tensors:
@@ -61,8 +68,11 @@ def _stacked(tensors: Mapping[str, TensorEntry]) -> Mapping[str, Sequence[int]]:
     for head in sorted(heads, key=len):
         names = heads[head]
         dim = len(places[names[0]])
-        sizes = {tensors[name].shape[dim : dim + 1] for name in names}
-        if len(names) > 1 and len(sizes) == 1 and min(sizes) > (1,):
+        shapes = {tensors[name].shape[dim:] for name in names}
+        sizes = {shape[:1] for shape in shapes}
+        has_biases = head.endswith(_LAYERS) and sizes <= shapes
+        is_stack = len(names) > 1 and len(sizes) == 1 and (1,) < min(sizes) <= (_MOST,)
+        if is_stack and not has_biases:
             for name in names:
                 places[name].append(len(head))
     return {name: ends for name, ends in places.items() if ends}
