@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -388,7 +389,10 @@ def test_moments_of_megatron_by_kind(tmp_path: Path) -> None:
     assert all(each.tensor and each.tensor.startswith("exp_avg_sq.") for each in finding.affected)
 
 
-@pytest.mark.parametrize(("count", "is_odd"), [(7, True), (7.0, True), (1, False), (None, False)])
+@pytest.mark.parametrize(
+    ("count", "is_odd"),
+    [(7, True), (7.0, True), (1, False), (None, False), (10**400, False), (math.inf, False)],
+)
 def test_moments_that_are_all_zero_by_the_count_of_a_group(
     count: float | None, is_odd: bool, tmp_path: Path
 ) -> None:

@@ -41,6 +41,8 @@ _MADE_UP = 0.25
 _STEPS = 2
 """Counted steps after which something has moments: one step without gradients may be that which
 makes the state (DeepSpeed, torch's ``get_optimizer_state_dict``)."""
+_UNCOUNTED = 1 << 53
+"""More steps than anything counts one by one in a float."""
 
 _OF_GROUP = re.compile(r".*\bparam_groups\.\d+\.step")
 _OF_EXPERTS = re.compile("expert|moe")
@@ -89,7 +91,7 @@ class Moments:
     def _all_zero(self, elements: Elements, count: int) -> Iterator[Problem]:
         least = elements.content.counters.least
         steps = self._steps if least is None else least
-        if count > 1 and steps is not None and steps >= _STEPS:
+        if count > 1 and steps is not None and _STEPS <= steps < _UNCOUNTED:
             first = next(iter(self._found))
             message = f"{first}: all moments of all parameters are zero, but {steps:g} steps are"
             yield Problem(f"{message} counted", "moments-zero", tensor=first)
