@@ -80,6 +80,38 @@ def test_what_another_optimizer_has_is_no_part_that_is_missing(tmp_path: Path) -
     assert not checked(saved(tmp_path / "d", state=state), quick=True).findings
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "least"),
+    [("Adam", {"amsgrad": True}, {}), ("RMSprop", {"momentum": 0.9}, {"momentum": 0})],
+)
+def test_what_an_option_of_a_group_leaves_out_is_no_part_that_is_missing(
+    name: str, option: dict[str, Any], least: dict[str, Any], tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    weights = [torch.nn.Parameter(torch.randn(3, 2)) for _ in range(4)]
+    groups = [{"params": weights[:2], **option}, {"params": weights[2:], **least}]
+    trained = getattr(torch.optim, name)(groups)
+    sum(weight.sum() for weight in weights).backward()
+    trained.step()
+    state = {"optimizer": trained.state_dict()}
+    assert not checked(saved(tmp_path / "c", state=state)).findings
+    own = state["optimizer"]["state"][1]
+    (kind,) = own.keys() - state["optimizer"]["state"][2].keys()
+    del own[kind]  # of the group that keeps it
+    (found,) = checked(saved(tmp_path / "d", state=state)).findings
+    assert "optimizer.state.1: without" in found.message
+
+
+def test_one_mean_of_squares_for_a_parameter_or_a_row_is_of_its_shape(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    state = optimizer({"a": 7, "b": 7})
+    for name, shape in {"a": (), "b": (4, 1)}.items():  # as of NovoGrad
+        own = state["optimizer"]["state"][name]
+        state["model"][name] = own["exp_avg"] = torch.ones(4, 6)
+        own["exp_avg_sq"] = torch.ones(shape)
+    assert not checked(saved(tmp_path / "c", state=state)).findings
+
+
 def test_optimizer_state_of_another_shape(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     state = optimizer({"a": 7, "b": 7})

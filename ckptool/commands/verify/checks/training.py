@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from ckptool.engine.read.gather import Gatherer
 
 _KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step")
+_OPTIONS = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum"}
+"""The options of a group of parameters without which torch's optimizers keep no such state."""
+_GROUP, _PARAMS = "param_groups.", ".params"
 _WEIGHTS = frozenset(["module", "model", "fp32"])
 _KINDS_FIRST = frozenset([*_KINDS, *_WEIGHTS])
 _STEPS = ("step", "global_step", "iteration", "current_step", "epoch", "last_epoch")
@@ -53,7 +56,7 @@ def _incomplete(states: Mapping[str, set[str]], catalog: Catalog) -> Iterator[Pr
     """Yield incomplete state, compared with other parameters'; what ranks disagree on is there.
 
     Other state may be in its place: squares of rows and columns (Adafactor, CAME), a step that is
-    no tensor, all of another optimizer's.
+    no tensor, all of another optimizer's. Groups of parameters may be without some by option.
     """
     groups: dict[frozenset[str], list[str]] = defaultdict(list)
     for head, state in states.items():
@@ -63,14 +66,28 @@ def _incomplete(states: Mapping[str, set[str]], catalog: Catalog) -> Iterator[Pr
         larger = [other for other in groups if kinds < other]
         if larger:
             most = max(larger, key=lambda other: len(groups[other]))
-            beside = _other_state(catalog)
+            beside, left_out = _other_state(catalog), _left_out(catalog)
             alike = beside[groups[most][0]]
             lacking = [head for head in heads if beside[head] <= alike]
+            lacking = [head for head in lacking if not most - kinds <= left_out[head]]
             what = ", ".join(sorted(most - kinds))
             for head in lacking[:1]:
                 message = f"{list_some(lacking, 1)}: without {what}, which"
                 message += f" {len(groups[most]):,} other parameters have"
                 yield Problem(message, "optimizer-incomplete", tensor=head)
+
+
+def _left_out(catalog: Catalog) -> dict[str, set[str]]:
+    """Return the kinds of state that parameters are without, as options of their groups say."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name, entry in catalog.objects.items():
+        if _GROUP in name and name.endswith(_PARAMS) and isinstance(entry.value, list):
+            options = {kind: f"{name.removesuffix(_PARAMS)}.{n}" for kind, n in _OPTIONS.items()}
+            known = ((kind, catalog.objects.get(option)) for kind, option in options.items())
+            without = {kind for kind, option in known if option is not None and not option.value}
+            for parameter in entry.value if without else ():
+                found[f"{name.partition(_GROUP)[0]}state.{parameter}"] |= without
+    return found
 
 
 def _other_state(catalog: Catalog) -> dict[str, set[str]]:

@@ -20,6 +20,7 @@ _BY_KIND = re.compile(rf"(?:(?:.+\.)?state\.)?(?:{_KINDS})\.(.+)")
 """State as DeepSpeed and Megatron name it; a run of as many elements is that of a flat buffer."""
 _BY_PARAMETER = re.compile(rf"((?:(?:.+\.)?state\.)?(.+))\.(?:{_KINDS})")
 """State as torch names it; the parameter may be a number, then its first state says the shape."""
+_SQUARES = "exp_avg_sq"
 _DIMS = 2
 """What is projected are matrices."""
 _LEAST, _POOLED = 4, 6
@@ -37,6 +38,14 @@ class _Pair(NamedTuple):
     shape: Shape
 
     @property
+    def is_shared(self) -> bool:
+        """Whether it is one mean of squares for all of a parameter, or for each row (NovoGrad)."""
+        own = self.state.shape or (1,) * len(self.shape)
+        sizes = zip(own, self.shape, strict=False)
+        are_one = len(own) == len(self.shape) and all(size in (1, whole) for size, whole in sizes)
+        return are_one and _SQUARES in self.state.name
+
+    @property
     def rank(self) -> int | None:
         """The one dim of a matrix's state that is smaller than the matrix's, as of a projection."""
         if len(self.state.shape) != len(self.shape):
@@ -50,7 +59,7 @@ class _Pair(NamedTuple):
 def shape_problems(catalog: Catalog) -> Iterator[Problem]:
     """Yield state in another shape than its parameter has, but for what an optimizer projects."""
     pairs = list(_pairs(catalog))
-    odd = [pair for pair in pairs if pair.state.shape != pair.shape]
+    odd = [pair for pair in pairs if pair.state.shape != pair.shape and not pair.is_shared]
     ranks = _projected(pairs) if odd else set()
     for state, _, said_by, shape in (pair for pair in odd if pair.rank not in ranks):
         message = f"{state.name}: {list(state.shape)}, but {said_by} is {list(shape)}"
