@@ -201,6 +201,19 @@ def long_name_without_end(data: bytearray) -> bytes:
     return _resum(data)
 
 
+def long_names_of_long_names(data: bytearray) -> bytes:
+    data[156:157] = b"L"
+    data[124:136] = b"%011o\0" % 1
+    return _resum(data)[:1024] * 2_000 + bytes(data)
+
+
+def many_sparse_parts(data: bytearray) -> bytes:
+    records = b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n"
+    header = bytearray(data[:512])
+    header[156:157], header[124:136] = b"x", b"%011o\0" % len(records)
+    return _resum(header) + records.ljust(512, b"\0") + data[:512] + b"9999999\n" + b"0\n" * 99_999
+
+
 def changed_header(data: bytearray) -> bytes:
     data[3] ^= 1
     return bytes(data)
@@ -216,7 +229,9 @@ def changed_second_header(data: bytearray) -> bytes:
     [
         (negative_size, "of a negative size"),
         (huge_size, "it is truncated"),
-        (long_name_without_end, "1,073,741,824 bytes before a member"),
+        (long_name_without_end, "more than 65,536 bytes before a member"),
+        (long_names_of_long_names, "more than 65,536 bytes before a member"),
+        (many_sparse_parts, "more than 65,536 bytes before a member"),
         (changed_header, "no header of a member: bad checksum"),
         (changed_second_header, "no header of a member: it was changed"),
     ],

@@ -22,7 +22,7 @@ MAGIC = b"ustar"
 _REGULAR = (b"0", b"\0", b"7")
 _KINDS = {b"1": "a hard link", b"2": "a symbolic link", b"S": "a sparse file"}
 _LONGEST = 1 << 16
-"""Bytes of a name or of pax records before a member: paths have up to 4,096."""
+"""Bytes of headers, names and pax records before a member: paths have up to 4,096."""
 _MOST = 1 << 18
 """Members of an archive that are listed."""
 
@@ -39,13 +39,21 @@ def tar_members(holder: Files, archive: str) -> PlacedFiles:
 
 
 class _Headers:
-    """An archive as tarfile reads it: the headers, and the little that comes before some."""
+    """An archive as tarfile reads it: the headers, and the little that comes before some.
+
+    It follows headers that only say something of the next one by a call within each call.
+    """
 
     def __init__(self, reader: FileReader, archive: str, size: int) -> None:
         self._reader = reader
         self._archive = archive
         self._size = size
         self._at = 0
+        self._left = _LONGEST
+
+    def begin_member(self) -> None:
+        """Allow as many bytes as may come before a member."""
+        self._left = _LONGEST
 
     def tell(self) -> int:
         """Return the offset of the next read."""
@@ -57,8 +65,10 @@ class _Headers:
 
     def read(self, nbytes: int) -> bytes:
         """Return the next bytes. Raises Damaged if they are not there, or too many."""
-        if nbytes > _LONGEST:
-            raise _refused(self._archive, self._at, f"{nbytes:,} bytes before a member")
+        self._left -= nbytes
+        if self._left < 0:
+            what = f"more than {_LONGEST:,} bytes before a member"
+            raise _refused(self._archive, self._at, what)
         if self._at + nbytes > self._size:
             raise _cut(self._archive, self._at + nbytes, self._size)
         data = bytearray(nbytes)
@@ -78,6 +88,7 @@ def _list_members(holder: Files, archive: str) -> dict[str, Place]:
         try:
             tar: Any = tarfile.TarFile(fileobj=headers, encoding="utf-8")
             for _ in range(_MOST):
+                headers.begin_member()
                 if (member := tar.next()) is None:
                     break
                 tar.members.clear()
