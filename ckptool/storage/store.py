@@ -52,7 +52,8 @@ _SERVICES: Mapping[str, tuple[Callable[[str, Mapping[str, Any]], Service], str]]
 }
 """What obstore reads and writes, with the extra that installs it; fsspec serves all else."""
 _processes: set[int] = set()
-"""The process that uses stores. Threads and locks, also of obstore, survive no fork."""
+"""The process that uses stores, and those that it was forked from, if they do. Threads and locks,
+also of obstore, survive no fork."""
 
 
 def _open_client(url: str, options: Mapping[str, Any], policy: RetryPolicy) -> Client:
@@ -384,7 +385,6 @@ def _require_own_process() -> None:
     """Raise Unsupported in a process that was forked from one that used a store."""
     _processes.add(os.getpid())
     if len(_processes) > 1:
-        _processes.discard(os.getpid())
         raise Unsupported(
             "a process that was forked cannot read a store that its parent has read",
             hint='start it by multiprocessing.get_context("forkserver") or "spawn"; a DataLoader'
