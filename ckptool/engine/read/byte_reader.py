@@ -16,6 +16,8 @@ _GAP = 4 << 10
 
 From a store nothing is read but what was announced.
 """
+_MOST_GAPS = 2 << 20
+"""Bytes between runs that are read with them at a time: a small tensor may be in a million runs."""
 
 
 class _Window(Struct):
@@ -69,12 +71,15 @@ class ByteReader:
         Those of records are noted. They are in memory that the next call may reuse.
         """
         window, windows = _Window("", 0, 0, 0), list[_Window]()
-        places: dict[ReadSpan, int] = {}
+        places, left = dict[ReadSpan, int](), _MOST_GAPS
         for run in sorted({segment[:3] for group in groups for segment in group}):
             file, start, nbytes = run
-            if file != window.file or start > window.end + self._gap:
+            gap = start - window.end
+            if file != window.file or gap > min(self._gap, left):
                 window = _Window(file, start, start, window.place + window.end - window.start)
                 windows.append(window)
+            else:
+                left -= max(0, gap)
             places[run] = window.place + start - window.start
             window.end = max(window.end, start + nbytes)
         memory = self.memory(window.place + window.end - window.start)
