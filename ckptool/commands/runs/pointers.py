@@ -181,7 +181,7 @@ def _best_in(path: Location, size: int) -> str | None:
         if match is not None:
             value = _TEXT.match(data, match.end())
             if value is not None:
-                return str(json.loads(value[0]))
+                return _parsed(value[0], path)
             if data[match.end() : match.end() + 4] == b"null":
                 return None
             if len(data) - match.end() > _SMALL:
@@ -191,6 +191,13 @@ def _best_in(path: Location, size: int) -> str | None:
     if not has_end:
         raise unreadable(path, "it ends early, before the best checkpoint")
     return None
+
+
+def _parsed(value: bytes, path: Location) -> str:
+    try:
+        return str(json.loads(value))
+    except ValueError:
+        raise unreadable(path, "its best checkpoint is no text of JSON") from None
 
 
 def _pieces(path: Location, size: int) -> Iterator[bytes]:

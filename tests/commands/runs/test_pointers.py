@@ -169,6 +169,12 @@ UNREADABLE: dict[str, Callable[[Path], object]] = {
     "best, cut off": lambda run: (run / "trainer_state.json").write_text(
         '{"best_metric": 1, "best_model_checkpoint": "out/st'
     ),
+    "best, no text": lambda run: (run / "trainer_state.json").write_bytes(
+        b'{"best_model_checkpoint": "out/st\xff"}'
+    ),
+    "best, no escape": lambda run: (run / "trainer_state.json").write_text(
+        '{"best_model_checkpoint": "out\\step-1"}'
+    ),
     "state, cut off": lambda run: (run / "step-2" / "trainer_state.json").write_text('{"epoch": 1'),
     "state, empty": lambda run: (run / "step-2" / "trainer_state.json").touch(),
     "no file of torch": lambda run: (run / "latest_train_state.pt").write_text("PK"),
