@@ -197,12 +197,14 @@ def test_what_other_trainers_count(fixture: str, values: dict[str, Any], expecte
     assert all(expected in text for text in found)
 
 
-@pytest.mark.parametrize("pointer", ["100", "200", "release"])
+@pytest.mark.parametrize("pointer", ["100", "200", "release", "", "1" * 100, "é", None])
 def test_a_pointer_names_a_folder_of_another_step(
-    pointer: str, copy_of: Callable[[str], Path]
+    pointer: str | None, copy_of: Callable[[str], Path]
 ) -> None:
     root = copy_of("megatron_torch_dist")
-    (root / MEGATRON).write_text(f"{pointer}\n")
+    (root / MEGATRON).unlink(missing_ok=True)
+    if pointer is not None:
+        (root / MEGATRON).write_text(f"{pointer}\n")
     (found,) = count_problems(*with_values(root / "iter_0000100", {"iteration": 90}))
     said = "iteration is 90, but the folder is iter_0000100"
     said += f", as {MEGATRON} says: a resume" if pointer == "100" else ": it was renamed"

@@ -17,8 +17,10 @@ from ckptool.commands.open import Survey
 from ckptool.core.catalog import Catalog
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.companions import MEGATRON, TRAINER_STATE, read_json_object
+from ckptool.serialization.source import read_metadata
 from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.storage.files import Files
+from ckptool.storage.place import file_at
 from ckptool.storage.url import Location
 
 Values = Mapping[str, object]
@@ -121,6 +123,7 @@ TRAINERS = (
 _FIRST = 2
 """Steps of which a save is not the first: some trainers count from zero, others from one."""
 _LONGEST = 64
+"""Bytes of a pointer's file."""
 _SCALINGS = 200
 """Steps that loss scaling does not skip one after the other: 2 ** 32 is 1 after 64 of them."""
 
@@ -188,8 +191,10 @@ def _of_name(trainer: Trainer, values: Values, path: Location, step: int) -> Ite
 
 def _pointed(pointer: Location | None) -> int | None:
     """Return the number in a pointer's file, None if there is none."""
+    if pointer is None:
+        return None
     with suppress(CkptoolError, OSError, ValueError):
-        return None if pointer is None else int(pointer.read_bytes()[:_LONGEST])
+        return int(read_metadata(file_at(pointer), pointer.name, _LONGEST))
     return None
 
 
