@@ -311,6 +311,11 @@ def test_formats_and_maps() -> None:
         (lambda: ckptool.reshard(SOURCE, mesh="two"), UsageError, "invalid mesh"),
         (lambda: ckptool.reshard(SOURCE, mesh=(2, 4)), TypeError, "2x4, 8, or dp=2,tp=4"),  # type: ignore[arg-type]
         (lambda: ckptool.convert(SOURCE, "m", to="dcp", budget="much"), UsageError, "not a size"),
+        (
+            lambda: ckptool.convert(SOURCE, "m", to="dcp", budget="9" * 400),
+            UsageError,
+            "not a size",
+        ),
         (lambda: ckptool.bench(like=SOURCE, size=1), UsageError, "cannot be combined"),
         (lambda: ckptool.bench(out="memory://x", abort=True), UsageError, "--out is a URL"),
         (lambda: ckptool.map_text("llama"), UsageError, "unknown map"),

@@ -7,6 +7,7 @@ The command line (``cli/parameters.py``), the keywords of the Python functions
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,12 +37,12 @@ def parse_size(text: str, option: str) -> int:
     """Return the bytes of ``5GB``, ``512MiB`` or ``1000``; UsageError if it is not a size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
-    size = int(float(match[1]) * unit) if match and unit else 0
-    if size < 1:
+    size = float(match[1]) * unit if match and unit else 0
+    if not 1 <= size < math.inf:
         raise UsageError(
             f"invalid {option} {text!r}: not a size", hint="such as 512MiB, 5GB or 1000000"
         )
-    return size
+    return int(size)
 
 
 def parse_share(text: str, option: str) -> float:
