@@ -48,6 +48,17 @@ def test_fewer_steps_of_what_had_no_gradient_are_nothing_to_report(tmp_path: Pat
     assert not checked(saved(tmp_path / "c", state=state)).findings
 
 
+def test_two_optimizers_count_for_themselves(tmp_path: Path) -> None:
+    one, other = optimizer({"a": 3, "b": 3}), optimizer({"c": 15, "d": 15})  # as of a GAN
+    state = {"model": one["model"] | other["model"], "generator": one["optimizer"]}
+    state |= {"discriminator": other["optimizer"]}
+    assert not checked(saved(tmp_path / "c", state=state)).findings
+    state["discriminator"] = optimizer({"c": 15, "d": 14})["optimizer"]
+    (found,) = checked(saved(tmp_path / "d", state=state)).findings
+    counters = "15 for discriminator.state.c.step; 14 for discriminator.state.d.step"
+    assert found.message == f"the optimizer's step counters are {counters}"
+
+
 def test_step_counters_that_differ_between_ranks(tmp_path: Path) -> None:
     folder = saved(tmp_path / "c", model_rank0={"step": 7}, model_rank1={"step": 8})
     (found,) = checked(folder).findings

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step")
 _OPTIONS = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum"}
 """The options of a group of parameters without which torch's optimizers keep no such state."""
-_GROUP, _PARAMS = "param_groups.", ".params"
+_GROUP, _PARAMS, _STATE = "param_groups.", ".params", ".state."
 _WEIGHTS = frozenset(["module", "model", "fp32"])
 _KINDS_FIRST = frozenset([*_KINDS, *_WEIGHTS])
 _STEPS = ("step", "global_step", "iteration", "current_step", "epoch", "last_epoch")
@@ -162,9 +162,10 @@ class StepCounters:
     ) -> Iterator[Problem]:
         """Yield a problem if they differ.
 
-        Experts may have been chosen less often: those so named, and what has a number alone if the
-        model has some (``of_experts``). Unused parameters have a state of zeros from when it was
-        made (Adagrad, torch's ``get_optimizer_state_dict``).
+        Each optimizer counts for itself (a GAN has two). Experts may have been chosen less often:
+        those so named, and what has a number alone if the model has some (``of_experts``). Unused
+        parameters have a state of zeros from when it was made (Adagrad, torch's
+        ``get_optimizer_state_dict``).
         """
         if len(self._values) < 2:
             return
@@ -179,7 +180,7 @@ class StepCounters:
         unused = _without_state(locate(odd), source) if odd else set()
         for value, names in fewer.items():
             self._values[value] = [n for n in names if n in odd and n not in unused]
-        self._values = {value: names for value, names in self._values.items() if names}
+        self._values = _of_one_optimizer(self._values)
         if len(self._values) < 2:
             return
         code = "steps-differ" if len(self._values) <= _FEW_VALUES else "steps-scattered"
@@ -188,6 +189,20 @@ class StepCounters:
         more = f" and {len(ordered) - len(parts)} more values" if len(ordered) > len(parts) else ""
         message = f"the optimizer's step counters are {'; '.join(parts)}{more}"
         yield Problem(message, code, tensor=ordered[0][1][0])
+
+
+def _of_one_optimizer(values: Mapping[float, Sequence[str]]) -> dict[float, list[str]]:
+    """Return the counters of optimizers whose own differ."""
+    found: dict[str, dict[float, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for value, names in values.items():
+        for name in names:
+            optimizer, state, _ = f".{name}".partition(_STATE)
+            found[optimizer if state else ""][value].append(name)
+    differing: dict[float, list[str]] = defaultdict(list)
+    for own in found.values():
+        for value, names in own.items() if len(own) > 1 else ():
+            differing[value] += names
+    return differing
 
 
 def has_experts(catalog: Catalog | None) -> bool:
