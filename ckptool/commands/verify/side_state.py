@@ -34,11 +34,11 @@ def with_side_state(
     """
     catalog = surveyed.catalog
     name = trainer_optimizer(surveyed.source.files, catalog.files) if catalog else None
-    if name is None or options.part is not None:
+    if name is None:
         return report
     read = ReadOptions("torch-save", storage_option=options.read.storage_option)
     try:
-        beside = check(surveyed.path / name, replace(options, read=read))
+        beside = check(surveyed.path / name, replace(options, read=read, part=None))
     except Unrecognized:
         return report
     left_out = {*_OF_A_FILE, "steps-differ"} if has_experts(catalog) else {*_OF_A_FILE}

@@ -96,3 +96,11 @@ def test_one_that_is_cut_off_is_an_error(tmp_path: Path) -> None:
     report = ckptool.verify(tmp_path / "c")
     assert [f.file for f in report.findings if f.severity.value == "error"] == ["optimizer.pt"]
     assert not report.ok
+
+
+def test_the_first_part_reads_all_of_it(tmp_path: Path) -> None:
+    folder = trained(tmp_path / "c", clear)
+    reports = [ckptool.verify(folder, part=part) for part in ("1/2", "2/2")]
+    odd = [{f.code for f in report.findings if f.severity.value != "info"} for report in reports]
+    assert odd == [{"moments-zero"}, set()]
+    assert all(report.depth == "part" for report in reports)
