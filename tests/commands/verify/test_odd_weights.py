@@ -158,6 +158,15 @@ def test_a_layer_that_is_another(tmp_path: Path) -> None:
     assert finding.message == "layers.3: its 2 matrices are those of layers.1, bit for bit"
 
 
+def test_layers_of_nan_are_no_copies(tmp_path: Path) -> None:
+    state = small()
+    for name in (UPS[1], QS[1], UPS[3], QS[3]):
+        state[name].fill_(torch.nan)[::2].neg_()
+    SAVES["dcp"](state, tmp_path / "c")
+    (finding,) = checked(tmp_path / "c").findings
+    assert finding.code == "not-finite"
+
+
 @pytest.mark.parametrize(
     "state",
     [

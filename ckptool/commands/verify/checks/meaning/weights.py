@@ -95,7 +95,10 @@ class Weights:
                     continue  # of what was not trained
                 message = f"{each.label}: {what} others like {kind}"
                 yield Problem(message, code, tensor=each.name)
+        not_finite = elements.content.read.not_finite
         for one, other, pairs in _alike_layers(shapes, seen):
+            if any(self._slice(name).name in not_finite for _, name in pairs):
+                continue  # that has a finding of its own
             if all(self._are_equal(*pair, elements) for pair in pairs):
                 message = f"{other[0]}{other[1]}: its {len(pairs):,} matrices are those of"
                 message += f" {one[0]}{one[1]}, bit for bit"
