@@ -355,6 +355,25 @@ def test_moments_of_another_layer(tmp_path: Path) -> None:
     }
 
 
+def of_masters_alone(state: State) -> State:
+    """The same as DeepSpeed's ZeRO 3 names it, which stores no weights beside their masters."""
+    moments = {
+        f"{kind}.{name}": state["optimizer"]["state"][name][kind]
+        for name in state["model"]
+        for kind in ("exp_avg", "exp_avg_sq")
+    }
+    return {f"fp32.{name}": weight for name, weight in state["model"].items()} | moments
+
+
+def test_moments_of_another_layer_beside_masters_alone(tmp_path: Path) -> None:
+    assert not found(saved(tmp_path / "sound", of_masters_alone(trained())))
+    state = of_masters_alone(copy_moments(trained(), "up", "down"))
+    (finding,) = found(saved(tmp_path / "c", state))
+    assert (finding.code, len(finding.affected)) == ("moments-copied", 4)
+    state = of_masters_alone(with_equal_weights(copy_moments(trained(), "up", "down")))
+    assert not found(saved(tmp_path / "equal", state))
+
+
 def with_equal_weights(state: State) -> State:
     for part in ("up", "down"):
         copied = state["model"][f"layers.1.{part}.weight"].clone()

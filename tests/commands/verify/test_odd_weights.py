@@ -167,6 +167,24 @@ def test_layers_of_nan_are_no_copies(tmp_path: Path) -> None:
     assert finding.code == "not-finite"
 
 
+@pytest.mark.parametrize("of", ["fp32.", "exp_avg."])
+def test_a_master_stands_for_a_weight_that_is_not_stored(of: str, tmp_path: Path) -> None:
+    state = {of + name: t for name, t in copied(small(), 1, 3).items()}
+    state[of + QS[2]] = torch.zeros(8, 8)
+    SAVES["dcp"](state, tmp_path / "c")
+    messages = [each.message for each in checked(tmp_path / "c").findings]
+    zero = f"fp32.{QS[2]}: all values are zero, but of none of 4 others like layers.#.attn.q.weight"
+    equal = "layers.3: its 2 matrices are those of layers.1, bit for bit"
+    assert messages == ([zero, equal] if of == "fp32." else [])
+
+
+def test_a_weight_and_its_master_are_one_finding(tmp_path: Path) -> None:
+    state = copied(small(), 1, 3)
+    state[QS[2]] = torch.zeros(8, 8)
+    SAVES["dcp"](state | {f"fp32.{n}": t.clone() for n, t in state.items()}, tmp_path / "c")
+    assert [each.tensor for each in checked(tmp_path / "c").findings] == [QS[2], UPS[3]]
+
+
 @pytest.mark.parametrize(
     "state",
     [

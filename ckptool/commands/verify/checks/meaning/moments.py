@@ -130,7 +130,7 @@ class Moments:
         for parameter, kinds in ending.items():
             from ckptool.commands.verify.checks.meaning.moment_bits import cut_ranges
 
-            weight = weights.get(parameter) or located.get(f"fp32.{parameter}")
+            weight = _weight_of(parameter, weights, located)
             found = [
                 {*cut_ranges(located[name], seen[name], weight, source)} for name in kinds.values()
             ]
@@ -246,7 +246,8 @@ def _alike(seen: Mapping[str, Moment], elements: Elements) -> Iterator[tuple[str
     for one, other in (pair for names in several for pair in pairwise(names)):
         from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
 
-        weights = [models.get(_parameter_of(name)) for name in (one, other)]
+        parameters = _parameter_of(one), _parameter_of(other)
+        weights = [_weight_of(each, models, located) for each in parameters]
         known = [weight for weight in weights if weight and elements.are_sound(weight.name)]
         if len(known) < 2 or not are_equal(located[one], located[other], source):
             continue
@@ -257,6 +258,13 @@ def _alike(seen: Mapping[str, Moment], elements: Elements) -> Iterator[tuple[str
 def _parameter_of(name: str) -> str:
     found = parse_moment(name)
     return found[1] if found else name
+
+
+def _weight_of(
+    parameter: str, models: Mapping[str, TensorEntry], located: Mapping[str, TensorEntry]
+) -> TensorEntry | None:
+    """Return the weight of a parameter, or its master where that alone is stored (ZeRO 3)."""
+    return models.get(parameter) or located.get(f"fp32.{parameter}")
 
 
 def _is_matrix(entry: TensorEntry) -> bool:

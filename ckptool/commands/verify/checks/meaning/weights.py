@@ -20,7 +20,8 @@ from ckptool.commands.verify.checks.meaning.stacks import Slice, probes_of, slic
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.keymap.model import abstract
-from ckptool.core.state_category import state_category
+from ckptool.core.quantization.master_names import keys_of, parameter_of
+from ckptool.core.state_category import is_master, state_category
 from ckptool.core.views import part_at
 from ckptool.engine.check.spans import Probe
 from ckptool.errors import Problem
@@ -51,11 +52,16 @@ _Layer = tuple[str, int]
 
 
 class Weights:
-    """The matrices of a model, by the names that they have if none are stacked."""
+    """The matrices of a model, by the names that they have if none are stacked.
+
+    A master stands for a weight that is not stored, as where ranks share all there is (ZeRO 3).
+    """
 
     def __init__(self, catalog: Catalog) -> None:
         tensors = {name: entry for name, entry in catalog.tensors.items() if _is_weight(entry)}
-        self._slices = {each.numbered: each for each in slices_of(tensors)}
+        masters = list(_masters_alone(catalog))
+        self._slices = {each.numbered: each for each in chain(slices_of(tensors), masters)}
+        tensors |= {each.name: catalog.tensors[each.name] for each in masters}
         stacked = {each.name for each in self._slices.values()}
         whole = ((name, entry) for name, entry in tensors.items() if name not in stacked)
         parts = ((name, tensors[each.name]) for name, each in self._slices.items())
@@ -145,6 +151,15 @@ def _looked_at(matrices: Mapping[str, DType]) -> dict[str, Weight]:
 
 def _is_weight(entry: TensorEntry) -> bool:
     return entry.source_dtype.kind == "float" and state_category(entry) == "model"
+
+
+def _masters_alone(catalog: Catalog) -> Iterator[Slice]:
+    """Yield the masters of weights that are not stored, by the names of these."""
+    for name in filter(is_master, catalog.tensors):
+        parameter = parameter_of(name)
+        keys = (key for key, _ in keys_of(parameter)) if parameter else ()
+        if parameter and catalog.tensors.keys().isdisjoint(keys):
+            yield Slice(parameter, name)
 
 
 def _is_matrix(shape: Shape) -> bool:
