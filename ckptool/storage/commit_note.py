@@ -31,7 +31,7 @@ from ckptool.storage.note import (
 Stamp = tuple[Size, Time]
 """The size of a file and the time of its last change, in nanoseconds."""
 
-_SCHEMA = "ckptool.commit/2"
+_SCHEMA = "ckptool.commit/3"
 _MARK = f'{{"schema": "{_SCHEMA}"'.encode()
 UNFINISHED = ".ckptool-unfinished.json"
 """The note in a folder of a store from the first byte until everything is written."""

@@ -27,7 +27,7 @@ from ckptool.storage.commit_note import CommitNote, NoteFile, targets_with_notes
 NOBODY = 65534
 JOURNAL = {"schema": "ckptool.journal/1", "plan": "p", "source": "s"}
 COMMIT = {
-    "schema": "ckptool.commit/2", "plan": "p", "source": "s", "folder": True, "new": None,
+    "schema": "ckptool.commit/3", "plan": "p", "source": "s", "folder": True, "new": None,
     "old": None, "own": {}, "names": {},
 }  # fmt: skip
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs files of another user")
