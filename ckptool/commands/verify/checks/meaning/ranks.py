@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, groupby, pairwise, takewhile
 from math import gcd
 
 from ckptool.commands.open import Survey
@@ -16,6 +16,10 @@ from ckptool.serialization.source import find_missing_ranks
 
 _RANDOM = re.compile(r"rng_state_(\d{1,6})\.pth")
 """The name of a rank's random states (transformers 4.20 to 5.24); of one process, no number."""
+_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/model_optim_rng\.pt")
+"""The file of a tensor, pipeline and expert rank (Megatron-LM d98e8a6, training/checkpointing.py);
+a second number is an expert rank's where there are no pipelines."""
+_PAIR = 2
 _FEW = 4
 
 
@@ -31,6 +35,9 @@ def rank_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
         message = f"{list_some(names, _FEW)}: missing, of {plural(degree, 'data-parallel rank')}"
         yield Problem(message, "rank-missing", tensor=names[0])
     files = surveyed.source.files
+    if without := _without_random(files, catalog):
+        message = f"{list_some(without, _FEW)}: without rng_state, which files of other ranks have"
+        yield Problem(message, "rank-missing", file=without[0])
     random = sorted(int(m[1]) for m in map(_RANDOM.fullmatch, files) if m)
     if TRAINER_STATE in files and not _are_of_a_node(random):
         distances = (after - before for before, after in pairwise(random))
@@ -38,6 +45,32 @@ def rank_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
         names = [f"rng_state_{rank}.pth" for rank in inside]
         message = f"{list_some(names, _FEW)}: missing, of ranks up to {random[-1]}"
         yield Problem(message, "rank-missing", file=names[0])
+
+
+def _without_random(files: Iterable[str], catalog: Catalog) -> list[str]:
+    """Return the files of Megatron's ranks without random states: its ranks save all or none.
+
+    The states are ``rng_state.PIPELINE.TENSOR``, with an expert rank if there are several.
+    """
+    tensors = (each.path for each in catalog.tensors.values())
+    values = (each.path for each in catalog.objects.values())
+    paths = (path[1:] for path in chain(tensors, values) if path[:1] == ("rng_state",))
+    found = {tuple(takewhile(_is_number, path)) for path in paths}
+    folders = [match for match in map(_FOLDER.fullmatch, files) if match and found]
+    depth = max(map(len, found), default=0)
+    return sorted(folder[0] for folder in folders if _rank_of(folder, depth) not in found)
+
+
+def _is_number(step: object) -> bool:
+    return isinstance(step, str) and step.isdigit()
+
+
+def _rank_of(folder: re.Match[str], depth: int) -> tuple[str, ...]:
+    """Return the pipeline, the tensor and, of three, the expert rank that a folder is of."""
+    tensor, *others = (str(int(number)) for number in folder.groups() if number)
+    has_pipelines = depth == _PAIR or len(others) == _PAIR
+    pipeline = others.pop(0) if others and has_pipelines else "0"
+    return (pipeline, tensor, *(others or ["0"]))[:depth]
 
 
 def _are_of_a_node(ranks: Sequence[int]) -> bool:
