@@ -21,7 +21,7 @@ _CELL = 256
 _MOST_ROWS = 64
 _ONE_THREAD = 1 << 18
 """Multiplications up to which OpenBLAS uses one thread, whatever the machine."""
-_PART, _BAND = 1 << 16, 1 << 18
+_PART, _BAND = 1 << 18, 1 << 18
 """Numbers of a sum, and of a band of columns of A, that exist as doubles at a time."""
 _WHOLE_ROWS = 1 << 19
 """Numbers of whole rows that are read at a time for their lengths, and one cell's rows at least."""

@@ -16,8 +16,10 @@ from ckptool.core.dtype import BEYOND_SATURATION, BY_NAME, SATURATES, DType
 from ckptool.engine.read.numbers import Array, decode, is_finite
 from ckptool.errors import Unsupported
 
-_PIECE = 1 << 17
-"""Elements that are computed at a time, of which a few arrays fit the processor's cache."""
+_PIECE = 1 << 18
+"""Elements that are computed at a time. Of fewer, threads wait longer for Python's lock, which each
+takes after every call of numpy, than they compute; of more, arrays leave the processor's cache.
+"""
 _NAN, _NAN_OF_HALF = 0xFFFF, 0x7FC0
 """Torch's bfloat16 NaN, the second one for NaNs from float16."""
 _QUIET, _QUIET_HALF = np.uint32(0x0040_0000), np.uint32(0x7E00)
