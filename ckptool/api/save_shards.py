@@ -12,11 +12,12 @@ from msgspec.structs import replace
 from ckptool.commands.convert import ConvertReport, prepare_save
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
 from ckptool.commands.options.target import SaveOptions
-from ckptool.commands.transfer.transfer import Progress, Transfer
+from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, ObjectEntry, TensorEntry
 from ckptool.core.state_category import with_parts
 from ckptool.engine.check.digest import digests
+from ckptool.engine.progress import Progress
 from ckptool.engine.ranks import Ranks, RunningRanks
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.share import Share

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABCMeta
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, overload
 
 import numpy as np
@@ -18,7 +18,7 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.quantization.names import packed_names
 from ckptool.core.selection import tensors_named
 from ckptool.core.sharding.coverage import coverage_problems
-from ckptool.engine.progress import Started, untold
+from ckptool.engine.progress import Progress, Started, untold
 from ckptool.engine.read.numbers import Array, decode
 from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import read_tiles, require_unchanged
@@ -211,7 +211,7 @@ def stats(
 def _measure(
     entries: Iterable[TensorEntry],
     source: Files,
-    progress: Callable[[int], None],
+    progress: Progress,
 ) -> dict[str, TensorStats]:
     """Return the statistics of located tensors by name."""
     measured: dict[str, TensorStats] = {}

@@ -20,6 +20,7 @@ from ckptool.core.casts import RangeCounts, beyond_notes
 from ckptool.core.planning.plan import Plan
 from ckptool.engine.check.copies import copied_files
 from ckptool.engine.check.replicas import differing_replicas
+from ckptool.engine.progress import Progress, no_progress
 from ckptool.engine.ranks import Ranks, begin_output
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import require_unchanged
@@ -51,8 +52,6 @@ if TYPE_CHECKING:
     from ckptool.engine.write.store_target import StoreTarget
     from ckptool.storage.url import Location, RemotePath
 
-Progress = Callable[[int], None]
-
 
 def stage_at(
     target: Location, layout: Layout, options: StageOptions, how: TransferOptions
@@ -67,10 +66,6 @@ def stage_at(
 
     made = by_place(target, lambda path: DiskTarget(path, layout, options, role), in_store)
     return Stage(made, layout, options, role)
-
-
-def no_progress(nbytes: int) -> None:
-    """Ignore progress."""
 
 
 def _is_finished_by(stage: Stage, ranks: Ranks) -> bool:

@@ -49,7 +49,7 @@ def pieces(count: int) -> Iterator[slice]:
 
 
 def cast_few(flat: Array, stored: DType, wanted: DType) -> Array:
-    """Return the same as ``cast`` of so few numbers that they fit the processor's cache.
+    """Return the same as ``cast`` of no more numbers than are computed at a time.
 
     The bits may be the lower ones of larger words, without a copy: to assign them cuts these.
     """

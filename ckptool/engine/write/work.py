@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 from msgspec import Struct
 
 from ckptool.core.catalog import Chunk, TensorEntry
 from ckptool.core.planning.plan import Plan
 from ckptool.engine.checksum import RecordCheck
+from ckptool.engine.progress import Progress, no_progress
 from ckptool.engine.read.containers import openings, runs_of
 from ckptool.engine.read.planned import touch
 from ckptool.engine.read.sums import ReadSums
@@ -29,7 +30,7 @@ class Work(Struct, frozen=True):
     options: RunOptions
     numbers: Collection[int]
     share: Share = ALL
-    progress: Callable[[int], None] = lambda nbytes: None
+    progress: Progress = no_progress
     sums: ReadSums | None = None
 
     def check_records(self, finished: Collection[int], joined: RecordCheck | None) -> RecordCheck:

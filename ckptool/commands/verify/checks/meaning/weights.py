@@ -34,6 +34,7 @@ _LEAST = 64
 _BEGINS_ZERO = "lora"
 """Of names of weights that begin as zeros, and stay so in an expert that is never chosen."""
 _NUMBER, _DIGITS = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)"), 9
+"""A number that is all between dots, as a layer's is: that of ``fc1`` is part of a name."""
 _OF_LAYERS = re.compile(r"(?<=\blayers\.)\d+")
 _OUTPUT = re.compile(
     r"\.(?:(?:o|out|down|c|linear)_?proj|proj(?:_out)?|(?:linear_)?fc2|w[2o]|dense(?:_4h_to_h)?)\b"
