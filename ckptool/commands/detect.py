@@ -187,10 +187,21 @@ def _detect_in_archive(path: Location, archive: PlacedFiles) -> Candidate | None
 
 def _find_enclosing(path: Location) -> Candidate | None:
     """Find the checkpoint in the file's folder that the file is only a part of."""
+    disk, singles = on_disk(path), single_file_suffixes()
+    if disk and path.name.endswith(tuple(singles)):  # it may lie in a home folder, with millions
+        near = _find_in_folder_of(path, LocalSource.folder(disk.parent, near=True))
+        alone = {name for row in singles.values() for name in (row.name, row.detection.folder)}
+        if near is None or (near.named is None and near.format.name in alone):
+            return near
     try:
         folder = folder_at(path.parent)
     except NotFound:
         return None
+    return _find_in_folder_of(path, folder)
+
+
+def _find_in_folder_of(path: Location, folder: Files) -> Candidate | None:
+    """Return the checkpoint that a file of a folder is a part of, or all of; None if neither."""
     whole = detect_folder(folder)
     rows = [row for row in FORMATS.values() if row.detection.has_set(folder, path.name)]
     known = _files_of(whole, folder) if rows and whole else None
@@ -207,6 +218,8 @@ def _find_enclosing(path: Location) -> Candidate | None:
     alone = detect(file_at(path))
     # without a number it is no rank's and no shard's, such as optimizer.bin of accelerate
     is_whole = alone is not None and not re.search("[0-9]", path.name)
+    if is_whole and alone is whole and not path.name.endswith(tuple(single_file_suffixes())):
+        return Candidate(path.parent, folder, whole)  # it says what the others are, and no more
     is_readable = is_whole or (alone is not None and bool(alone.detection.suffixes))
     rest = (row for row in FORMATS.values() if row is not whole and row.matches(folder))
     for row in (whole, *(() if is_readable else rest)):

@@ -147,19 +147,24 @@ def _why_unlisted(path: str, error: OSError) -> Problem:
 
 
 class FileListing:
-    """The files below ``root``, up to a limit.
+    """The files below ``root``, up to a limit, or ``near`` it: in it and in its own folders.
 
     ``unlisted`` is why entries could not be listed, by path.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, near: bool = False) -> None:
         self.files: dict[str, FileStatus] = {}
         self.unlisted: dict[str, Problem] = {}
         self._root = root
+        self._near = near
         self._seen = 0
         self._visits: Counter[tuple[int, int]] = Counter()
 
-    def enter(self, head: str, parents: tuple[tuple[int, int], ...], depth: int) -> None:
+    def take(self) -> None:
+        """Note all files; OSError if the folder cannot be listed."""
+        self._enter("", (), 1 if self._near else DEPTH)
+
+    def _enter(self, head: str, parents: tuple[tuple[int, int], ...], depth: int) -> None:
         """Note the files of one folder and of those below; OSError if it cannot be listed."""
         folder = self._root / head
         status = os.stat(folder)
@@ -188,8 +193,8 @@ class FileListing:
             if entry.name.endswith(_FILES_ONLY):
                 self.unlisted[name] = Problem("a folder, not a file", NO_FILE)
             if depth > 0:
-                self.enter(name + "/", parents, depth - 1)
-            else:
+                self._enter(name + "/", parents, depth - 1)
+            elif not self._near:
                 self.unlisted[name] = Problem(_TOO_DEEP, "file-unreadable")
         elif entry.is_file():
             self.files[name] = FileStatus.of(entry.stat())

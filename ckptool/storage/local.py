@@ -13,7 +13,6 @@ from pathlib import Path
 from ckptool.errors import CkptoolError, NotFound, Problem, refused_hint
 from ckptool.storage.commit_note import side_file, side_name
 from ckptool.storage.file_status import (
-    DEPTH,
     FileListing,
     FileStatus,
     by_folder,
@@ -81,11 +80,16 @@ class LocalSource:
         return cls(root, sizes, listed, unlisted=unlisted)
 
     @classmethod
-    def folder(cls, root: Path, without: Collection[str] = ()) -> LocalSource:
-        """List all below ``root`` except some; ``unlisted`` names folders that are too deep."""
-        listing = FileListing(root)
+    def folder(
+        cls, root: Path, without: Collection[str] = (), *, near: bool = False
+    ) -> LocalSource:
+        """List all below ``root`` except some; ``unlisted`` names folders that are too deep.
+
+        With ``near``, list what is in ``root`` and in its own folders.
+        """
+        listing = FileListing(root, near=near)
         try:
-            listing.enter("", (), DEPTH)
+            listing.take()
         except OSError as error:
             message = f"{root}: cannot be listed: {error.strerror}"
             raise NotFound(message, hint=refused_hint(error)) from None

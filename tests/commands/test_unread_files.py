@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
+from ckptool.commands.detect import detect_checkpoint
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.verify import verify
@@ -355,3 +356,41 @@ def test_a_folder_that_lies_too_deep_is_named(shards: Path) -> None:
     report = verify(shards, VerifyOptions())
     assert ("file-unreadable", name) in {(f.code, f.file) for f in report.findings}
     assert not report.ok
+
+
+def test_of_one_file_the_folders_far_below_are_not_listed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A file may lie in a home folder, whose other million files say nothing about it."""
+    save_file({"w": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    torch.save({"w": torch.zeros(2)}, tmp_path / "model.pt")
+    (tmp_path / "a" / "b" / "c").mkdir(parents=True)
+    listed: list[str] = []
+    real = os.scandir
+
+    def scandir(path: Path) -> Iterator[Any]:
+        listed.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    for name in ("model.safetensors", "model.pt"):
+        assert verify(tmp_path / name, VerifyOptions()).ok
+    assert "a" in listed
+    assert "b" not in listed
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("dcp_base", ".metadata"),
+        ("snapshot", ".snapshot_metadata"),
+        ("megatron_torch_dist", "iter_0000100/metadata.json"),
+        ("deepspeed_universal", "latest_universal"),
+        ("diffusers_pipeline", "model_index.json"),
+    ],
+)
+def test_a_file_that_describes_a_checkpoint_stands_for_it(name: str, file: str) -> None:
+    described = case(name).path / file
+    whole = detect_checkpoint(described)
+    assert whole.path == described.parent
+    assert whole.source.files == LocalSource.folder(described.parent).files
