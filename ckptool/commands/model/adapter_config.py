@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from typing import Any
 
 from msgspec import Struct
@@ -67,6 +68,7 @@ def adapter_problems(
         yield problem.with_hint(_NOT_GATHERED)
     if method_of(config) == _LORA and not config.get("use_bdlora"):
         yield from _wrong_ranks(config, tensors, place)
+        yield from _wrong_scales(config, place)
         yield from _wrong_kind(config, tensors, place)
         yield from _lost_halves(tensors) if "peft_type" in config else ()
 
@@ -95,6 +97,17 @@ def _wrong_ranks(
             f"{place} says r {expected_text}, but {matrix.name} has rank {matrix.rank}{others}"
         )
         yield Problem(message, "config-mismatch", file=place, tensor=matrix.name)
+
+
+def _wrong_scales(config: Record, place: str) -> Iterator[Problem]:
+    """Yield where a config says that products are scaled by what is not finite."""
+    patterns = config.get("alpha_pattern")
+    said = {"lora_alpha": config.get("lora_alpha")}
+    said |= patterns if isinstance(patterns, dict) else {}
+    for where, value in said.items():
+        if isinstance(value, float) and not isfinite(value):
+            message = f"{place} says {where} {value}, which is no alpha: a finite number"
+            yield Problem(message, "config-mismatch", file=place)
 
 
 def _matrices(tensors: Mapping[str, TensorEntry]) -> Iterator[_Matrix]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,8 @@ def test_what_peft_saves_is_sound(
         ({"rank_pattern": {"q_proj": [1]}}, SOUND, r"says q_proj \[1\], which is no rank"),
         ({"rank_pattern": {"q.*": None}}, SOUND, r"says q\.\* None, which is no rank"),
         ({"target_parameters": 5, "r": 4}, SOUND, "says r 4, but"),
+        ({"lora_alpha": math.inf}, SOUND, "says lora_alpha inf, which is no alpha"),
+        ({"alpha_pattern": {"q_proj": math.nan}}, SOUND, "says q_proj nan, which is no alpha"),
     ],
 )  # fmt: skip
 def test_a_config_of_another_adapter_is_an_error(
