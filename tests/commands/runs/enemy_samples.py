@@ -93,6 +93,7 @@ KINDS: dict[str, Callable[[Path, int, bool], object]] = {
     "train_state": lambda p, n, nan: torch.save({"step": torch.tensor(n)}, p),
     "bridge": lambda p, n, nan: torch.save({"step": torch.tensor(100 * n)}, p),
     "trainer_state": lambda p, n, nan: p.write_text(json.dumps({"global_step": 10 * n})),
+    "trainer_state_of_step": lambda p, n, nan: p.write_text(json.dumps({"global_step": n})),
     "tag": lambda p, n, nan: p.write_text(f"global_step{n}"),
     "config": lambda p, n, nan: p.write_text('{"model_type": "llama"}'),
 }

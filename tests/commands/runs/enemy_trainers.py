@@ -117,7 +117,11 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "Trainer, DeepSpeed": Layout(
         lambda n: _in(
-            f"checkpoint-{n}", (f"global_step{n}", "deepspeed"), ("latest", "tag"), *_TRAINER[4:]
+            f"checkpoint-{n}",
+            (f"global_step{n}", "deepspeed"),
+            ("latest", "tag"),
+            *_TRAINER[4:-1],
+            ("trainer_state.json", "trainer_state_of_step"),
         ),
         takes_nan=False,
     ),
