@@ -262,7 +262,8 @@ def reshard(
     parsed = Keywords("reshard", keywords, ReshardKeywords).options(ReshardOptions)
     where = None if target is None else location(target)
     with join_ranks() as group:
-        planned = group.together(lambda: prepare_reshard(place, where, parsed, ranks=group.size))
+        with group.together():
+            planned = prepare_reshard(place, where, parsed, ranks=group.size)
         planned.require_possible(group)
         if parsed.transfer.dry_run:
             return planned.with_costs()

@@ -33,7 +33,8 @@ def merge(
     parsed = Keywords("merge", options, MergeKeywords).options(MergeOptions)
     places = [location(source) for source in sources]
     with join_ranks() as group:
-        planned = group.together(lambda: prepare_merge(places, location(target), parsed))
+        with group.together():
+            planned = prepare_merge(places, location(target), parsed)
         if parsed.convert.transfer.dry_run:
             return planned.with_costs()
         return planned.run(started_progress(progress)(planned.nbytes), group)

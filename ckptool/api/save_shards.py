@@ -94,7 +94,8 @@ def save_shards(
     ranks = RunningRanks()
     try:
         with no_collecting():
-            state = ranks.together(lambda: collect(ranks.rank))
+            with ranks.together():
+                state = collect(ranks.rank)
             planned = _prepare(state, target, options, ranks)
         return planned.run(started(planned.nbytes), ranks)
     finally:
@@ -110,20 +111,23 @@ def _prepare(
         _StateDescription(state.tensors, state.objects, dict(source.files), source.token)
     )
     source.token = states[0].token
-    holders = ranks.together(lambda: _find_holders([each.tensors for each in states]))
+    with ranks.together():
+        holders = _find_holders([each.tensors for each in states])
     shared = [place for place, chunks in holders.items() if len(chunks) > 1]
     mine = (_box_alone(state.tensors[name], holders[name, box][ranks.rank])
             for name, box in shared if ranks.rank in holders[name, box])  # fmt: skip
     found = ranks.gather(digests(mine, TensorSource(source), source.policy.workers))
-    ranks.together(lambda: _require_equal(holders, found))
-    catalog = ranks.together(lambda: _merge_states(states, holders))
+    with ranks.together():
+        _require_equal(holders, found)
+        catalog = _merge_states(states, holders)
     row = Format("memory", "tensors in memory", Detection(), Reading(lambda _, options: catalog))
     opened = OpenedCheckpoint(FilePath("memory"), source, row, catalog)
-    one = ranks.together(lambda: prepare_save(opened, target, options))
-    planned = ShardsTransfer(
-        opened, one.plan, one.target, one.options, one.report, one.decided, world=ranks.size
-    )
-    ranks.together(lambda: planned.require_possible(ranks))
+    with ranks.together():
+        one = prepare_save(opened, target, options)
+        planned = ShardsTransfer(
+            opened, one.plan, one.target, one.options, one.report, one.decided, world=ranks.size
+        )
+        planned.require_possible(ranks)
     return planned
 
 

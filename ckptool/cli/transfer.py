@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -185,7 +184,8 @@ def _run_transfer(
 
     how.require_one_way()
     with join_ranks() as ranks:
-        planned = ranks.together(partial(plan, ranks))
+        with ranks.together():
+            planned = plan(ranks)
         with _noting_what_stands() as stands:
             silent = screen.quiet or ranks.rank > 0
             report = _run(planned, ranks, stands, dry_run=how.dry_run, quiet=silent)

@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptool.engine.share import Share
@@ -79,9 +79,9 @@ class Ranks:
         """Return what every rank passed, in rank order."""
         return [value]
 
-    def together(self, work: Callable[[], Value]) -> Value:
-        """Do ``work``; if it fails on any rank, every rank raises the first one's error."""
-        return work()
+    def together(self) -> AbstractContextManager[None]:
+        """Work on all ranks; if that fails on any, every rank raises the first one's error."""
+        return nullcontext()
 
 
 class TorchRanks(Ranks):
@@ -119,11 +119,12 @@ class TorchRanks(Ranks):
             ) from None
         return values  # type: ignore[return-value]
 
-    def together(self, work: Callable[[], Value]) -> Value:
-        """Do ``work``; if it fails on any rank, every rank raises the first one's error."""
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Work on all ranks; if that fails on any, every rank raises the first one's error."""
         failure: CkptoolError | None = None
         try:
-            result = work()
+            yield
         except CkptoolError as error:
             failure = error
         except OSError as error:
@@ -132,7 +133,6 @@ class TorchRanks(Ranks):
             if report is not None:
                 kind, message, hint = report
                 raise kind(f"rank {rank}: {message}", hint=hint) from failure
-        return result
 
     def close(self) -> None:
         """End the process group, once its threads have nothing left to do.
@@ -232,19 +232,23 @@ def begin_output(stage: Stage, ranks: Ranks) -> NodeRanks:
     """
     tokens = ranks.gather(os.urandom(8).hex())
 
-    def begin_here(leads: bool) -> None:
-        if leads:
-            stage.begin()
-            stage.target.mark(tokens[ranks.rank])
-
-    ranks.together(lambda: begin_here(ranks.rank == 0))
+    _begin_on(ranks, stage, tokens, leads=ranks.rank == 0)
     is_apart = not stage.target.is_marked(tokens[0])
     if any(ranks.gather(is_apart)):
-        ranks.together(lambda: begin_here(is_apart and ranks.local_rank == 0))
-    first = ranks.together(lambda: _first_of(stage, ranks, tokens))
+        _begin_on(ranks, stage, tokens, leads=is_apart and ranks.local_rank == 0)
+    with ranks.together():
+        first = _first_of(stage, ranks, tokens)
     firsts = ranks.gather(first)
     members = tuple(rank for rank, leader in enumerate(firsts) if leader == first)
     return NodeRanks(ranks.rank, members, len(set(firsts)))
+
+
+def _begin_on(ranks: Ranks, stage: Stage, tokens: list[str], *, leads: bool) -> None:
+    """Begin the output on the ranks that lead, each of which marks it with its token."""
+    with ranks.together():
+        if leads:
+            stage.begin()
+            stage.target.mark(tokens[ranks.rank])
 
 
 def _first_of(stage: Stage, ranks: Ranks, tokens: list[str]) -> int:

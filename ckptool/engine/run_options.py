@@ -28,13 +28,12 @@ class RunOptions(Protocol):
 class StageOptions(Struct, frozen=True, dict=True):
     """``overwrite`` replaces an existing target; ``resume`` continues a partial output.
 
-    ``plan``, made by ``make_plan``, and ``source`` are digests that a resumed run must share with
-    the first, and the parts of a run also ``source_state``; ``verify`` means that output is
-    compared with the source before it counts; ``find_own`` returns the files of the checkpoint at
-    the target, None if there is none.
+    ``plan`` and ``source`` are digests that a resumed run must share with the first, and the parts
+    of a run also ``source_state``; ``verify`` means that output is compared with the source before
+    it counts; ``find_own`` returns the files of the checkpoint at the target, or None.
     """
 
-    make_plan: Callable[[], str]
+    plan: str
     source: str
     source_state: str = ""
     overwrite: bool = False
@@ -42,11 +41,6 @@ class StageOptions(Struct, frozen=True, dict=True):
     fsync: bool = True
     verify: bool = True
     find_own: Callable[[], Collection[str] | None] = lambda: None
-
-    @cached_property
-    def plan(self) -> str:
-        """The digest of the plan, made on first access: a dry run does not need it."""
-        return self.make_plan()
 
     @cached_property
     def own(self) -> Collection[str] | None:

@@ -335,7 +335,7 @@ def test_the_second_is_refused_and_the_first_unharmed(
 def test_they_do_not_meet_between_the_first_steps_either(source: Path, out: Path) -> None:
     """From the moment one has begun, another is refused and takes nothing away."""
     layout = ready(source, out / "r").plan.layout
-    options = StageOptions(lambda: "plan", "source")
+    options = StageOptions("plan", "source")
     targets = [DiskTarget(out / "r", layout, options) for _ in range(2)]
     first, second = (Stage(target, layout, options) for target in targets)
     first.begin()

@@ -66,7 +66,8 @@ def check_loads(reshard: Reshard, ranks: Ranks) -> None:
     """
     require_loadable(reshard, ranks)
     with _process_group():
-        check = ranks.together(lambda: Check(reshard, ranks))
+        with ranks.together():
+            check = Check(reshard, ranks)
         try:
             _LOADERS[reshard.report.target_format](check)
         finally:
@@ -240,14 +241,12 @@ def _loading(path: Path) -> Iterator[None]:
 
 def _check_rank_file(check: Check) -> None:
     """Check this rank's file through ``torch.load``; mapped, so that values are read one by one."""
-    state = check.together(lambda: _own_file(check.target / f"checkpoint_{check.rank}.pt"))
-
-    def compare() -> None:
+    with check.together():
+        state = _own_file(check.target / f"checkpoint_{check.rank}.pt")
+    with check.together():
         for group in check.groups(f"checkpoint_{check.rank}.pt"):
             for entry in group:
                 check.compare(entry, _local_tensor(check, entry, state))
-
-    check.together(compare)
 
 
 def _own_file(path: Path) -> Any:
@@ -280,21 +279,21 @@ def _local_tensor(check: Check, entry: TensorEntry, state: Any) -> LoadedTensor:
 def _check_through_dcp(check: Check, suffix: str, reader: str) -> None:
     """Check the tensors in files with ``suffix`` by a storage reader of torch (module:class)."""
     module, _, name = reader.partition(":")
-    check.together(check.require_all_files)
+    with check.together():
+        check.require_all_files()
     for group in check.groups(suffix):
         _check_group(check, group, getattr(import_module(module), name))
 
 
 def _check_group(check: Check, group: Sequence[TensorEntry], reader: Callable[[str], Any]) -> None:
-    tensors = check.together(lambda: {entry.name: _empty(check, entry) for entry in group})
+    with check.together():
+        tensors = {entry.name: _empty(check, entry) for entry in group}
     state = {name: local.tensor for name, local in tensors.items()}
-    check.together(lambda: _load(check.target, state, reader(str(check.target))))
-
-    def compare() -> None:
+    with check.together():
+        _load(check.target, state, reader(str(check.target)))
+    with check.together():
         for entry in group:
             check.compare(entry, tensors[entry.name])
-
-    check.together(compare)
 
 
 def _load(target: Path, state: dict[str, Any], reader: Any) -> None:

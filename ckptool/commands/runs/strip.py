@@ -68,7 +68,7 @@ def finish_strips(folder: Location) -> None:
     Raises Unsupported if something there is not as noted.
     """
     for target in targets_with_notes(path) if (path := on_disk(folder)) else ():
-        DiskTarget(target, Layout((), folder=True), StageOptions(str, "")).finish_earlier()
+        DiskTarget(target, Layout((), folder=True), StageOptions("", "")).finish_earlier()
 
 
 def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:

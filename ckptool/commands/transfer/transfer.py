@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from msgspec import Struct
@@ -73,9 +72,11 @@ def _is_finished_by(stage: Stage, ranks: Ranks) -> bool:
 
     The first rank does so, then the first of each other node, whose disk may be another.
     """
-    first = ranks.together(lambda: ranks.rank == 0 and stage.target.finish_earlier())
-    node = ranks.rank > 0 and ranks.local_rank == 0
-    ranks.together(lambda: node and stage.target.finish_earlier())
+    with ranks.together():
+        first = ranks.rank == 0 and stage.target.finish_earlier()
+    with ranks.together():
+        if ranks.rank > 0 and ranks.local_rank == 0:
+            stage.target.finish_earlier()
     return ranks.gather(first)[0] and all(ranks.gather(stage.target.path.exists()))
 
 
@@ -236,15 +237,19 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         """
         if ranks.size > 1 and self.options.part is not None:
             raise UsageError("--part: torchrun shares the work among its ranks by itself")
-        options = ranks.together(self._stage_options)
-        plan = ranks.together(lambda: options.plan)
+        with ranks.together():
+            plan = plan_digest(self.plan, self.opened.source, self.decided)
+            options = self._stage_options(plan)
         if len(set(ranks.gather((plan, options.source)))) > 1:
             raise Unsupported("ranks see different sources or made different plans")
         stage = stage_at(self.target, self.plan.layout, options, self.options)
         if _is_finished_by(stage, ranks):
             return None
-        ranks.together(lambda: stage.require_possible() if ranks.rank == 0 else None)
-        ranks.together(lambda: self._require_equal_replicas(ranks))
+        with ranks.together():
+            if ranks.rank == 0:
+                stage.require_possible()
+        with ranks.together():
+            self._require_equal_replicas(ranks)
         return stage
 
     def _require_equal_replicas(self, ranks: Ranks) -> None:
@@ -270,22 +275,24 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
 
     def _write(self, stage: Stage, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
         node = begin_output(stage, ranks)
-        ranks.together(lambda: stage.target.join(ranks.rank))
+        with ranks.together():
+            stage.target.join(ranks.rank)
         share = self.options.part or node.share
         numbers = stage.takes(self._files_of(share))
         sums = ReadSums()
         noted = sums if self.options.verify and not self._is_in_memory else None
-        ranks.together(lambda: self._move(stage, progress, numbers, share, noted))
+        with ranks.together():
+            self._move(stage, progress, numbers, share, noted)
         remarks: list[str] = []
         if self.options.verify:
-            beyond = ranks.together(lambda: self._verify(stage, progress, numbers, sums))
+            with ranks.together():
+                beyond = self._verify(stage, progress, numbers, sums)
             remarks += beyond_notes(sum(ranks.gather(beyond), Counter()))
-        ranks.together(lambda: require_unchanged(self.plan.catalog, self.opened.source))
-        shared = not node.share.is_all
-        remark = ranks.together(
-            lambda: self._commit(stage, progress, shared=shared) if node.leads else None
-        )
-        remarks += [remark] if remark is not None else []
+        with ranks.together():
+            require_unchanged(self.plan.catalog, self.opened.source)
+        with ranks.together():
+            if node.leads and (remark := self._commit(stage, progress, node.share)) is not None:
+                remarks.append(remark)
         if node.places > 1:
             remarks.append(
                 f"{self.target} is on {node.places} disks, one per node, each with a full copy"
@@ -310,11 +317,11 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         run, source = self.options.run, self.opened.source
         stage.write(Work(self.plan, source, run, numbers, share, progress, sums))
 
-    def _commit(self, stage: Stage, progress: Progress, *, shared: bool) -> str | None:
-        """Put the output in place, or mark a part as done."""
+    def _commit(self, stage: Stage, progress: Progress, share: Share) -> str | None:
+        """Put the output in place, of which this process wrote a share; or mark a part as done."""
         if self.options.part is not None:
             return stage.commit()
-        if self.options.verify and (shared or self.options.finish):
+        if self.options.verify and (self.options.finish or not share.is_all):
             from ckptool.commands.verify.compare.complete import require_complete
 
             require_complete(self.plan)
@@ -331,7 +338,8 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         self.before_commit()
         return stage.commit()
 
-    def _stage_options(self) -> StageOptions:
+    def _stage_options(self, plan: str = "") -> StageOptions:
+        """Return what the stage must know; a dry run needs no digest of the ``plan``."""
         self.options.require_one_way()
         source, catalog, path = self.opened.source, self.plan.catalog, on_disk(self.target)
         read = [*catalog.files, *catalog.companions]
@@ -339,7 +347,7 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         if self.options.resume and path is not None:
             overwrite = was_to_replace(path)
         return StageOptions(
-            partial(plan_digest, self.plan, self.opened.source, self.decided),
+            plan,
             source.fingerprint(read),
             source.fingerprint(read, exact=True),
             overwrite,

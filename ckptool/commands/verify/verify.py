@@ -80,7 +80,8 @@ def verify(
     if options.part is not None and (ranks.size > 1 or options.quick or options.sample < 1):
         raise UsageError("--part shares all of the data: not with --quick, --sample or torchrun")
     share = options.part or Share(ranks.rank, ranks.size)
-    verification = ranks.together(lambda: examine(path, options, started, share=share))
+    with ranks.together():
+        verification = examine(path, options, started, share=share)
     if ranks.size > 1:
         verification.join(ranks)
     report, surveyed = verification.report(), verification.surveyed

@@ -10,7 +10,7 @@ from ckptool.core.catalog import Chunk, TensorEntry
 from ckptool.core.planning.plan import Plan
 from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.progress import Progress, no_progress
-from ckptool.engine.read.containers import openings, runs_of
+from ckptool.engine.read.containers import openings
 from ckptool.engine.read.planned import touch
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.run_options import RunOptions
@@ -62,7 +62,7 @@ class Work(Struct, frozen=True):
         What must be opened first is requested at once.
         """
         chunks = list(some)
-        needs = (need for _, chunk in chunks for need in openings(chunk.at))
-        self.source.expect(runs_of(needs, set()))
+        needed = dict.fromkeys(each for _, chunk in chunks for each in openings(chunk.at))
+        self.source.expect([edge for each in needed for edge in each.edges])
         for entry, chunk in chunks:
             touch(records, entry, chunk, required=not joined, joined=joined)

@@ -37,10 +37,13 @@ def end_of(row: dict[str, Any], source: Path, out: Path, group: Ranks) -> str:
         transfer=TransferOptions(verify=True, run=RunOptions(workers=1, fsync=False)),
     )
     try:
-        prepared = group.together(lambda: prepare_reshard(source, out / row["name"], options))
+        with group.together():
+            prepared = prepare_reshard(source, out / row["name"], options)
         prepared.run(ranks=group)
         if "flip" in row:
-            group.together(lambda: flip(prepared, row["flip"]) if group.rank == 0 else None)
+            with group.together():
+                if group.rank == 0:
+                    flip(prepared, row["flip"])
         check_loads(prepared, group)
     except CkptoolError as error:
         return f"{type(error).__name__}: {error.message}"

@@ -313,9 +313,7 @@ def file_of(*names: str) -> Layout:
 def options(
     own: Collection[str] | None = None, *, overwrite: bool = True, resume: bool = False
 ) -> StageOptions:
-    return StageOptions(
-        lambda: "plan", "source", overwrite=overwrite, resume=resume, find_own=lambda: own
-    )
+    return StageOptions("plan", "source", overwrite=overwrite, resume=resume, find_own=lambda: own)
 
 
 def test_outputs_are_the_folder_or_all_files_and_the_side_file(tmp_path: Path) -> None:
