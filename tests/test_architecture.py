@@ -19,7 +19,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 ALLOWED = {
     "cli": {"commands", "core", "engine", "formats", "render", "storage"},
-    "render": {"commands", "core", "formats", "serialization"},
+    "render": {"commands", "core", "engine", "formats", "serialization"},
     "dcp": {"api", "commands", "core", "engine", "storage"},
     "api": {"commands", "core", "engine", "formats", "serialization", "storage"},
     "commands": {"core", "engine", "formats", "serialization", "storage"},

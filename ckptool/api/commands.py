@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from threading import Lock
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptool.api.arguments import AnyPath, Keywords, Strings, location, with_keywords
@@ -34,6 +33,7 @@ from ckptool.commands.options.steps import StepChoice
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
 from ckptool.commands.options.verify import CompareOptions, SalvageOptions, VerifyOptions
 from ckptool.commands.reshard.reshard import ReshardReport, prepare_reshard
+from ckptool.engine.progress import CalledProgress, Progress
 from ckptool.engine.ranks import join_ranks
 from ckptool.errors import Several
 from ckptool.formats import list_formats as list_formats
@@ -54,27 +54,13 @@ if TYPE_CHECKING:
     from ckptool.core.keymap.model import KeyMap
 
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes that are done so far and the bytes in all."""
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes that are done so far and the bytes in all, by any thread."""
 
 
-def started_progress(progress: Progress | None) -> Callable[[int], Callable[[int], None]]:
-    """Return a callable for the total and then for each number of bytes done; it is thread-safe."""
-    lock = Lock()
-
-    def start(total: int) -> Callable[[int], None]:
-        done = 0
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            with lock:
-                done += nbytes
-                if progress is not None:
-                    progress(done, total)
-
-        return advance
-
-    return start
+def counted(progress: OnProgress | None) -> Progress:
+    """Return progress that calls a function, if there is one."""
+    return Progress() if progress is None else CalledProgress(progress)
 
 
 def _opened(path: AnyPath | Checkpoint, options: ReadKeywords) -> Checkpoint | None:
@@ -133,7 +119,7 @@ def stats(
     path: AnyPath | Checkpoint,
     tensors: str | Sequence[str] = "*",
     *,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     **options: Unpack[ReadKeywords],
 ) -> StatsReport:
     """Read the tensors that match a glob: min, max, mean, std, zeros, NaN and Inf of each.
@@ -148,7 +134,7 @@ def stats(
     place, _ = _place(path, options)
     opened = given.opened if given is not None else open_checkpoint(place, read)
     asked = [tensors] if isinstance(tensors, str) else tensors
-    return _stats(opened, asked, started_progress(progress))
+    return _stats(opened, asked, counted(progress))
 
 
 @with_keywords(DiffKeywords)
@@ -156,7 +142,7 @@ def diff(
     path: AnyPath | Checkpoint,
     other: AnyPath,
     *,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     **options: Unpack[DiffKeywords],
 ) -> DiffReport:
     """Compare names, shapes and types of two checkpoints' tensors; with ``values`` their content.
@@ -168,7 +154,7 @@ def diff(
 
     place, keywords = _place(path, options)
     parsed = Keywords("diff", keywords, DiffKeywords).options(DiffOptions)
-    return _diff(place, location(other), parsed, started_progress(progress))
+    return _diff(place, location(other), parsed, counted(progress))
 
 
 @with_keywords(ExtractKeywords)
@@ -177,7 +163,7 @@ def extract(
     names: Strings,
     out: AnyPath,
     *,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     **options: Unpack[ExtractKeywords],
 ) -> ExtractReport:
     """Write tensors, or slices such as ``w[0:4, :8]``, to the .npy or .safetensors file ``out``.
@@ -191,7 +177,7 @@ def extract(
     parsed = Keywords("extract", keywords, ExtractKeywords).options(ExtractOptions)
     asked = [names] if isinstance(names, str) else names
     planned = prepare_extract(place, asked, location(out), parsed)
-    return planned.run(started_progress(progress)(planned.nbytes))
+    return planned.run(counted(progress))
 
 
 @with_keywords(ConvertKeywords)
@@ -200,7 +186,7 @@ def convert(
     target: AnyPath,
     *,
     to: str | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     **options: Unpack[ConvertKeywords],
 ) -> ConvertReport:
     """Write ``source`` in the format ``to`` at ``target``, complete or not at all.
@@ -215,7 +201,7 @@ def convert(
     prepared = prepare(place, location(target), parsed)
     if parsed.transfer.dry_run:
         return prepared.with_costs()
-    return prepared.run(started_progress(progress)(prepared.nbytes))
+    return prepared.run(counted(progress))
 
 
 @with_keywords(ConvertKeywords)
@@ -228,7 +214,7 @@ def convert_run(
     every: int | None = None,
     allow_nonfinite: bool = False,
     ignore: Strings = (),
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     **options: Unpack[ConvertKeywords],
 ) -> ConvertRunReport:
     """Convert the good steps of a run, each under its own name in ``target``.
@@ -242,7 +228,7 @@ def convert_run(
     accepted = TEXTS.parse(ignore, "ignore")
     choice = StepChoice(last is None is every, last, every, allow_nonfinite, accepted)
     places = location(run), location(target)
-    return _convert_run(*places, choice, parsed, started=started_progress(progress))
+    return _convert_run(*places, choice, parsed, progress=counted(progress))
 
 
 @with_keywords(ReshardKeywords)
@@ -250,7 +236,7 @@ def reshard(
     source: AnyPath | Checkpoint,
     target: AnyPath | None = None,
     *,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     **options: Unpack[ReshardKeywords],
 ) -> ReshardReport:
     """Write ``source`` for a new device mesh at ``target``, or beside it, named after the mesh.
@@ -267,14 +253,14 @@ def reshard(
         planned.require_possible(group)
         if parsed.transfer.dry_run:
             return planned.with_costs()
-        return planned.run(started_progress(progress)(planned.nbytes), group)
+        return planned.run(counted(progress), group)
 
 
 @with_keywords(VerifyKeywords)
 def verify(
     path: AnyPath | Checkpoint,
     *,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     **options: Unpack[VerifyKeywords],
 ) -> VerifyReport:
     """Check that the checkpoint at ``path`` is complete, unchanged and safe: true if it is.
@@ -289,7 +275,7 @@ def verify(
     place, given = _place(path, options)
     asked = Keywords("verify", given, VerifyKeywords).options(Question)
     asked.require_possible()
-    return answer(place, asked, started_progress(progress))
+    return answer(place, asked, counted(progress))
 
 
 @with_keywords(CompareKeywords)
@@ -297,7 +283,7 @@ def compare(
     path: AnyPath | Checkpoint,
     other: AnyPath,
     *,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     **options: Unpack[CompareKeywords],
 ) -> AgainstReport:
     """Compare two checkpoints of any format, bit by bit, or as numbers if requested.
@@ -310,7 +296,7 @@ def compare(
     keywords = Keywords("compare", given, CompareKeywords)
     parsed, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)
     comparing = keywords.options(CompareOptions)
-    return against(place, location(other), parsed, rewrite, comparing, started_progress(progress))
+    return against(place, location(other), parsed, rewrite, comparing, counted(progress))
 
 
 @with_keywords(VerifyRunKeywords)
@@ -345,7 +331,7 @@ def salvage(
     path: AnyPath,
     target: AnyPath,
     *,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     **options: Unpack[SalvageKeywords],
 ) -> SalvageReport:
     """Write what is intact of a damaged checkpoint to ``target``: see ``lost``.
@@ -357,7 +343,7 @@ def salvage(
 
     parsed = Keywords("salvage", options, SalvageKeywords).options(SalvageOptions)
     planned = plan_salvage(location(path), location(target), parsed)
-    return planned.run(started_progress(progress)(planned.nbytes))
+    return planned.run(counted(progress))
 
 
 def list_maps() -> Mapping[str, KeyMap]:

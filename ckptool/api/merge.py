@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from ckptool.api.arguments import AnyPath, Keywords, location, with_keywords
-from ckptool.api.commands import Progress, started_progress
+from ckptool.api.commands import OnProgress, counted
 from ckptool.api.keywords import CompareKeywords, MergeKeywords
 from ckptool.commands.merge import MergeReport, prepare_merge
 from ckptool.commands.options.merge import MergeOptions
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def merge(
     target: AnyPath,
     *sources: AnyPath,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     **options: Unpack[MergeKeywords],
 ) -> MergeReport:
     """Write at ``target`` what is computed of the tensors of ``sources``, complete or not at all.
@@ -37,7 +37,7 @@ def merge(
             planned = prepare_merge(places, location(target), parsed)
         if parsed.convert.transfer.dry_run:
             return planned.with_costs()
-        return planned.run(started_progress(progress)(planned.nbytes), group)
+        return planned.run(counted(progress), group)
 
 
 @with_keywords(CompareKeywords)
@@ -45,7 +45,7 @@ def verify_merge(
     path: AnyPath,
     recipe: AnyPath,
     *,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     **options: Unpack[CompareKeywords],
 ) -> AgainstReport:
     """Compare a merged checkpoint with what its recipe computes of the sources.
@@ -56,5 +56,5 @@ def verify_merge(
 
     keywords = Keywords("verify_merge", options, CompareKeywords)
     parsed, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)
-    how = keywords.options(CompareOptions), started_progress(progress)
+    how = keywords.options(CompareOptions), counted(progress)
     return against_recipe(Path(recipe), location(path), parsed, rewrite, *how)

@@ -7,7 +7,7 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptool.api.arguments import AnyPath, Keywords, location, with_keywords
-from ckptool.api.commands import Progress, started_progress
+from ckptool.api.commands import OnProgress, counted
 from ckptool.api.keywords import SaveKeywords
 from ckptool.api.save_shards import TO_SAVE_SHARDS, LocalState, save_shards
 from ckptool.api.state_dict import is_entered, leaves_of
@@ -40,7 +40,7 @@ def save(
     target: AnyPath,
     *,
     to: str | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     **options: Unpack[SaveKeywords],
 ) -> ConvertReport:
     """Write a state dict from memory in the format ``to`` at ``target``, complete or not at all.
@@ -54,12 +54,12 @@ def save(
     makes no sense; Damaged if ranks contradict one another.
     """
     parsed = Keywords("save", options, SaveKeywords).options(SaveOptions, to=to)
-    started, place = started_progress(progress), location(target)
+    count, place = counted(progress), location(target)
     if writer_for(parsed.to, resolve_target(place)).writing.of_ranks and _is_one_of_several():
-        return save_shards(lambda rank: _collect(tree, rank), place, parsed, started)
+        return save_shards(lambda rank: _collect(tree, rank), place, parsed, count)
     with no_collecting():
         planned = prepare_save(_open(tree), place, parsed)
-    return planned.run(started(planned.nbytes))
+    return planned.run(count)
 
 
 def _is_one_of_several() -> bool:

@@ -84,7 +84,7 @@ def save_shards(
     collect: Callable[[int], LocalState],
     target: Location,
     options: SaveOptions,
-    started: Callable[[int], Progress],
+    progress: Progress,
 ) -> ConvertReport:
     """Write what all ranks of the program's process group hold; all of them must call it.
 
@@ -97,7 +97,7 @@ def save_shards(
             with ranks.together():
                 state = collect(ranks.rank)
             planned = _prepare(state, target, options, ranks)
-        return planned.run(started(planned.nbytes), ranks)
+        return planned.run(progress, ranks)
     finally:
         ranks.close()
 

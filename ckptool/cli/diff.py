@@ -42,12 +42,12 @@ def diff(
     from ckptool.commands.verify.compare.diff import diff as run_diff
     from ckptool.render.diff import show_diff
     from ckptool.render.messages import print_json
-    from ckptool.render.progress import started_progress
+    from ckptool.render.progress import shown_progress
 
     file = require_page(options.html)
     places = parse_place(source, "SRC"), parse_place(other, "OTHER")
-    with started_progress(quiet=screen.quiet) as started:
-        report = run_diff(*places, options, started)
+    with shown_progress(quiet=screen.quiet) as progress:
+        report = run_diff(*places, options, progress)
     write_page(file, report.to_dict, quiet=screen.quiet)
     if screen.as_json:
         print_json(report.to_dict())

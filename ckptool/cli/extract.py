@@ -77,13 +77,13 @@ def _write(
     from ckptool.commands.extract import prepare_extract
     from ckptool.render.extract import show_extract
     from ckptool.render.messages import print_json, show_notes
-    from ckptool.render.progress import progress
+    from ckptool.render.progress import shown_progress
 
     planned = prepare_extract(source, names, target, options)
     if not screen.quiet:
         show_notes(planned.report.notes)
-    with progress(planned.nbytes, quiet=screen.quiet) as advance:
-        report = planned.run(advance)
+    with shown_progress(quiet=screen.quiet) as progress:
+        report = planned.run(progress)
     if screen.as_json:
         print_json(report.to_dict())
     elif not screen.quiet:

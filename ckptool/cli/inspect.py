@@ -145,10 +145,10 @@ def _require_one_place(source: str, names: Sequence[str]) -> None:
 def _read_stats(report: InspectReport, names: Sequence[str]) -> StatsReport:
     """Read the tensors of these names."""
     from ckptool.commands.inspect.stats import stats
-    from ckptool.render.progress import started_progress
+    from ckptool.render.progress import shown_progress
 
-    with started_progress(quiet=False) as started:
-        return stats(report.opened, names, started)
+    with shown_progress(quiet=False) as progress:
+        return stats(report.opened, names, progress)
 
 
 def _fail(report: InspectReport, reading: ReadOptions, *, shown: bool) -> None:

@@ -76,15 +76,15 @@ def _convert_steps(
     from ckptool.engine.ranks import read_launch
     from ckptool.render.convert import show_converted_steps
     from ckptool.render.messages import print_json, show_notes, show_step
-    from ckptool.render.progress import started_progress
+    from ckptool.render.progress import shown_progress
 
     if read_launch(os.environ) is not None:
         raise Unsupported(
             "under torchrun, the ranks share one checkpoint: convert steps in one process"
         )
     notify, noted = (show_step, show_notes) if not screen.quiet else (lambda text: None,) * 2
-    with _noting_what_stands(), started_progress(quiet=screen.quiet) as started:
-        report = convert_run(*places, steps, options, notify, started, noted)
+    with _noting_what_stands(), shown_progress(quiet=screen.quiet) as progress:
+        report = convert_run(*places, steps, options, notify, progress, noted)
     if screen.as_json:
         print_json(report.to_dict())
     elif not screen.quiet or options.transfer.dry_run:
@@ -233,7 +233,7 @@ def _run(
         stands.append(planned.standing)
         return report
     from ckptool.render.messages import show_notes, show_obstacle
-    from ckptool.render.progress import is_live, progress, show_estimate
+    from ckptool.render.progress import is_live, show_estimate, shown_progress
 
     def begun() -> None:
         if quiet:
@@ -248,8 +248,8 @@ def _run(
             show_obstacle(planned.obstacle())
         planned.require_possible(ranks)
         return planned.with_costs()
-    with progress(planned.nbytes, quiet=False) as advance:
-        report = planned.run(advance, ranks, begun)
+    with shown_progress(quiet=False) as progress:
+        report = planned.run(progress, ranks, begun)
         stands.append(planned.standing)
     show_notes(report.notes[len(planned.report.notes) :])
     return report

@@ -18,7 +18,7 @@ from ckptool.errors import Several, UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.verify.compare.against import AgainstReport
-    from ckptool.engine.progress import Started
+    from ckptool.engine.progress import Progress
     from ckptool.engine.ranks import Ranks
     from ckptool.storage.url import Location
 
@@ -39,7 +39,7 @@ def verify(source: SourcePath = ".", *, options: Question, screen: SilentScreen)
         output.show_codes()
         return
     options.require_possible()
-    from ckptool.render.progress import started_progress
+    from ckptool.render.progress import shown_progress
 
     place, check, following = parse_place(source, "SRC"), options.check, options.following
     if options.salvage is not None:
@@ -52,9 +52,9 @@ def verify(source: SourcePath = ".", *, options: Question, screen: SilentScreen)
     try:
         with (
             _ranks(alone=check.quick or not is_plain) as ranks,
-            started_progress(quiet=screen.quiet or ranks.rank > 0) as started,
+            shown_progress(quiet=screen.quiet or ranks.rank > 0) as progress,
         ):
-            answer = _answer(place, options, started, ranks)
+            answer = _answer(place, options, progress, ranks)
     except Several as error:
         if is_plain:
             error.add_hint(f"`ckptool verify {source} --all` verifies each of them")
@@ -71,13 +71,13 @@ def _ranks(*, alone: bool) -> AbstractContextManager[Ranks]:
     return nullcontext(Ranks()) if alone else join_ranks()
 
 
-def _answer(source: Location, asked: Question, started: Started, ranks: Ranks) -> Answer:
+def _answer(source: Location, asked: Question, progress: Progress, ranks: Ranks) -> Answer:
     """Answer the question about one checkpoint."""
     from ckptool.commands.verify.answer import answer
     from ckptool.render.ci import Suite
     from ckptool.render.verify import show_verify
 
-    how = asked.check, asked.rewrite, asked.comparison, started
+    how = asked.check, asked.rewrite, asked.comparison, progress
     if asked.against is not None:
         from ckptool.commands.verify.compare.against import against
 
@@ -86,7 +86,7 @@ def _answer(source: Location, asked: Question, started: Started, ranks: Ranks) -
         from ckptool.commands.merge.against import against_recipe
 
         return _compared(against_recipe(asked.recipe, source, *how), asked)
-    report = answer(source, asked, started, ranks)
+    report = answer(source, asked, progress, ranks)
     return Answer([Suite(report, asked.checks)], lambda: show_verify(report), report.to_dict)
 
 
@@ -162,7 +162,7 @@ def _salvage(
     """Write what is intact, show what is lost, and exit 0 if nothing is."""
     from ckptool.commands.verify.salvage.salvage import plan_salvage
     from ckptool.render.messages import print_json
-    from ckptool.render.progress import progress
+    from ckptool.render.progress import shown_progress
     from ckptool.render.verify import show_salvage
 
     if output.form == "junit":
@@ -171,8 +171,8 @@ def _salvage(
     if output.page is not None:
         raise UsageError("--html cannot be combined with --salvage, which writes a list of its own")
     planned = plan_salvage(source, target, salvage_options(options, overwrite=overwrite))
-    with progress(planned.nbytes, quiet=output.quiet) as advance:
-        report = planned.run(advance)
+    with shown_progress(quiet=output.quiet) as progress:
+        report = planned.run(progress)
     if output.form == "json":
         print_json(report.to_dict())
     elif not output.quiet:

@@ -1,20 +1,44 @@
-"""Progress: who is told how many bytes are read and written, and how many there are in all."""
+"""Progress: how many bytes of all are read and written, counted for whoever shows it."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
-Progress = Callable[[int], None]
-"""Takes the number of bytes that were read or written since its last call."""
 
-Started = Callable[[int], Progress]
-"""Takes the number of all bytes, once that is known."""
+class Progress:
+    """Bytes ``done`` of a ``total`` since a time (``time.monotonic``); threads may share it."""
+
+    def __init__(self) -> None:
+        self.done = self.total = 0
+        self.since = time.monotonic()
+        self._lock = threading.Lock()
+
+    def begin(self, total: int) -> None:
+        """Count anew, now that it is known how many bytes there are in all."""
+        with self._lock:
+            self.done, self.total, self.since = 0, total, time.monotonic()
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that were read or written."""
+        with self._lock:
+            self.done += nbytes
 
 
-def no_progress(nbytes: int) -> None:
-    """Ignore progress."""
+class CalledProgress(Progress):
+    """Progress that calls a function with the bytes done and those in all, whenever it counts."""
+
+    def __init__(self, call: Callable[[int, int], object]) -> None:
+        super().__init__()
+        self._call = call
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that were read or written."""
+        with self._lock:
+            self.done += nbytes
+            self._call(self.done, self.total)
 
 
-def untold(total: int) -> Progress:
-    """Return progress that nobody is told of."""
-    return no_progress
+UNWATCHED = Progress()
+"""Progress at which nobody looks."""

@@ -6,13 +6,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from ckptool.core.text import duration, duration_range
+from ckptool.engine.progress import Progress
 from ckptool.render.messages import show_step
 from ckptool.render.text import console, say, size
 
@@ -24,7 +25,8 @@ NO_PROGRESS = "CKPTOOL_NO_PROGRESS"
 INTERVAL = 10.0
 """Seconds between two lines, at least; and before the first one."""
 
-Advance = Callable[[int], None]
+_LOOKS = 0.1
+"""Seconds after which it is looked whether more has been done."""
 
 
 def is_live(*, quiet: bool) -> bool | None:
@@ -35,65 +37,72 @@ def is_live(*, quiet: bool) -> bool | None:
 
 
 @contextmanager
-def progress(total: int, *, quiet: bool) -> Iterator[Advance]:
-    """Yield a function to call with the bytes written since the last call."""
-    with started_progress(quiet=quiet) as start:
-        yield start(total)
-
-
-@contextmanager
-def started_progress(*, quiet: bool) -> Iterator[Callable[[int], Advance]]:
-    """Yield a function to call with the total bytes, once known.
-
-    It returns one to call with the bytes moved since the last call.
-    """
+def shown_progress(*, quiet: bool) -> Iterator[Progress]:
+    """Yield progress that is shown, by a thread that looks at it, until the end of the context."""
+    progress = Progress()
     live = is_live(quiet=quiet)
     if live is None:
-        yield lambda total: lambda nbytes: None
-    elif live:
-        with _bar() as start:
-            yield start
-    else:
-        yield lambda total: LogProgress(total, console(stderr=True)).advance
+        yield progress
+        return
+    view = _Bar(progress) if live else Log(progress, console(stderr=True))
+    ended = threading.Event()
 
+    def watch() -> None:
+        while not ended.wait(_LOOKS):
+            view.look()
 
-@contextmanager
-def _bar() -> Iterator[Callable[[int], Advance]]:
-    """Yield a function that starts a bar, which appears with the first bytes, after notes."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TimeRemainingColumn,
-    )
-    from rich.text import Text
-
-    class Speed(ProgressColumn):
-        """Speed in units of 1024, as all sizes are; rich's own counts by the thousand."""
-
-        def render(self, task: Task) -> Text:
-            """Return the speed of a task."""
-            return Text("" if task.speed is None else f"{size(int(task.speed))}/s")
-
-    columns = (BarColumn(), DownloadColumn(binary_units=True), Speed(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console(stderr=True), transient=True)
-
-    def start(total: int) -> Advance:
-        task = bar.add_task("", total=total)
-
-        def advance(nbytes: int) -> None:
-            if not bar.live.is_started:
-                bar.start()
-            bar.advance(task, nbytes)
-
-        return advance
-
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     try:
-        yield start
+        yield progress
     finally:
-        bar.stop()
+        ended.set()
+        watcher.join()
+        view.close()
+
+
+class _Bar:
+    """A bar, which appears once bytes are moved, after notes."""
+
+    def __init__(self, progress: Progress) -> None:
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            ProgressColumn,
+            Task,
+            TimeRemainingColumn,
+        )
+        from rich.progress import Progress as Bars
+        from rich.text import Text
+
+        class Speed(ProgressColumn):
+            """Speed in units of 1024, as all sizes are; rich's own counts by the thousand."""
+
+            def render(self, task: Task) -> Text:
+                """Return the speed of a task."""
+                return Text("" if task.speed is None else f"{size(int(task.speed))}/s")
+
+        columns = (BarColumn(), DownloadColumn(binary_units=True), Speed(), TimeRemainingColumn())
+        screen = console(stderr=True)
+        self._bars = Bars(*columns, console=screen, transient=True, auto_refresh=False)
+        self._task = self._bars.add_task("")
+        self._progress = progress
+        self._since = 0.0
+
+    def look(self) -> None:
+        """Draw what has been done by now."""
+        progress = self._progress
+        if not progress.done:
+            return
+        if progress.since != self._since:
+            self._since = progress.since
+            self._bars.reset(self._task, total=progress.total)
+        self._bars.start()
+        self._bars.update(self._task, completed=progress.done, refresh=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bars.stop()
 
 
 def show_estimate(estimate: Estimate | None) -> None:
@@ -104,26 +113,27 @@ def show_estimate(estimate: Estimate | None) -> None:
         show_step(f"about {took}: {size(estimate.moved)} to read and write, {rate}")
 
 
-class LogProgress:
-    """Prints a line with rate and time left, at most one in ten seconds; threads may share it."""
+class Log:
+    """Lines with the rate and the time left, at most one in ten seconds."""
 
-    def __init__(self, total: int, screen: Console) -> None:
-        self._total = total
+    def __init__(self, progress: Progress, screen: Console) -> None:
+        self._progress = progress
         self._screen = screen
-        self._lock = threading.Lock()
-        self._done = 0
-        self._began = self._printed = time.monotonic()
+        self._printed = 0.0
+        self._shown = 0
 
-    def advance(self, nbytes: int) -> None:
-        """Count bytes, and print a line if the last one is long ago."""
-        with self._lock:
-            self._done += nbytes
-            now = time.monotonic()
-            if now - self._printed < INTERVAL:
-                return
-            self._printed = now
-            rate = self._done / (now - self._began)
-        share = self._done / self._total if self._total else 1.0
-        left = max(0, self._total - self._done) / rate if rate else 0.0
-        line = f"{share:.0%} of {size(self._total)}, {size(int(rate))}/s, {duration(left)} left"
-        say(self._screen, f"[dim]{line}[/]")
+    def look(self) -> None:
+        """Print a line if the last one is long ago, and more has been done since."""
+        done, total, since = self._progress.done, self._progress.total, self._progress.since
+        now = time.monotonic()
+        if done in (0, self._shown) or now - max(self._printed, since) < INTERVAL:
+            return
+        self._printed, self._shown = now, done
+        rate = done / (now - since)
+        left = duration(max(0, total - done) / rate)
+        share = f"{done / total if total else 1:.0%} of {size(total)}"
+        say(self._screen, f"[dim]{share}, {size(int(rate))}/s, {left} left[/]")
+
+    def close(self) -> None:
+        """Print the last line, if it is due."""
+        self.look()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from beginning import AtTheBeginning
 from conftest import case, convert_to
 from safetensors.numpy import save_file
 
@@ -28,6 +29,7 @@ from ckptool.commands.verify.manifest.build import build_manifest
 from ckptool.commands.verify.salvage.salvage import plan_salvage
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.progress import CalledProgress
 from ckptool.errors import Changed
 from ckptool.storage.url import location
 
@@ -92,26 +94,20 @@ def test_between_the_plan_and_the_run(
 @CHANGES
 def test_after_the_last_read(change: Callable[[Path], None], source: Path, out: Path) -> None:
     ready = planned("dcp", source, out / "m")
-    written = []
 
-    def progress(nbytes: int) -> None:
-        written.append(nbytes)
-        if sum(written) == 2 * 64 * 64 * 4:
+    def written(done: int, total: int) -> None:
+        if done == 2 * 64 * 64 * 4:
             change(source)
 
     with pytest.raises(Changed):
-        ready.run(progress)
+        ready.run(CalledProgress(written))
     assert list(out.iterdir()) == []
 
 
 def test_a_file_that_is_cut_meanwhile_is_changed_and_not_damaged(source: Path, out: Path) -> None:
     ready = planned("dcp", source, out / "m")
-
-    def progress(nbytes: int) -> None:
-        os.truncate(source, 100)
-
     with pytest.raises(Changed):
-        ready.run(progress)
+        ready.run(CalledProgress(lambda done, total: os.truncate(source, 100)))
 
 
 def test_what_was_staged_of_a_changed_source_is_not_resumed(source: Path, out: Path) -> None:
@@ -149,16 +145,13 @@ def test_what_only_reads(change: Callable[[Path], None], source: Path, tmp_path:
 
 @pytest.mark.parametrize("change", [rewrite, replace])
 def test_verify_says_so(change: Callable[[Path], None], source: Path, tmp_path: Path) -> None:
-    def started(total: int) -> Callable[[int], None]:
-        change(source)
-        return lambda nbytes: None
-
-    found = verify(source, VerifyOptions(), started)
+    progress = AtTheBeginning(lambda: change(source))
+    found = verify(source, VerifyOptions(), progress)
     assert not found.ok
     assert "file-changed" in {one.code for one in found.findings}
     other = save(tmp_path / "other.safetensors", "aa", "bb", 1)
     options = VerifyOptions(), RewriteOptions(), CompareOptions()
-    found = against(other, source, *options, started).verify
+    found = against(other, source, *options, progress).verify
     assert not found.ok
     assert "file-changed" in {one.code for one in found.findings}
 
@@ -187,22 +180,15 @@ def test_a_store_that_names_no_version(at: str, source: Path, out: Path) -> None
     ready = prepare(place, out / "m", ConvertOptions("dcp", transfer=ONE_WORKER))
     if at == "plan":
         place.write_bytes(newer)
-
-    def change(nbytes: int) -> None:
-        place.write_bytes(newer)
-
     with pytest.raises(Changed):
-        ready.run(change)
+        ready.run(CalledProgress(lambda done, total: place.write_bytes(newer)))
     assert list(out.iterdir()) == []
 
 
 def test_the_manifest_of_a_changing_source_is_not_written(source: Path, tmp_path: Path) -> None:
-    def started(total: int) -> Callable[[int], None]:
-        rewrite(source)
-        return lambda nbytes: None
-
+    progress = AtTheBeginning(lambda: rewrite(source))
     target = tmp_path / "m.json"
-    report = build_manifest(source, target, VerifyOptions(), RewriteOptions(), started)
+    report = build_manifest(source, target, VerifyOptions(), RewriteOptions(), progress)
     assert not report.ok
     assert not (tmp_path / "m.json").exists()
 

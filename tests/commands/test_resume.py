@@ -21,6 +21,7 @@ from ckptool.commands.options.target import ConvertOptions, ReshardOptions, Tran
 from ckptool.commands.reshard.reshard import Reshard, prepare_reshard
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.progress import CalledProgress, Progress
 from ckptool.engine.run_options import StageOptions
 from ckptool.engine.write.disk_target import DiskTarget
 from ckptool.engine.write.stage import Stage
@@ -36,15 +37,12 @@ class Stop(Exception):
     """The end of a run that is cut short."""
 
 
-def stop_after(nbytes: int) -> Callable[[int], None]:
-    left = [nbytes]
-
-    def advance(count: int) -> None:
-        left[0] -= count
-        if left[0] < 0:
+def stop_after(nbytes: int) -> Progress:
+    def stop(done: int, total: int) -> None:
+        if done > nbytes:
             raise Stop
 
-    return advance
+    return CalledProgress(stop)
 
 
 def ready(source: Path, target: Path, mesh: str = "4", **more: Any) -> Reshard:
@@ -304,11 +302,11 @@ class Held:
 
     def _run(self) -> None:
         try:
-            self._prepared.run(self._advance)
+            self._prepared.run(CalledProgress(self._wait))
         except BaseException as error:
             self._error = error
 
-    def _advance(self, count: int) -> None:
+    def _wait(self, done: int, total: int) -> None:
         self._begun.set()
         self._free.wait(10)
 

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from ckptool.cli.app import app
 from ckptool.core.text import duration
+from ckptool.engine.progress import Progress
 from ckptool.render import progress as progress_module
-from ckptool.render.progress import INTERVAL, LogProgress
+from ckptool.render.progress import INTERVAL, Log
 
 GIB = 1 << 30
 
@@ -30,10 +31,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_a_line_comes_ten_seconds_after_the_last_one(clock: list[float]) -> None:
     screen = Console(file=io.StringIO(), width=200)
-    log = LogProgress(40 * GIB, screen)
+    progress = Progress()
+    log = Log(progress, screen)
+    progress.begin(40 * GIB)
     for _ in range(400):
         clock[0] += 0.1
-        log.advance(GIB // 10)
+        progress.add(GIB // 10)
+        log.look()
     lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[0] == "25% of 40.0 GiB, 1.00 GiB/s, 30 s left"
     assert 3 <= len(lines) <= 40 / INTERVAL

@@ -18,7 +18,7 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.quantization.names import packed_names
 from ckptool.core.selection import tensors_named
 from ckptool.core.sharding.coverage import coverage_problems
-from ckptool.engine.progress import Progress, Started, untold
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.numbers import Array, decode
 from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import read_tiles, require_unchanged
@@ -182,13 +182,12 @@ class _Moments(Struct):
 def stats(
     opened: OpenedCheckpoint,
     globs: Sequence[str],
-    started: Started = untold,
+    progress: Progress = UNWATCHED,
 ) -> StatsReport:
     """Return statistics of every tensor that matches any of ``globs``, in the catalog's order.
 
-    A glob may also be a full name or part of one. ``started`` is called with the number of bytes to
-    read and returns the callable that gets progress. Raises UsageError if a pattern matches no
-    tensor, Damaged if chunks are missing, Changed if the files were written to meanwhile.
+    A glob may also be a full name or part of one. Raises UsageError if a pattern
+    matches no tensor, Damaged if chunks are missing, Changed if files were written to meanwhile.
     """
     catalog = opened.catalog
     wanted = {name: catalog.tensors[name] for name in tensors_named(catalog, globs, "--stats")}
@@ -201,8 +200,8 @@ def stats(
         replace(catalog, tensors=numeric, objects={}), defers=True
     ).tensors
     entries = [located[name] for name in wanted if name in located]
-    total = sum(entry.elements * entry.source_dtype.itemsize for entry in entries)
-    measured = _measure(entries, opened.source, started(total))
+    progress.begin(sum(entry.elements * entry.source_dtype.itemsize for entry in entries))
+    measured = _measure(entries, opened.source, progress)
     require_unchanged(catalog, opened.source)
     rows = (measured.get(name) or TensorStats(entry) for name, entry in wanted.items())
     return StatsReport(tuple(rows))

@@ -12,7 +12,7 @@ from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.verify.compare.against import AgainstReport, Comparison, Side, other_side
 from ckptool.commands.verify.findings import SIDES
-from ckptool.engine.progress import Started, untold
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.storage.url import Location
 
 
@@ -22,7 +22,7 @@ def against_recipe(
     options: VerifyOptions,
     rewriting: RewriteOptions,
     comparing: CompareOptions,
-    started: Started = untold,
+    progress: Progress = UNWATCHED,
 ) -> AgainstReport:
     """Compare what a recipe computes with the checkpoint that was merged by it.
 
@@ -33,4 +33,6 @@ def against_recipe(
     uncast = dataclasses.replace(rewriting, casts=None)
     opened = open_merged(made, options.read, uncast).opened
     sides = Side(SIDES[0], recipe, lambda: opened), other_side(merged, options, comparing)
-    return Comparison(sides, RewriteOptions(casts=rewriting.casts), options, comparing).run(started)
+    return Comparison(sides, RewriteOptions(casts=rewriting.casts), options, comparing).run(
+        progress
+    )

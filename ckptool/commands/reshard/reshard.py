@@ -41,7 +41,7 @@ from ckptool.core.quantization.names import is_plain
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.sharding.placement import POLICIES, Choice, PlacedTensors, Placer
 from ckptool.core.text import one_of
-from ckptool.engine.progress import Progress, no_progress
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.run import peak_memory
 from ckptool.errors import Unsupported, UsageError
@@ -117,7 +117,7 @@ class Reshard(Transfer[ReshardReport], frozen=True, kw_only=True):
 
     def run(
         self,
-        progress: Progress = no_progress,
+        progress: Progress = UNWATCHED,
         ranks: Ranks | None = None,
         begun: Callable[[], None] = lambda: None,
     ) -> ReshardReport:

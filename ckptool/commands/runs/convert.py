@@ -22,7 +22,7 @@ from ckptool.commands.transfer.transfer import Transfer
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.compare.against import against
 from ckptool.core.text import list_some
-from ckptool.engine.progress import Started, untold
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.errors import SourceError, Unsupported, UsageError
 from ckptool.formats import FORMATS, single_file_suffixes
 from ckptool.storage.place import is_gone
@@ -82,7 +82,7 @@ def convert_run(
     choice: StepChoice,
     options: ConvertOptions,
     notify: Notify = lambda text: None,
-    started: Started = untold,
+    progress: Progress = UNWATCHED,
     noted: Noted = lambda notes: None,
 ) -> ConvertRunReport:
     """Convert the good steps of a run that are asked for into a folder, the newest first.
@@ -96,7 +96,7 @@ def convert_run(
     require_codes(choice.ignore)
     opened = as_one_step(open_run(run, options.read))
     _require_several(opened)
-    conversion = _Conversion(opened, target, options, notify, started, noted)
+    conversion = _Conversion(opened, target, options, notify, progress, noted)
     verify = choice.judging(options)
     assessor = Assessor(opened, verify)
     if verify.quick:
@@ -143,14 +143,14 @@ class _Conversion:
         target: Location,
         options: ConvertOptions,
         notify: Notify,
-        started: Started,
+        progress: Progress,
         noted: Noted,
     ) -> None:
         self._run = run
         self._target = target
         self._options = options
         self._notify = notify
-        self._started = started
+        self._progress = progress
         self._noted = noted
         self._notes: dict[str, None] = {}
         self._has_planned = False
@@ -221,7 +221,7 @@ class _Conversion:
             this_way = replace(how, resume=resume, overwrite=how.overwrite and not resume)
             this = structs.replace(transfer, options=this_way)
             try:
-                report = this.run(self._started(this.nbytes))
+                report = this.run(self._progress)
             except Unsupported:
                 if not resume:
                     raise
@@ -235,7 +235,7 @@ class _Conversion:
         verify = VerifyOptions(read=options.read, workers=options.transfer.run.workers)
         try:
             found = against(
-                source, target, verify, options.rewrite, CompareOptions(), self._started
+                source, target, verify, options.rewrite, CompareOptions(), self._progress
             )
         except SourceError as error:
             return str(error)

@@ -19,7 +19,7 @@ from ckptool.core.casts import RangeCounts, beyond_notes
 from ckptool.core.planning.plan import Plan
 from ckptool.engine.check.copies import copied_files
 from ckptool.engine.check.replicas import differing_replicas
-from ckptool.engine.progress import Progress, no_progress
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.ranks import Ranks, begin_output
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import require_unchanged
@@ -144,7 +144,7 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
 
     def run(
         self,
-        progress: Progress = no_progress,
+        progress: Progress = UNWATCHED,
         ranks: Ranks | None = None,
         begun: Callable[[], None] = lambda: None,
     ) -> AnyReport:
@@ -157,6 +157,7 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         ranks = ranks or Ranks()
         stage = self._open_stage(ranks)
         begun()
+        progress.begin(self.nbytes)
         if stage is None:
             return self._written((_FINISHED,), whole=True)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptool.commands.options.question import Question
-from ckptool.engine.progress import Started, untold
+from ckptool.engine.progress import UNWATCHED, Progress
 
 if TYPE_CHECKING:
     from ckptool.commands.verify.findings import VerifyReport
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def answer(
-    path: Location, asked: Question, started: Started = untold, ranks: Ranks | None = None
+    path: Location, asked: Question, progress: Progress = UNWATCHED, ranks: Ranks | None = None
 ) -> VerifyReport:
     """Verify the checkpoint at ``path`` by itself, like another model, or by a manifest.
 
@@ -25,16 +25,16 @@ def answer(
         from ckptool.commands.verify.compare.like import verify_like
 
         form = asked.comparison.other_format
-        return verify_like(path, asked.like, options, rewrite, started, form)
+        return verify_like(path, asked.like, options, rewrite, progress, form)
     if manifest.write_manifest is not None:
         from ckptool.commands.verify.manifest.build import build_manifest
 
         target, overwrite = manifest.write_manifest, manifest.overwrite
-        return build_manifest(path, target, options, rewrite, started, overwrite=overwrite)
+        return build_manifest(path, target, options, rewrite, progress, overwrite=overwrite)
     if manifest.manifest is not None:
         from ckptool.commands.verify.manifest.check import check_manifest
 
-        return check_manifest(path, manifest.manifest, options, rewrite, started)
+        return check_manifest(path, manifest.manifest, options, rewrite, progress)
     from ckptool.commands.verify.verify import verify
 
-    return verify(path, options, started, ranks)
+    return verify(path, options, progress, ranks)

@@ -6,7 +6,6 @@ then the content is read once, or the requested share of it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -51,10 +50,10 @@ from ckptool.commands.verify.severity import Severity
 from ckptool.commands.verify.side_state import with_side_state
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.names import packed_names
-from ckptool.engine.check.content import ContentReport, check_spans
+from ckptool.engine.check.content import check_spans
 from ckptool.engine.check.copies import copied_files
 from ckptool.engine.check.spans import ByteSpan
-from ckptool.engine.progress import Started, untold
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.share import ALL, Share
 from ckptool.errors import CkptoolError, Problem, UsageError
@@ -67,13 +66,12 @@ from ckptool.storage.url import Location
 def verify(
     path: Location,
     options: VerifyOptions,
-    started: Started = untold,
+    progress: Progress = UNWATCHED,
     ranks: Ranks | None = None,
 ) -> VerifyReport:
     """Check the checkpoint at ``path``, all of it or a part, sharing the work with ``ranks``.
 
-    All findings are collected. ``started`` is called with the number of bytes to read and returns
-    the callable that gets progress. Raises NotFound and Unrecognized if there is no checkpoint,
+    All findings are collected. Raises NotFound and Unrecognized if there is no checkpoint,
     UsageError for an unknown code.
     """
     ranks = ranks or Ranks()
@@ -81,7 +79,7 @@ def verify(
         raise UsageError("--part shares all of the data: not with --quick, --sample or torchrun")
     share = options.part or Share(ranks.rank, ranks.size)
     with ranks.together():
-        verification = examine(path, options, started, share=share)
+        verification = examine(path, options, progress, share=share)
     if ranks.size > 1:
         verification.join(ranks)
     report, surveyed = verification.report(), verification.surveyed
@@ -93,7 +91,7 @@ def verify(
 def examine(
     path: Location,
     options: VerifyOptions,
-    started: Started = untold,
+    progress: Progress = UNWATCHED,
     *,
     digest: bool = False,
     share: Share = ALL,
@@ -103,7 +101,7 @@ def examine(
     verification = Verification(survey(path, options.read), options, share)
     verification.check_structure(path)
     if not options.quick:
-        verification.check_content(started, digest=digest)
+        verification.check_content(progress, digest=digest)
     return verification
 
 
@@ -137,7 +135,6 @@ class Verification:
             surveyed.source, surveyed.format, self._sample.takes, quick=options.quick
         )
         self._nbytes = 0
-        self._lock = threading.Lock()
         self._unchecked: set[str] = set()
         self._of_files: list[Problem] | None = None
         self._of_pickles: list[Problem] | None = None
@@ -180,7 +177,7 @@ class Verification:
         if all(CODES[problem.code].severity is not Severity.ERROR for problem in problems):
             yield from metadata_problems(self.surveyed, catalog)
 
-    def check_content(self, started: Started, *, digest: bool) -> None:
+    def check_content(self, progress: Progress, *, digest: bool) -> None:
         """Open every archive, and read every record and tensor once, or every file."""
         catalog, source, row = self._catalog, self.surveyed.source, self.surveyed.format
         if self._sample.checks_whole:
@@ -189,7 +186,7 @@ class Verification:
         content, hashed = Content(senses), dict[str, int]()
         if catalog is None:
             self._files.find_items()
-            self._check_part(None, content, started)
+            self._check_part(None, content, progress)
         elif digest or not self._sample.is_all or row.reading.trim or not source.policy.by_request:
             whole = catalog.files | catalog.companions if self._sample.is_all else {}
             planned = [(f, 0, n) for f, n in whole.items() if f in source.files]
@@ -197,22 +194,22 @@ class Verification:
             with _planned(source, early):
                 kept = {f for f, each in self._kept.items() if each.is_sha256}
                 hashed = {f: n for f, n in whole.items() if digest or f in kept}
-                self._check_part(catalog, content, started, hashed, planned=late)
+                self._check_part(catalog, content, progress, hashed, planned=late)
         else:
             from ckptool.commands.verify.checks.parts import parts
 
-            progress = started(sum(catalog.files.values()))
+            progress.begin(sum(catalog.files.values()))
             archives = self._files.archives
             of_files, archives.spans = archives.spans, []
             for part, announced in parts(catalog, source):
                 archives.spans = [] if announced else of_files
-                self._check_part(part, content, lambda total: progress, announced=announced)
+                self._check_part(part, content, progress, announced=announced, begun=True)
         if catalog is not None:
             order = {name: at for at, name in enumerate(catalog.tensors)}
             content.problems.sort(key=lambda problem: order.get(problem.tensor or "", -1))
             self._files.look_beside_items(catalog.archives)
         self._problems += [*content.problems, *content.read.problems]
-        self.digests = content.read.digests
+        self.digests, self._nbytes = content.read.digests, content.read.nbytes
         if self._kept and self._sample.checks_whole:
             self._problems += download_problems(self._kept, self.digests, hashed, source)
         self._check_elements(content)
@@ -221,15 +218,17 @@ class Verification:
         self,
         part: Catalog | None,
         content: Content,
-        started: Started,
+        progress: Progress,
         whole: Mapping[str, int] | None = None,
         *,
         announced: bool = False,
+        begun: bool = False,
         planned: Sequence[ReadSpan] = (),
     ) -> None:
         """Open the archives of a part of the catalog, then read its records and tensors once.
 
         Only then are ``planned`` reads requested: a disk would answer them before what opens.
+        Progress of all parts may have ``begun``. Files of ``whole`` are read whole, to be hashed.
         """
         row, source, archives = self.surveyed.format, self.surveyed.source, self._files.archives
         tensors: dict[str, TensorEntry] = {}
@@ -246,7 +245,12 @@ class Verification:
         spans = self._sample.of([*stored, *attach(views, stored)], inner)
         content.add(tensors, trimmed, views, spans)
         with _planned(source, planned):
-            content.read.add(self._read(spans, started, whole or {}, announced=announced))
+            if not begun:
+                progress.begin(_bytes_to_read(spans, whole or {}))
+            workers = self._options.workers or source.policy.workers
+            content.read.add(
+                check_spans(spans, source, workers, progress, whole, announced=announced)
+            )
         if self._sample.checks_whole:
             counters = tensors if self._sample.is_all else self._counters()
             content.counters.read(counters.values(), source, announced=announced)
@@ -286,22 +290,6 @@ class Verification:
             self._problems += meaning_problems(elements)
         unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
         self._unchecked = unchecked - (self._kept.keys() if self._sample.leaves_none else set())
-
-    def _read(
-        self, spans: list[ByteSpan], started: Started, whole: Mapping[str, int], *, announced: bool
-    ) -> ContentReport:
-        """Read spans once, or whole files if they are to be hashed."""
-        source = self.surveyed.source
-        apart = (span.nbytes for span in spans if span.packing or span.file not in whole)
-        progress = started(sum(apart) + sum(whole.values()))
-
-        def count(nbytes: int) -> None:
-            with self._lock:
-                self._nbytes += nbytes
-            progress(nbytes)
-
-        workers = self._options.workers or source.policy.workers
-        return check_spans(spans, source, workers, count, whole, announced=announced)
 
     def _read_again(self, content: Content) -> set[str]:
         """Check elements, which bytes do not show; return the tensors with NaN or infinity."""
@@ -379,6 +367,12 @@ class Verification:
         copies = self._catalog.copies if self._catalog else frozenset()
         is_error = CODES[problem.code].severity is Severity.ERROR
         return problem.recoded("copy-damaged") if is_error and problem.file in copies else problem
+
+
+def _bytes_to_read(spans: Iterable[ByteSpan], whole: Mapping[str, int]) -> int:
+    """Return how many bytes spans are, and files that are read whole, each byte once."""
+    apart = (span.nbytes for span in spans if span.packing or span.file not in whole)
+    return sum(apart) + sum(whole.values())
 
 
 def _distinct(found: Iterable[Iterable[Problem]]) -> list[Problem]:

@@ -31,13 +31,15 @@ class ContentReport(Struct):
     """``problems`` of the bytes, and the tensors with a value that is NaN or infinite.
 
     ``written`` is, for each file with bytes that no checksum covers, the end of the last nonzero
-    one; ``digests`` is the SHA-256 (hex) of each file that was read completely.
+    one; ``digests`` is the SHA-256 (hex) of each file that was read completely; ``nbytes`` were
+    read in all.
     """
 
     problems: list[Problem] = field(default_factory=list)
     not_finite: set[str] = field(default_factory=set)
     written: dict[str, int] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
+    nbytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, other: ContentReport) -> None:
@@ -45,8 +47,14 @@ class ContentReport(Struct):
         self.problems += other.problems
         self.not_finite |= other.not_finite
         self.digests |= other.digests
+        self.nbytes += other.nbytes
         for file, end in other.written.items():
             self.note_written(file, end)
+
+    def note_read(self, nbytes: int) -> None:
+        """Note that bytes were read."""
+        with self._lock:
+            self.nbytes += nbytes
 
     def note_written(self, file: str, end: int) -> None:
         """Note that a nonzero byte ends there."""
@@ -63,7 +71,7 @@ def check_spans(
     *,
     announced: bool = False,
 ) -> ContentReport:
-    """Read every span once. ``progress`` is called with bytes as they are read.
+    """Read every span once. ``progress`` counts bytes as they are read, and so does the report.
 
     Files of ``whole``, which maps them to their sizes, are read from end to end and hashed. The
     reads may have been ``announced`` to the source before.
@@ -79,6 +87,7 @@ def check_spans(
                     digest.update(tile.data)
                 if tile.span is not None:
                     _check_tile(tile.span, tile, report, pieces[id(tile.span)])
+                report.note_read(tile.nbytes)
         except CkptoolError as error:
             report.problems.extend(error.problems)
             return

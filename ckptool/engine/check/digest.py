@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckptool.core.box import Box
 from ckptool.core.catalog import EncodedBlob, Extent, Place, Record, TensorEntry, places
 from ckptool.engine.checksum import crc_of, record_job
-from ckptool.engine.progress import Progress, no_progress
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.byte_reader import ByteSource, byte_job
 from ckptool.engine.read.tensors import CheckedSource, TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import Job, known_runs, read_tiles
@@ -25,7 +25,7 @@ def digests(
     entries: Iterable[TensorEntry],
     source: TensorSource | CheckedSource,
     workers: int,
-    progress: Progress = no_progress,
+    progress: Progress = UNWATCHED,
 ) -> dict[str, str]:
     """Return the SHA-256 (hex) of each tensor's elements in row-major order, by name.
 
@@ -48,7 +48,7 @@ def file_digests(
     files: Iterable[str],
     source: Files,
     workers: int,
-    progress: Progress = no_progress,
+    progress: Progress = UNWATCHED,
 ) -> dict[str, str]:
     """Return the SHA-256 (hex) of whole files of a source; NotFound if one cannot be read."""
     hexes: dict[str, str] = {}

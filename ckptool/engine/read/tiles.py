@@ -18,7 +18,7 @@ from time import perf_counter, thread_time
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ckptool.core.catalog import Catalog, Opening
-from ckptool.engine.progress import Progress, no_progress
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.containers import Need, runs_of
 from ckptool.storage.file_status import changed
 from ckptool.storage.files import Files, ReadSpan
@@ -140,12 +140,12 @@ def read_tiles(
     wanted: Iterable[Job[Subject, Reader, TileOut]],
     sink: Callable[[Subject, Iterator[TileOut]], None],
     workers: int,
-    progress: Progress = no_progress,
+    progress: Progress = UNWATCHED,
 ) -> None:
     """Read all jobs into the sink, on ``workers`` threads.
 
-    The sink is called by several threads at once, in any order of jobs. ``progress`` is called with
-    the bytes of each tile once the sink is done with it. The first error, or an interruption, ends
+    The sink is called by several threads at once, in any order of jobs. ``progress`` counts the
+    bytes of each tile once the sink is done with it. The first error, or an interruption, ends
     all threads after their tile, and is raised.
     """
     stop, lock, turns = threading.Event(), threading.Lock(), _Turns()
@@ -157,7 +157,7 @@ def read_tiles(
     def counted(tiles: Iterator[TileOut]) -> Iterator[TileOut]:
         for tile in tiles:
             yield tile
-            progress(tile.nbytes)
+            progress.add(tile.nbytes)
             if stop.is_set():
                 raise Cancelled
 

@@ -119,7 +119,7 @@ class _PlanWriter:
         self._journal = journal
         workers = workers_within_budget(self._plan, self._work.options, self._source)
         records = self._work.check_records(finished, self._joined)
-        self._progress(sum(self._files[number].nbytes for number in finished))
+        self._progress.add(sum(self._files[number].nbytes for number in finished))
         jobs = plan_jobs(self._write_jobs(todo))
         tiles = _PlanTiles(self._source, records, self._work.sums, self._output)
         read_tiles(tiles, jobs, self._write_tiles, workers, self._progress)
@@ -194,7 +194,7 @@ class _PlanWriter:
         with self._lock:
             file.spans.append(run.span)
             file.small.update(run.crcs)
-        self._progress(run.literals)
+        self._progress.add(run.literals)
         self._count(run.file, run.tiles)
 
     def _count(self, number: int, tiles: int) -> None:
@@ -222,7 +222,7 @@ class _PlanWriter:
                     crc = self._copy_file(part, descriptor, path, offset)
                     file.spans.append((offset, part.nbytes, crc))
                     file.small[at] = crc
-                    self._progress(part.nbytes)
+                    self._progress.add(part.nbytes)
             self._write_literals(descriptor, file, path, start, literals)
             if self._fsync:
                 os.fsync(descriptor)
@@ -238,7 +238,7 @@ class _PlanWriter:
         with memoryview(literals) as data:
             write_at(descriptor, path, start, data)
             file.spans.append((start, len(data), crc32(data)))
-            self._progress(len(data))
+            self._progress.add(len(data))
         literals.clear()
 
     def _copy_file(self, part: Verbatim, descriptor: int, path: str, offset: int) -> int:

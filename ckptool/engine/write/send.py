@@ -55,7 +55,7 @@ def send(
     capacity = within_budget(work.plan, source, options, todo)
     records = work.check_records(done, joined)
     contents = _FileContents(work.plan, source, records, work.sums, capacity.readers)
-    work.progress(sum(files[number].nbytes for number in done))
+    work.progress.add(sum(files[number].nbytes for number in done))
     last = [number for number in todo if number == len(files) - 1]
 
     def check() -> None:

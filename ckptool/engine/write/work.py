@@ -9,7 +9,7 @@ from msgspec import Struct
 from ckptool.core.catalog import Chunk, TensorEntry
 from ckptool.core.planning.plan import Plan
 from ckptool.engine.checksum import RecordCheck
-from ckptool.engine.progress import Progress, no_progress
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.containers import openings
 from ckptool.engine.read.planned import touch
 from ckptool.engine.read.sums import ReadSums
@@ -21,7 +21,7 @@ from ckptool.storage.files import Files
 class Work(Struct, frozen=True):
     """The plan's files of ``numbers`` (layout indices), to be written as a share of all the work.
 
-    ``progress`` is called with bytes as they are written. ``sums``, if the output is to be proved,
+    ``progress`` counts bytes as they are written. ``sums``, if the output is to be proved,
     get the checksum of all that is read.
     """
 
@@ -30,7 +30,7 @@ class Work(Struct, frozen=True):
     options: RunOptions
     numbers: Collection[int]
     share: Share = ALL
-    progress: Progress = no_progress
+    progress: Progress = UNWATCHED
     sums: ReadSums | None = None
 
     def check_records(self, finished: Collection[int], joined: RecordCheck | None) -> RecordCheck:

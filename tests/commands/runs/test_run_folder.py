@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from beginning import AtTheBeginning
 from conftest import case
 from recipes.damage import DAMAGE
 from typer.testing import CliRunner
@@ -27,7 +28,6 @@ from ckptool.commands.runs.assessment import RunReport, verify_run
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.verify import examine
-from ckptool.engine.progress import untold
 from ckptool.errors import (
     Changed,
     CkptoolError,
@@ -343,12 +343,12 @@ def test_a_step_that_is_saved_meanwhile_is_not_taken(
     scan = examine
 
     def writing(part: Any, options: Any) -> Any:
-        def started(total: int) -> Any:
-            file = run / "step-3" / "__0_0.distcp"
-            file.write_bytes(file.read_bytes())
-            return lambda nbytes: None
+        def save() -> None:
+            if part.name == "step-3":
+                file = run / "step-3" / "__0_0.distcp"
+                file.write_bytes(file.read_bytes())
 
-        return scan(part, options, started if part.name == "step-3" else untold)
+        return scan(part, options, AtTheBeginning(save))
 
     monkeypatch.setattr(assessment, "examine", writing)
     assert latest(run) == "step-2"

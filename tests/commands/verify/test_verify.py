@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from beginning import AtTheBeginning
 from conftest import CASES, GOOD, Case, by_name, case, run_verify
 from recipes.damage import DAMAGE
 from verify.verify_runs import checked, codes, saved
@@ -94,12 +95,11 @@ def test_a_file_that_changes_meanwhile(
     """What was read before and after is of no one save."""
     folder = copy_of("rank_base")
 
-    def started(total: int) -> Callable[[int], None]:
+    def change_one() -> None:
         os.utime(folder / "checkpoint_2.pt", (1, 1))
         change(folder / "checkpoint_2.pt")
-        return lambda nbytes: None
 
-    report = verify(folder, VerifyOptions(workers=1), started)
+    report = verify(folder, VerifyOptions(workers=1), AtTheBeginning(change_one))
     first = report.findings[0]
     assert (first.code, first.file) == ("file-changed", "checkpoint_2.pt")
     assert not report.ok

@@ -21,6 +21,7 @@ from ckptool.engine.check import pairs as pairs_module
 from ckptool.engine.check import run_pairs
 from ckptool.engine.check.pairs import TensorPair
 from ckptool.engine.checksum import crc32
+from ckptool.engine.progress import Progress
 from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
 from ckptool.storage.local import LocalSource
@@ -90,15 +91,15 @@ def test_what_differs_or_cannot_be_read_is_found_for_each_tensor(
     }
     cut_off = {name for name, end in ends.items() if end > max(size, 0)} if size > 0 else set()
     read = [TensorSource(LocalSource.folder(side)) for side in sides]
-    progress: list[int] = []
+    progress = Progress()
     with compared_in_tiles(tile):
-        found = tensors.compare(pairs, (read[0], read[1]), CompareOptions(), 1, progress.append)
+        found = tensors.compare(pairs, (read[0], read[1]), CompareOptions(), 1, progress)
     assert found.unreadable.keys() == cut_off
     assert {side for side, _ in found.unreadable.values()} <= {1}
     firsts = {name: d.first for name, d in found.differences.items()}
     assert firsts.items() <= changed.items()
     assert changed.keys() - cut_off <= firsts.keys()  # others may differ before they are cut off
-    assert sum(progress) == 2 * ROWS * COLUMNS * len(pairs)
+    assert progress.done == 2 * ROWS * COLUMNS * len(pairs)
 
 
 def test_memory_is_bounded_whatever_lies_between(

@@ -13,6 +13,7 @@ import pytest
 
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME
+from ckptool.engine.progress import Progress
 from ckptool.engine.read.byte_reader import ByteReader, ByteSource, byte_job
 from ckptool.engine.read.tensors import tensor_job
 from ckptool.engine.read.tiles import LARGE, Job, read_tiles
@@ -33,18 +34,18 @@ def source(tmp_path: Path) -> ByteSource:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_tiles_of_a_job_come_in_order_and_are_counted(source: ByteSource, workers: int) -> None:
     read: dict[str, list[bytes]] = {}
-    counted: list[int] = []
+    progress = Progress()
 
     def keep(name: str, tiles: Iterator[memoryview]) -> None:
         read[name] = [bytes(tile) for tile in tiles]
 
     jobs = [byte_job(name, name, 5, SIZE - 5) for name in "abc"]
-    read_tiles(source, jobs, keep, workers, counted.append)
+    read_tiles(source, jobs, keep, workers, progress)
     assert {name: b"".join(tiles) for name, tiles in read.items()} == {
         name: name.encode() * (SIZE - 5) for name in "abc"
     }
     assert [len(tile) for tile in read["a"]] == [TILE, TILE, TILE, 12]
-    assert sum(counted) == 3 * (SIZE - 5)
+    assert progress.done == 3 * (SIZE - 5)
 
 
 def test_a_sink_may_stop_early(source: ByteSource) -> None:

@@ -17,6 +17,7 @@ from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
+from ckptool.engine.progress import Progress
 from ckptool.engine.write.output import OutputFiles
 from ckptool.engine.write.run import _PlanWriter
 from ckptool.errors import CkptoolError, Damaged, TransferError, Unsupported
@@ -107,15 +108,15 @@ def test_the_same_again_in_small_writes_is_the_same_bytes(
 def test_progress_adds_up_to_what_is_written(out: Path) -> None:
     options = ConvertOptions("safetensors")
     prepared = prepare(case("hf_shards").path, out / "m", options)
-    moved: list[int] = []
-    prepared.run(moved.append)
+    progress = Progress()
+    prepared.run(progress)
     literals = sum(
         part.nbytes
         for file in prepared.report.files
         for part in file.parts
         if type(part).__name__ == "Literal"
     )
-    assert sum(moved) in (prepared.nbytes, prepared.nbytes - literals)
+    assert progress.done in (prepared.nbytes, prepared.nbytes - literals)
 
 
 # A budget too small

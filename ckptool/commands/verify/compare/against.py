@@ -51,7 +51,7 @@ from ckptool.core.casts import RangeCounts, as_type, is_computed
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import plural
 from ckptool.engine.check.pairs import TensorPair
-from ckptool.engine.progress import Started, untold
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import UNREAD, Damaged, Hostile, Problem, UsageError
 from ckptool.formats import torch_save
@@ -103,7 +103,7 @@ def against(
     options: VerifyOptions,
     rewriting: RewriteOptions,
     comparing: CompareOptions,
-    started: Started = untold,
+    progress: Progress = UNWATCHED,
 ) -> AgainstReport:
     """Compare the checkpoint at ``path`` with another; all differences are collected.
 
@@ -117,7 +117,7 @@ def against(
     if torch_save.FORMAT.name in (one.format, two.format) and one.format != two.format:
         one.rename_as_one_file()
         two.rename_as_one_file()
-    return Comparison((one, two), rewriting, options, comparing).run(started)
+    return Comparison((one, two), rewriting, options, comparing).run(progress)
 
 
 def other_side(place: Location, options: VerifyOptions, comparing: CompareOptions) -> Side:
@@ -213,10 +213,10 @@ class Comparison:
         self._whole_values = 0, 0
         self.alignment: Alignment | None = None
 
-    def run(self, started: Started) -> AgainstReport:
+    def run(self, progress: Progress) -> AgainstReport:
         """Compare everything, and return the report."""
         self.compare_structure()
-        self.compare_content(started)
+        self.compare_content(progress)
         return self.report()
 
     def compare_structure(self) -> None:
@@ -284,7 +284,7 @@ class Comparison:
         self._problems += [problem] if problem is not None else []
         return problem is None
 
-    def compare_content(self, started: Started) -> None:
+    def compare_content(self, progress: Progress) -> None:
         """Compare files beside the tensors, and every element of the common tensors."""
         opened = [side.opened for side in self._sides if side.opened and side.catalog]
         if len(opened) < 2:
@@ -293,7 +293,8 @@ class Comparison:
         self._open_pairs()
         workers = self._options.workers or max(each.source.policy.workers for each in opened)
         reads = (CheckedSource(opened[0].source), CheckedSource(opened[1].source))
-        result = compare(self.pairs, reads, self._comparing, workers, started(self._nbytes))
+        progress.begin(self._nbytes)
+        result = compare(self.pairs, reads, self._comparing, workers, progress)
         self._beyond = result.ranges.counts
         for name, (number, error) in result.unreadable.items():
             problems = (p if p.tensor else p.within(name, tensor=name) for p in error.problems)

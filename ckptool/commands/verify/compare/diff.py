@@ -27,7 +27,7 @@ from ckptool.commands.verify.findings import NOTHING_COMPARED, SIDES, Finding
 from ckptool.commands.verify.severity import Severity
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.text import plural
-from ckptool.engine.progress import Started, untold
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.errors import UsageError
 from ckptool.storage.url import Location
 
@@ -135,13 +135,12 @@ def diff(
     path: Location,
     other: Location,
     options: DiffOptions,
-    started: Started = untold,
+    progress: Progress = UNWATCHED,
 ) -> DiffReport:
     """Compare names, shapes and element types of tensors, and with ``values`` their content.
 
     The comparison is that of ``verify --against``; of two runs, the newest step that both have is
-    compared. ``started`` is called with the number of bytes
-    to read. Raises NotFound, Unrecognized or UsageError if there is nothing to compare.
+    compared. Raises NotFound, Unrecognized or UsageError if there is nothing to compare.
     """
     _require_possible(options)
     pair = newest_of_both(path, other, options.read)
@@ -158,12 +157,12 @@ def diff(
     comparison = Comparison((one, two), options.rewrite, verify, options.compare)
     comparison.compare_structure()
     if options.values:
-        comparison.compare_content(started)
+        comparison.compare_content(progress)
     if pair is not None:
         comparison.note(pair.differing_configs)
         if not options.values and one.opened is not None and two.opened is not None:
             comparison.note(differing_companions(one.opened, two.opened, options.rewrite))
-    return _report(comparison, (one, two), options, started, of_runs=pair is not None)
+    return _report(comparison, (one, two), options, progress, of_runs=pair is not None)
 
 
 def _require_possible(options: DiffOptions) -> None:
@@ -177,7 +176,7 @@ def _report(
     comparison: Comparison,
     sides: tuple[Side, Side],
     options: DiffOptions,
-    started: Started,
+    progress: Progress,
     *,
     of_runs: bool,
 ) -> DiffReport:
@@ -189,7 +188,7 @@ def _report(
     types = tuple(p for p in pairs if p.a.shape == p.b.shape and p.a.name not in alike)
     only_a = tuple(entry for name, entry in mine.tensors.items() if name not in theirs.tensors)
     only_b = tuple(entry for name, entry in theirs.tensors.items() if name not in mine.tensors)
-    tensors, modules = _changes(comparison, sides, options, started)
+    tensors, modules = _changes(comparison, sides, options, progress)
     whole = comparison.report()
     findings = [f for f in whole.verify.findings if f.code not in _SHOWN_APART]
     if of_runs:
@@ -265,7 +264,7 @@ def _catalogs(comparison: Comparison) -> tuple[Catalog, Catalog]:
 
 
 def _changes(
-    comparison: Comparison, sides: tuple[Side, Side], options: DiffOptions, started: Started
+    comparison: Comparison, sides: tuple[Side, Side], options: DiffOptions, progress: Progress
 ) -> tuple[tuple[ChangedTensor, ...], tuple[ChangedModule, ...]]:
     """Measure the tensors that changed, and sum up the changes by module."""
     differing = {each.name for each in comparison.differing}
@@ -276,7 +275,8 @@ def _changes(
 
     files = sides[0].opened.source, sides[1].opened.source
     workers = options.workers or max(each.policy.workers for each in files)
-    squares = measure(pairs, files, workers, started(sum(pair.nbytes for pair in pairs)))
+    progress.begin(sum(pair.nbytes for pair in pairs))
+    squares = measure(pairs, files, workers, progress)
     tensors = changed_tensors(comparison.differing, squares)
     names = [pair.one.name for pair in comparison.pairs]
     return tensors, changed_modules(names, tensors, squares)

@@ -27,7 +27,7 @@ from ckptool.core.selection import tensors_named
 from ckptool.core.state_category import model_prefixes
 from ckptool.core.text import plural
 from ckptool.engine.check.pairs import TensorPair
-from ckptool.engine.progress import Started, untold
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import Damaged, Hostile, Problem, UsageError
 from ckptool.storage.url import Location
@@ -41,7 +41,7 @@ def verify_like(
     asked: LikeOptions,
     options: VerifyOptions,
     rewriting: RewriteOptions,
-    started: Started = untold,
+    progress: Progress = UNWATCHED,
     other_format: str | None = None,
 ) -> VerifyReport:
     """Verify the checkpoint at ``path``, and compare its model with that of ``asked.like``.
@@ -55,7 +55,7 @@ def verify_like(
     if options.quick and (asked.expect_changed or asked.expect_equal):
         raise UsageError("--expect-changed and --expect-equal read data: not with --quick")
     theirs = open_other(asked.like, ReadOptions(other_format), ())
-    verification = examine(path, options, started)
+    verification = examine(path, options, progress)
     report = verification.report()
     mine = _opened(verification, options)
     if mine is None:
@@ -69,7 +69,7 @@ def verify_like(
         *_differing_names(lined, explained, asked.like),
         *_differing_shapes(lined, asked.like),
     ]
-    problems += _unexpected((mine, theirs), lined, asked, options, started)
+    problems += _unexpected((mine, theirs), lined, asked, options, progress)
     report = verification.report(problems)
     return replace(report, summary=f"{report.summary}; {_found(lined, asked.like)}")
 
@@ -148,7 +148,7 @@ def _unexpected(
     lined: LineUp,
     asked: LikeOptions,
     options: VerifyOptions,
-    started: Started,
+    progress: Progress,
 ) -> Iterator[Problem]:
     """Yield the tensors that are equal to the other's and should have changed, or the reverse."""
     alike = [
@@ -164,7 +164,7 @@ def _unexpected(
     if twice := {*changed} & {*equal}:
         raise UsageError(f"{min(twice)}: expected to be changed, and to be equal")
     names = [name for name in alike if name in {*changed, *equal}]
-    differing, problems = _differing(sides, lined, names, options, started)
+    differing, problems = _differing(sides, lined, names, options, progress)
     yield from problems
     unread = {problem.tensor for problem in problems}
     for name in names:
@@ -181,7 +181,7 @@ def _differing(
     lined: LineUp,
     names: Iterable[str],
     options: VerifyOptions,
-    started: Started,
+    progress: Progress,
 ) -> tuple[set[str], list[Problem]]:
     """Return which tensors differ, and why some cannot be read.
 
@@ -200,7 +200,7 @@ def _differing(
     ]
     workers = options.workers or max(side.source.policy.workers for side in sides)
     reads = CheckedSource(sides[0].source), CheckedSource(sides[1].source)
-    progress = started(sum(pair.nbytes for pair in pairs))
+    progress.begin(sum(pair.nbytes for pair in pairs))
     differing: set[str] = set()
     for how in (CompareOptions(), CompareOptions(rtol=0.0)):
         some = [p for p in pairs if (p.one.dtype is p.other.dtype) != how.as_numbers]

@@ -13,7 +13,7 @@ from ckptool.commands.verify.compare.difference import Difference
 from ckptool.core.dtype import short_name
 from ckptool.engine.check.pairs import Failure, PairSource, PairTile, TensorPair
 from ckptool.engine.check.run_pairs import run_jobs
-from ckptool.engine.progress import Progress, no_progress
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
 from ckptool.engine.read.tiles import read_tiles
@@ -35,7 +35,7 @@ def compare(
     reads: tuple[TensorSource | CheckedSource, TensorSource | CheckedSource],
     options: CompareOptions,
     workers: int,
-    progress: Progress = no_progress,
+    progress: Progress = UNWATCHED,
 ) -> TensorComparison:
     """Compare all pairs on a few threads, with a few MiB of memory each.
 

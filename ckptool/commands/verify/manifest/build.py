@@ -34,7 +34,7 @@ from ckptool.commands.verify.verify import examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import plural
 from ckptool.engine.check.digest import digests, file_digests
-from ckptool.engine.progress import Started, untold
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
 from ckptool.errors import UNREAD, CkptoolError, Damaged, Hostile, Problem
 from ckptool.serialization.state_dict.values import Repeated
@@ -50,7 +50,7 @@ def build_manifest(
     target: Location,
     options: VerifyOptions,
     rewriting: RewriteOptions,
-    started: Started = untold,
+    progress: Progress = UNWATCHED,
     *,
     overwrite: bool = False,
 ) -> VerifyReport:
@@ -65,7 +65,7 @@ def build_manifest(
     # Ignored damage would count as the truth from then on.
     harmless = [code for code in options.ignore if CODES[code].severity is not Severity.ERROR]
     options = dataclasses.replace(options, ignore=tuple(harmless))
-    verification = examine(path, options, started, digest=True)
+    verification = examine(path, options, progress, digest=True)
     report, opened = verification.report(), open_unless_damaged(path, options)
     if not report.ok or opened is None:
         return _not_written(report, target, options)
@@ -74,7 +74,7 @@ def build_manifest(
     known: Mapping[str, str] = {}
     if rewriting == RewriteOptions():
         files, known = sorted(file_sizes(opened.catalog)), verification.digests
-    manifest, problems, nbytes = measure(opened, made.catalog, options, started, files, known)
+    manifest, problems, nbytes = measure(opened, made.catalog, options, progress, files, known)
     problems += [
         Problem(f"{name}: {why}", "manifest-incomplete", tensor=name)
         for name, why in manifest.unproved.items()
@@ -119,7 +119,7 @@ def measure(
     opened: OpenedCheckpoint,
     catalog: Catalog,
     options: VerifyOptions,
-    started: Started,
+    progress: Progress,
     files: Collection[str],
     known: Mapping[str, str],
 ) -> tuple[CheckpointManifest, list[Problem], int]:
@@ -134,7 +134,7 @@ def measure(
     unread = [name for name in files if name not in known]
     nbytes = sum(entry.nbytes for entry in catalog.tensors.values())
     nbytes += sum(sizes[name] for name in unread)
-    progress = started(nbytes)
+    progress.begin(nbytes)
     workers = options.workers or source.policy.workers
     located, lost = readable(opened, catalog)
     entries = list(located.tensors.values())

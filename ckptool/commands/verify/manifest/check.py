@@ -24,7 +24,7 @@ from ckptool.commands.verify.verify import examine
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, places
 from ckptool.core.dtype import BY_NAME, short_name
 from ckptool.core.text import plural
-from ckptool.engine.progress import Started, untold
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.errors import Problem
 from ckptool.storage.url import Location
 
@@ -36,7 +36,7 @@ def check_manifest(
     recorded_in: Location,
     options: VerifyOptions,
     rewriting: RewriteOptions,
-    started: Started = untold,
+    progress: Progress = UNWATCHED,
 ) -> VerifyReport:
     """Verify the checkpoint at ``path``, read all of it, and compare it with a manifest.
 
@@ -47,7 +47,7 @@ def check_manifest(
     manifest = read_manifest(recorded_in)
     if options.sample == 1 and not options.fail_nonfinite:
         options = dataclasses.replace(options, quick=True)
-    verification, opened = examine(path, options, started), open_unless_damaged(path, options)
+    verification, opened = examine(path, options, progress), open_unless_damaged(path, options)
     if opened is None:
         summary = f"FAILED: cannot be read, so not compared with {recorded_in}"
         return replace(verification.report(), ok=False, summary=summary)
@@ -56,7 +56,7 @@ def check_manifest(
     recorded = manifest if rewriting == RewriteOptions() else narrowed(manifest, chosen)
     sizes = file_sizes(opened.catalog)
     files = [name for name, proof in recorded.files.items() if sizes.get(name) == proof.nbytes]
-    measured, problems, nbytes = measure(opened, made.catalog, options, started, files, {})
+    measured, problems, nbytes = measure(opened, made.catalog, options, progress, files, {})
     problems += differences(recorded, measured, made.catalog, opened.catalog)
     problems += aligned.notes
     alike = [name for name in recorded.tensors if name in measured.tensors]

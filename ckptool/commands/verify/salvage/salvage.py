@@ -20,7 +20,7 @@ from ckptool.commands.transfer.transfer import Transfer
 from ckptool.commands.verify.salvage.intact import find_intact
 from ckptool.commands.verify.salvage.repair import rebuild
 from ckptool.core.planning.plan import Plan
-from ckptool.engine.progress import Progress, no_progress
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.stage import RESUME_HINT, RESUME_OVERWRITE
 from ckptool.errors import Committed, NotFound, TransferError, Unsupported
@@ -80,7 +80,7 @@ class Salvage(Transfer[SalvageReport], frozen=True, kw_only=True):
 
     def run(
         self,
-        progress: Progress = no_progress,
+        progress: Progress = UNWATCHED,
         ranks: Ranks | None = None,
         begun: Callable[[], None] = lambda: None,
     ) -> SalvageReport:
