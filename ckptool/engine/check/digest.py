@@ -12,7 +12,7 @@ from ckptool.core.catalog import EncodedBlob, Extent, Place, Record, TensorEntry
 from ckptool.engine.checksum import crc_of, record_job
 from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.byte_reader import ByteSource, byte_job
-from ckptool.engine.read.tensors import CheckedSource, TensorSource, TensorTile, tensor_job
+from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import Job, known_runs, read_tiles
 from ckptool.errors import CkptoolError
 from ckptool.storage.files import Files
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def digests(
     entries: Iterable[TensorEntry],
-    source: TensorSource | CheckedSource,
+    source: TensorSource,
     workers: int,
     progress: Progress = UNWATCHED,
 ) -> dict[str, str]:

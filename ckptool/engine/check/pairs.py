@@ -15,7 +15,7 @@ from ckptool.core.casts import is_computed, is_in_order
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import tiles
 from ckptool.engine.read.segments import entry_needs
-from ckptool.engine.read.tensors import CheckedSource, TensorSource
+from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.read.tiles import LARGE, PAIR_TILE, Job
 from ckptool.errors import CkptoolError
 from ckptool.storage.files import TILE, Files
@@ -113,8 +113,8 @@ PairJob = Job[Any, SideReaders, PairTile]
 class PairSource(NamedTuple):
     """Both sides, to read from."""
 
-    one: TensorSource | CheckedSource
-    other: TensorSource | CheckedSource
+    one: TensorSource
+    other: TensorSource
 
     @property
     def sides(self) -> tuple[Files, Files]:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptool.core.box import Box
@@ -49,10 +49,14 @@ class TensorTile(NamedTuple):
 
 
 class TensorSource(Struct, frozen=True):
-    """Files to read boxes of tensors from; ``beyond`` counts what casts make infinite."""
+    """Files to read boxes of tensors from; ``beyond`` counts what casts make infinite.
+
+    What is read of checksummed records is noted in ``records``.
+    """
 
     files: Files
     beyond: RangeCheck | None = None
+    records: RecordCheck | None = None
 
     @property
     def sides(self) -> tuple[Files]:
@@ -61,7 +65,9 @@ class TensorSource(Struct, frozen=True):
 
     def byte_reader(self) -> ByteReader:
         """Return the reader of bytes for one thread."""
-        return ByteReader(self.files)
+        if self.records is None:
+            return ByteReader(self.files)
+        return ByteReader(self.files, self.records.note)
 
     def reader(self, of_bytes: ByteReader | None = None) -> Gatherer:
         """Return the reader of elements for one thread, which reads by the one ``of_bytes``."""
@@ -70,27 +76,10 @@ class TensorSource(Struct, frozen=True):
         return Gatherer(self.files, of_bytes or self.byte_reader(), self.beyond)
 
 
-class CheckedSource:
+class CheckedSource(TensorSource, frozen=True):
     """Files to read boxes of tensors from, with the checksums of the records that are read."""
 
-    def __init__(self, files: Files) -> None:
-        self.files = files
-        self._records = RecordCheck()
-
-    @property
-    def sides(self) -> tuple[Files]:
-        """The files: one side."""
-        return (self.files,)
-
-    def byte_reader(self) -> ByteReader:
-        """Return the reader of bytes for one thread."""
-        return ByteReader(self.files, self._records.note)
-
-    def reader(self, of_bytes: ByteReader | None = None) -> Gatherer:
-        """Return the reader of elements for one thread, which reads by the one ``of_bytes``."""
-        from ckptool.engine.read.gather import Gatherer
-
-        return Gatherer(self.files, of_bytes or self.byte_reader())
+    records: RecordCheck = field(default_factory=RecordCheck)
 
     def problems(self, entries: Iterable[TensorEntry], workers: int) -> list[Problem]:
         """Return a problem for each record of these tensors that is not as it was written.
@@ -99,19 +88,19 @@ class CheckedSource:
         if a file ends before a record does.
         """
         self._touch(entries)
-        self._records.read_unseen(self.files, workers)
-        return self._records.problems()
+        self.records.read_unseen(self.files, workers)
+        return self.records.problems()
 
     def problems_so_far(self, entries: Iterable[TensorEntry]) -> list[Problem]:
         """Return the same as ``problems`` for records that were read completely; reads nothing."""
         self._touch(entries)
-        return self._records.problems(without=set(self._records.unseen()))
+        return self.records.problems(without=set(self.records.unseen()))
 
     def _touch(self, entries: Iterable[TensorEntry]) -> None:
         for entry in entries:
             for place in places(replace(entry, chunks=tuple(map(open_chunk, entry.chunks)))):
                 if isinstance(place, Extent) and place.record is not None:
-                    self._records.touch(place.record, entry.name)
+                    self.records.touch(place.record, entry.name)
 
 
 _PASSES = 16

@@ -15,7 +15,7 @@ from ckptool.engine.check.pairs import Failure, PairSource, PairTile, TensorPair
 from ckptool.engine.check.run_pairs import run_jobs
 from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.range_check import RangeCheck
-from ckptool.engine.read.tensors import CheckedSource, TensorSource
+from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.read.tiles import read_tiles
 
 
@@ -32,7 +32,7 @@ class TensorComparison(Struct, frozen=True):
 
 def compare(
     pairs: Sequence[TensorPair],
-    reads: tuple[TensorSource | CheckedSource, TensorSource | CheckedSource],
+    reads: tuple[TensorSource, TensorSource],
     options: CompareOptions,
     workers: int,
     progress: Progress = UNWATCHED,
