@@ -6,7 +6,7 @@ import json
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ckptool.errors import Damaged, Denied, NotFound, Problem
 from ckptool.serialization.file_kinds import HEAD, detect_placeholder
@@ -59,19 +59,6 @@ class Source(Protocol):
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """Announce the next reads: file, offset and bytes. A store fetches them ahead."""
-
-
-class EachRead(NamedTuple):
-    """Reads spans of a source that cannot keep files open."""
-
-    source: Source
-
-    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset``; Damaged if the file ends before."""
-        buffer[:] = self.source.read(file, offset, len(buffer))
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def require(source: Source, file: str, *, wanted_by: str) -> int:

@@ -58,21 +58,14 @@ class FileReader(Protocol):
 class Files(Protocol):
     """A folder of files, or some of them, wherever it lies."""
 
-    @property
-    def policy(self) -> ReadPolicy:
-        """What its reads cost, and so how they are made."""
-
-    @property
-    def root(self) -> str:
-        """The folder, as the user would name it."""
-
-    @property
-    def files(self) -> Mapping[str, int]:
-        """Every file by its relative path with ``/``, and its size in bytes."""
-
-    @property
-    def unlisted(self) -> Mapping[str, Problem]:
-        """Why files and folders below are missing in ``files``, by path."""
+    policy: ReadPolicy = ReadPolicy()
+    """What its reads cost, and so how they are made."""
+    root: str
+    """The folder, as the user would name it."""
+    files: Mapping[str, int]
+    """Every file by its relative path with ``/``, and its size in bytes."""
+    unlisted: Mapping[str, Problem]
+    """Why files and folders below are missing in ``files``, by path."""
 
     def narrowed(self, folder: str) -> Files:
         """Return the part below a subfolder, as a source of its own."""
@@ -92,20 +85,24 @@ class Files(Protocol):
     def modified(self, file: str) -> float:
         """Return when a file was last modified, in seconds since the epoch; 0 if unknown."""
 
-    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Prepare for the next reads: file, offset and bytes of each."""
+    def expect(self, spans: Iterable[ReadSpan]) -> None:
+        """Prepare for the next reads."""
+        return
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
+        return read_exactly(self, file, offset, nbytes)
 
     def plan_reads(self, runs: Iterable[ReadSpan]) -> Callable[[], None]:
         """Prepare for all next reads, in order: each byte may be fetched ahead, once.
 
         Call the result when everything has been read, or nothing more will be.
         """
+        return lambda: None
 
     def keep(self, nbytes: int) -> None:
-        """Keep at most so many bytes of what was read, or fetched ahead."""
+        """Keep at most so many bytes of what was read, or fetched ahead; the kernel may more."""
+        return
 
     def reader(self) -> FileReader:
         """Return a reader for one thread."""

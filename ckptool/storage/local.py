@@ -23,7 +23,7 @@ from ckptool.storage.file_status import (
     within_folder,
 )
 from ckptool.storage.files import (
-    ReadPolicy,
+    Files,
     ReadSpan,
     read_exactly,
     require_within,
@@ -44,7 +44,7 @@ _MOST_OPEN = 64
 """Files that a reader has open at a time."""
 
 
-class LocalSource:
+class LocalSource(Files):
     """A local folder, or some of its files, readable at any offset.
 
     ``files`` maps relative paths to sizes in bytes, ``listed`` to the status of each file when
@@ -52,8 +52,6 @@ class LocalSource:
     elsewhere below the root, ``unlisted`` those that could not be listed, and why. Links are
     followed, up to a loop.
     """
-
-    policy = ReadPolicy()
 
     def __init__(
         self,
@@ -126,8 +124,8 @@ class LocalSource:
         """Return one of the files alone, with the ``.extra.pt`` file beside it."""
         return LocalSource.file(Path(self.root, name))
 
-    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Ask the disk for the next reads: file, offset and bytes of each."""
+    def expect(self, spans: Iterable[ReadSpan]) -> None:
+        """Ask the disk for the next reads."""
         with closing(self.reader()) as reader, suppress(CkptoolError, OSError):
             for span in islice(spans, _MOST_EXPECTED):
                 reader.expect(*span)
@@ -140,9 +138,6 @@ class LocalSource:
                 yield from chain.from_iterable(starmap(reader.ask, runs))
 
         return ask_aside(asked())
-
-    def keep(self, nbytes: int) -> None:
-        """Do nothing: the kernel keeps what was read of a disk."""
 
     def reader(self) -> LocalReader:
         """Return a reader for one thread."""

@@ -11,7 +11,7 @@ from ckptool.storage.clients.retry import Unaccepted
 from ckptool.storage.clients.schemes import WEB
 from ckptool.storage.commit_note import side_name
 from ckptool.storage.file_status import by_folder, changed, version_digest, within_folder
-from ckptool.storage.files import CORES, FileReader, ReadPolicy, ReadSpan, read_exactly, too_short
+from ckptool.storage.files import CORES, FileReader, Files, ReadPolicy, ReadSpan, too_short
 from ckptool.storage.planned_ranges import VersionSpan
 from ckptool.storage.url import RemotePath
 
@@ -21,7 +21,7 @@ _FEW = 2
 """Files that are requested one by one: a single file, and its side file."""
 
 
-class RemoteSource(FileReader):
+class RemoteSource(Files, FileReader):
     """A folder of a store, or some of its files, readable at any offset.
 
     ``files`` maps relative paths to sizes in bytes, from the one listing; ``unlisted`` says why the
@@ -109,8 +109,8 @@ class RemoteSource(FileReader):
         """Return when a file was last modified, in seconds since the epoch; 0 if unknown."""
         return self._infos[file].modified
 
-    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Fetch the next reads (file, offset, bytes) ahead, unless they are planned."""
+    def expect(self, spans: Iterable[ReadSpan]) -> None:
+        """Fetch the next reads ahead, unless they are planned."""
         self._place.store.expect(self._versioned(spans))
 
     def plan_reads(self, runs: Iterable[ReadSpan]) -> Callable[[], None]:
@@ -120,10 +120,6 @@ class RemoteSource(FileReader):
     def keep(self, nbytes: int) -> None:
         """Keep at most so many bytes of what was fetched ahead."""
         self._place.store.keep(nbytes)
-
-    def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
-        return read_exactly(self, file, offset, nbytes)
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset``; Damaged if the file ends before."""

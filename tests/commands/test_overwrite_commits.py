@@ -14,6 +14,7 @@ import pytest
 from conftest import case, read_back
 from overwritten import FOREIGN, foreign_of, hidden, put_foreign, ready
 
+from ckptool.engine.progress import CalledProgress, Progress
 from ckptool.engine.write.commit import FileCommit
 from ckptool.engine.write.stage import Stage
 from ckptool.errors import Committed, TransferError, Unsupported
@@ -52,22 +53,22 @@ class Stop(Exception):
     """The end of a run that is cut short."""
 
 
-class Stopping:
-    """Progress that stops the run once a file is finished."""
+def stopping(out: Path) -> Progress:
+    """Return progress that stops the run once a file is finished."""
+    journal = out / ".m.partial.journal.0"
 
-    def __init__(self, out: Path) -> None:
-        self.journal = out / ".m.partial.journal.0"
-
-    def __call__(self, count: int) -> None:
-        if self.journal.exists() and "done" in self.journal.read_text():
+    def stop(done: int, total: int) -> None:
+        if journal.exists() and "done" in journal.read_text():
             raise Stop
+
+    return CalledProgress(stop)
 
 
 @pytest.fixture
 def stopped(out: Path) -> Path:
     """The staged files of a conversion that stopped before its end."""
     with pytest.raises(Stop):
-        ready(case("dcp_fsdp2_tp").path, out / "m").run(Stopping(out))
+        ready(case("dcp_fsdp2_tp").path, out / "m").run(stopping(out))
     return out / ".m.partial"
 
 

@@ -20,12 +20,13 @@ from ckptool.formats import detect
 from ckptool.formats.base import EXTRA, Format, ScanOptions
 from ckptool.formats.companions import MEGATRON, RELEASE, is_of_model, latest_folder
 from ckptool.serialization.archive.write import is_written_here
-from ckptool.serialization.source import EachRead, Source
+from ckptool.serialization.source import Source
 from ckptool.storage.commit_note import UNFINISHED, side_name
 from ckptool.storage.files import Files
 from ckptool.storage.local import LocalSource
 from ckptool.storage.place import file_at, folder_at, on_disk, run_bounded
 from ckptool.storage.url import Location
+from ckptool.storage.virtual.placed import PlacedFiles, places_in
 
 _LARGEST_TEXT = 64 << 20
 _WHOLE = "model.safetensors"
@@ -89,8 +90,7 @@ def require_unmixed(target: Path, staged: Path, own: Iterable[str]) -> None:
     if not kept:
         return
     alone = LocalSource.folder(staged)
-    mixed = _MixedSource(alone, LocalSource(target, kept))
-    read = _read_with(target, alone, mixed)
+    read = _read_with(target, alone, LocalSource(target, kept))
     if _INDEX in alone.files and _WHOLE in kept and _WHOLE not in alone.files:
         read = [_WHOLE]  # which transformers (4, 5) opens before it looks for an index
     if read:
@@ -101,11 +101,12 @@ def require_unmixed(target: Path, staged: Path, own: Iterable[str]) -> None:
         )
 
 
-def _read_with(target: Path, alone: LocalSource, mixed: _MixedSource) -> list[str]:
+def _read_with(target: Path, alone: LocalSource, kept: LocalSource) -> list[str]:
     """Return the files beside the new checkpoint that would be read with it, or instead of it."""
-    new = detect(alone)
+    places = places_in(kept) | places_in(alone)
+    mixed, new = PlacedFiles(kept.root, dict(sorted(places.items()))), detect(alone)
     if new is not detect(mixed):
-        return sorted(mixed.kept.files)
+        return sorted(kept.files)
     if new is None:
         return []
     try:
@@ -115,35 +116,8 @@ def _read_with(target: Path, alone: LocalSource, mixed: _MixedSource) -> list[st
     try:
         read = run_bounded(target, lambda: new.reading.scan(mixed, _SCAN))
     except CkptoolError:
-        return sorted(mixed.kept.files)
+        return sorted(kept.files)
     return sorted(read.files.keys() - expected.files.keys())
-
-
-class _MixedSource:
-    """The files of the new checkpoint, and those that would be beside it."""
-
-    def __init__(self, new: LocalSource, kept: LocalSource) -> None:
-        self.root = kept.root
-        self.kept = kept
-        self.files = dict(sorted({**kept.files, **new.files}.items()))
-        self.unlisted = {**kept.unlisted, **new.unlisted}
-        self._new = new
-
-    def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Read exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
-        source = self._new if file in self._new.files else self.kept
-        return source.read(file, offset, nbytes)
-
-    def reader(self) -> EachRead:
-        """Return a reader of many spans."""
-        return EachRead(self)
-
-    def narrowed(self, folder: str) -> _MixedSource:
-        """Return the part below a subfolder, as a source of its own."""
-        return _MixedSource(self._new.narrowed(folder), self.kept.narrowed(folder))
-
-    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Do nothing: a disk needs no announcement."""
 
 
 def _own_beside(target: Location) -> frozenset[str] | None:

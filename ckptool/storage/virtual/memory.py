@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
-from ckptool.errors import Problem
 from ckptool.storage.file_status import within_folder
-from ckptool.storage.files import FileReader, ReadPolicy, ReadSpan, read_exactly, too_short
+from ckptool.storage.files import FileReader, Files, ReadPolicy, too_short
 
 
 class MemoryReader(FileReader):
@@ -27,7 +26,7 @@ class MemoryReader(FileReader):
         """Do nothing: the memory is its owner's."""
 
 
-class MemoryFiles:
+class MemoryFiles(Files):
     """Buffers by the names of the files that they represent; they must not change meanwhile.
 
     ``token`` is their identity: a transfer from memory cannot be resumed.
@@ -39,8 +38,8 @@ class MemoryFiles:
     def __init__(self, buffers: Mapping[str, memoryview]) -> None:
         self._buffers = buffers
         self.token = os.urandom(8).hex()
-        self.files: Mapping[str, int] = {name: len(data) for name, data in buffers.items()}
-        self.unlisted: Mapping[str, Problem] = {}
+        self.files = {name: len(data) for name, data in buffers.items()}
+        self.unlisted = {}
 
     def narrowed(self, folder: str) -> MemoryFiles:
         """Return those below a folder, by their paths relative to it."""
@@ -65,20 +64,6 @@ class MemoryFiles:
     def modified(self, file: str) -> float:
         """Return 0: it is unknown."""
         return 0.0
-
-    def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Do nothing: everything is there."""
-
-    def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
-        return read_exactly(self, file, offset, nbytes)
-
-    def plan_reads(self, runs: Iterable[ReadSpan]) -> Callable[[], None]:
-        """Do nothing: everything is there."""
-        return lambda: None
-
-    def keep(self, nbytes: int) -> None:
-        """Do nothing: the memory is its owner's."""
 
     def reader(self) -> MemoryReader:
         """Return a reader for one thread."""

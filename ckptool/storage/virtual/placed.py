@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ckptool.errors import Problem
 from ckptool.storage.file_status import by_folder, missing, within_folder
-from ckptool.storage.files import FileReader, Files, ReadPolicy, ReadSpan, read_exactly, too_short
+from ckptool.storage.files import FileReader, Files, ReadPolicy, ReadSpan, too_short
 
 
 class Place(NamedTuple):
@@ -19,13 +18,13 @@ class Place(NamedTuple):
     nbytes: int
 
 
-class PlacedFiles:
+class PlacedFiles(Files):
     """Files that lie in those of one holder or of several, readable at any offset."""
 
     def __init__(self, root: str, places: Mapping[str, Place]) -> None:
         self.root = root
-        self.files: Mapping[str, int] = {name: place.nbytes for name, place in places.items()}
-        self.unlisted: Mapping[str, Problem] = {}
+        self.files = {name: place.nbytes for name, place in places.items()}
+        self.unlisted = {}
         self._places = places
         self._holders = list(dict.fromkeys(place.holder for place in places.values()))
         self.policy = _dearest([holder.policy for holder in self._holders] or [ReadPolicy()])
@@ -66,13 +65,9 @@ class PlacedFiles:
         return place.holder.modified(place.name)
 
     def expect(self, spans: Iterable[ReadSpan]) -> None:
-        """Prepare for the next reads: file, offset and bytes of each."""
+        """Prepare for the next reads."""
         for holder, inside in self._spans_by_holder(spans).items():
             holder.expect(inside)
-
-    def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
-        return read_exactly(self, file, offset, nbytes)
 
     def plan_reads(self, runs: Iterable[ReadSpan]) -> Callable[[], None]:
         """Prepare for all next reads, in the order of each holder."""
@@ -149,13 +144,15 @@ class PlacedReader:
 
 def join_folders(first: Files, others: Mapping[str, Files]) -> PlacedFiles:
     """Return a folder, and ``others`` by name, as its subfolders; it has none that is called so."""
-    folders = {"": first, **{f"{name}/": files for name, files in others.items()}}
-    places = {
-        f"{head}{name}": Place(files, name, 0, nbytes)
-        for head, files in folders.items()
-        for name, nbytes in files.files.items()
-    }
-    return PlacedFiles(", ".join(files.root for files in folders.values()), places)
+    places = places_in(first)
+    for folder, files in others.items():
+        places |= places_in(files, f"{folder}/")
+    return PlacedFiles(", ".join([first.root, *(files.root for files in others.values())]), places)
+
+
+def places_in(files: Files, head: str = "") -> dict[str, Place]:
+    """Return where some files lie by themselves, by their names after a ``head``."""
+    return {f"{head}{name}": Place(files, name, 0, size) for name, size in files.files.items()}
 
 
 def _dearest(policies: Sequence[ReadPolicy]) -> ReadPolicy:

@@ -25,7 +25,7 @@ from ckptool.serialization.archive.read import is_legacy, is_zip
 from ckptool.serialization.archive.recover import Recovered, read_legacy_counts, recover_records
 from ckptool.serialization.archive.write import end_records
 from ckptool.serialization.safetensors import read_promised_size, read_safetensors
-from ckptool.serialization.source import EachRead, Source
+from ckptool.serialization.source import Source
 from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.serialization.zip import CENTRAL, DEFLATED, IN_EXTRA, LOCAL, STORED, ZipRecord
 from ckptool.storage.file_status import within_folder
@@ -83,9 +83,16 @@ class ZeroPaddedSource:
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """Do nothing: some of the spans are in no file."""
 
-    def reader(self) -> EachRead:
-        """Return a reader of many spans."""
-        return EachRead(self)
+    def reader(self) -> ZeroPaddedSource:
+        """Return itself, which keeps no file open."""
+        return self
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``offset``; Damaged beyond the padded end."""
+        buffer[:] = self.read(file, offset, len(buffer))
+
+    def close(self) -> None:
+        """Do nothing."""
 
     def narrowed(self, folder: str) -> ZeroPaddedSource:
         """Return the source narrowed to a folder."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from beginning import AtTheBeginning
 from conftest import GOOD, Case, bits, by_name, case, convert_to, taken
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,15 +104,14 @@ def test_a_file_that_changes_meanwhile_has_no_manifest(
     copy_of: Callable[[str], Path], manifest: Path
 ) -> None:
     folder = copy_of("dcp_base")
-    totals = []
+    times = []
 
-    def started(total: int) -> Callable[[int], None]:
-        totals.append(total)
-        if len(totals) == 2:
+    def begun() -> None:
+        times.append(1)
+        if len(times) == 2:
             os.utime(folder / "__1_0.distcp", (1, 1))
-        return lambda nbytes: None
 
-    report = write(folder, manifest, VerifyOptions(), started=started)
+    report = write(folder, manifest, VerifyOptions(), progress=AtTheBeginning(begun))
     assert "file-changed" in codes(report)
     assert not manifest.exists()
 
