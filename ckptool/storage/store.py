@@ -35,7 +35,7 @@ from ckptool.storage.clients.obstore_client import ObstoreClient
 from ckptool.storage.clients.retry import RetryPolicy, Unaccepted, retry, status_of
 from ckptool.storage.clients.schemes import AZURE, GOOGLE, S3, WEB, redact_url, require_accepted
 from ckptool.storage.clients.service import Service, fsspec_settings
-from ckptool.storage.clients.unlisted import INDEXES, infos, is_file, names_below
+from ckptool.storage.clients.unlisted import INDEXES, files_below, is_file
 from ckptool.storage.clients.web import Web, WebClient
 from ckptool.storage.file_status import within_folder
 from ckptool.storage.planned_ranges import PlannedRanges, VersionSpan
@@ -265,9 +265,8 @@ class Store:
         def info_of(name: str) -> ObjectInfo | None:
             return look(key_of(name))
 
-        names = names_below(info_of, lambda name: self.get(key_of(name), key_of(name)))
-        known = infos(names, info_of)
-        return {f"{folder}/{name}": info for name, info in known.items()}
+        found = files_below(info_of, lambda name: self.get(key_of(name), key_of(name)))
+        return {f"{folder}/{name}": info for name, info in found.items()}
 
     def _list_web(self, key: str) -> dict[str, ObjectInfo]:
         """Return a file, or the files of a folder as far as they can be known."""

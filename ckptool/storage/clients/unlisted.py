@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ckptool.errors import NotFound
@@ -34,23 +34,22 @@ def is_file(url: str) -> bool:
     return url.partition("?")[0].endswith(_FILES)
 
 
-def names_below(info_of: InfoOf, read: Callable[[str], bytes]) -> list[str]:
+def files_below(info_of: InfoOf, read: Callable[[str], bytes]) -> dict[str, ObjectInfo]:
     """Return the files of a folder: well-known ones, and those an index or ``.metadata`` names.
 
     ``info_of`` returns None for a missing file. Raises NotFound if none of them exists.
     """
-    known = infos(_KNOWN, info_of)
+    known = _infos(_KNOWN, info_of)
     if not known:
         raise NotFound("no files can be listed, and no index or .metadata was found")
     named = {
         match.decode() for name in known if name in INDEXES for match in _NAMED.findall(read(name))
     }
-    return sorted({*known, *named})
+    return known | _infos(sorted(named - known.keys()), info_of)
 
 
-def infos(names: Iterable[str], info_of: InfoOf) -> dict[str, ObjectInfo]:
+def _infos(names: Sequence[str], info_of: InfoOf) -> dict[str, ObjectInfo]:
     """Return the server's information on existing files; several are requested at once."""
-    names = list(names)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = zip(names, pool.map(info_of, names), strict=True)
         return {name: info for name, info in answers if info is not None}
