@@ -72,9 +72,9 @@ _MOST_GAPS = 16
 class RecordCheck:
     """Compares the records in use with the CRC-32 that their writer stored.
 
-    Pieces that are read anyway are noted; ``unseen`` names the records that must still be read. If
-    work is ``shared`` these are only the ``required`` ones: others read the rest, or the rest is
-    ``joined`` from what each notes.
+    Pieces that are read anyway are noted, unless one is all of a record, and as it was written;
+    ``unseen`` names the records that must still be read. If work is ``shared`` these are only the
+    ``required`` ones: others read the rest, or the rest is ``joined`` from what each notes.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
@@ -82,6 +82,7 @@ class RecordCheck:
         self._required: set[Record] = set()
         self._joined: set[Record] = set()
         self._lock = threading.Lock()
+        self._intact: set[Record] = set()
         self._pieces: dict[Record, dict[int, tuple[int, int]]] = defaultdict(dict)
         self._tensor: dict[Record, str] = {}
 
@@ -98,14 +99,15 @@ class RecordCheck:
 
     def piece(self, record: Record, offset: int, nbytes: int, crc: int) -> None:
         """Note that these bytes of the file, part of the record, have this CRC-32."""
+        if record == (record.file, offset, nbytes, crc):
+            self._intact.add(record)
+            return
         with self._lock:
             self._pieces[record].setdefault(offset, (nbytes, crc))
 
     def note(self, record: Record, offset: int, data: memoryview) -> None:
         """Note these bytes of the file, part of the record, by their CRC-32; once is enough."""
-        with self._lock:
-            is_known = offset in self._pieces[record]
-        if not is_known:
+        if record not in self._intact and offset not in self._pieces.get(record, ()):
             self.piece(record, offset, len(data), crc32(data))
 
     def unseen(self) -> list[Record]:
@@ -125,8 +127,8 @@ class RecordCheck:
         All required records must have been read completely, except for excluded ones.
         """
         problems: list[Problem] = []
-        by_place = sorted(self._tensor.items(), key=lambda item: (item[0].file, item[0].offset))
-        for record, tensor in by_place:
+        doubtful = (item for item in self._tensor.items() if item[0] not in self._intact)
+        for record, tensor in sorted(doubtful, key=lambda item: (item[0].file, item[0].offset)):
             if record in without or not (record in self._required or self._covered(record)):
                 continue
             pieces = [(o, n, c) for o, (n, c) in self._pieces[record].items()]
@@ -164,6 +166,8 @@ class RecordCheck:
         self.piece(*gap, crc_of(tiles))
 
     def _covered(self, record: Record) -> bool:
+        if record in self._intact:
+            return True
         position = record.offset
         for offset, (nbytes, _) in sorted(self._pieces[record].items()):
             if offset != position:

@@ -65,6 +65,23 @@ def test_a_piece_that_is_lacking_leaves_the_record_unseen(
     assert check.problems() == []
 
 
+@given(split())
+def test_a_record_that_was_read_as_written_at_once_is_intact(
+    found: tuple[bytes, list[tuple[int, int, int]]],
+) -> None:
+    data, pieces = found
+    check = RecordCheck(shared=True)
+    record, other = Record("f", 7, len(data), crc32(data)), Record("f", 7, len(data), 1)
+    for each in (record, other):
+        check.touch(each, "w", joined=True)
+        check.piece(each, 7, len(data), crc32(data))
+    for offset, nbytes, _ in pieces:
+        check.note(record, 7 + offset, memoryview(data)[offset : offset + nbytes])
+    assert check.unseen() == []
+    assert list(check.cut()) == []
+    assert len(check.problems()) == (crc32(data) != 1)
+
+
 def test_a_problem_names_the_file_the_tensor_and_both_checksums() -> None:
     check = RecordCheck()
     record = Record("shard.pt", 1000, 4, 0x12345678)
