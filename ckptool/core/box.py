@@ -66,13 +66,21 @@ class BoxTable(Sequence[Box]):
     Tensors that are cut alike share a table, which remembers whether it is a grid over their shape.
     """
 
-    __slots__ = ("_grid", "_hash", "highs", "lows")
+    __slots__ = ("_grid", "_hash", "_volumes", "highs", "lows")
 
     def __init__(self, lows: Any, highs: Any) -> None:
         self.lows = lows
         self.highs = highs
         self._hash: int | None = None
         self._grid: tuple[Sequence[int], bool] | None = None
+        self._volumes: Any = None
+
+    @property
+    def volumes(self) -> Any:
+        """The number of elements of each box, as a numpy array."""
+        if self._volumes is None:
+            self._volumes = (self.highs - self.lows).prod(axis=1)
+        return self._volumes
 
     def __len__(self) -> int:
         return len(self.lows)

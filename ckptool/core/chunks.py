@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, starmap
 from operator import eq
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
-from ckptool.core.box import Box, BoxTable
-from ckptool.core.catalog import Chunk, Container, Extent, Place, TensorEntry
+from ckptool.core.box import Box, BoxTable, row_major_strides
+from ckptool.core.catalog import Chunk, Container, Extent, Place, Record, TensorEntry
 
 _T = TypeVar("_T")
 
@@ -27,11 +27,13 @@ class Spans(NamedTuple):
 class Chunks(Sequence[Chunk]):
     """The chunks of a tensor, and what is asked of all of them, answered as it costs least.
 
-    They are ``bare`` if they are stored as they are, without a record, a codec or a copy; they are
-    ``alone`` if none shares its record or item with another, or has a copy.
+    They are ``plain`` if it is known that they are stored as they are, without a codec or a copy;
+    ``bare`` if they have no record either, and are one; ``alone`` if none shares its record or item
+    with another, or has a copy.
     """
 
     __slots__ = ()
+    plain = False
     bare = False
     alone = False
 
@@ -108,6 +110,21 @@ class LazyChunks(Chunks):
         return hash(tuple(self))
 
 
+Run = tuple[str, int, int, Record | None]
+"""Bytes of a file: its name, where they begin, and how many; and the record that they are."""
+
+
+class RunChunks(LazyChunks):
+    """Chunks of which each is one run of bytes, of elements as they are, in row-major order."""
+
+    __slots__ = ()
+    plain = True
+
+    @abstractmethod
+    def runs(self) -> Iterable[Run]:
+        """Return the run of each chunk."""
+
+
 class PlainChunks(tuple[Chunk, ...], Chunks):
     """Chunks as they are."""
 
@@ -148,8 +165,12 @@ class ItemTable(Sequence[Container]):
         return Container(file, int(self.offsets[at]), int(self.lengths[at]))
 
     def __iter__(self) -> Iterator[Container]:
-        columns = (self.file_numbers.tolist(), self.offsets.tolist(), self.lengths.tolist())
-        return (Container(self.files[file], *span) for file, *span in zip(*columns, strict=True))
+        return starmap(Container, self.spans())
+
+    def spans(self) -> Iterator[tuple[str, int, int]]:
+        """Return the file, the offset and the bytes of each item."""
+        files = map(self.files.__getitem__, self.file_numbers.tolist())
+        return zip(files, self.offsets.tolist(), self.lengths.tolist(), strict=True)
 
 
 class ChunkTable(LazyChunks):
@@ -177,6 +198,11 @@ class ChunkTable(LazyChunks):
         return False
 
     @property
+    def cut(self) -> object:
+        """The key shared by all tables with the same boxes in the same files."""
+        return self.boxes, tuple(map(self.items.files.__getitem__, self.items.file_numbers))
+
+    @property
     def begin(self) -> tuple[str, int]:
         """The file of the first chunk's item, and where that begins."""
         items = self.items
@@ -200,6 +226,44 @@ class ChunkTable(LazyChunks):
 
     def __hash__(self) -> int:
         return hash(self.boxes)
+
+
+class RecordTable(ChunkTable, RunChunks):
+    """Chunks of a table, of which each is a whole record of its item.
+
+    They begin at ``offsets`` of the items' files, and have the CRC-32 ``crcs``: numpy arrays.
+    """
+
+    __slots__ = ("crcs", "itemsize", "offsets")
+
+    def __init__(self, closed: ChunkTable, offsets: Any, crcs: Any, itemsize: int) -> None:
+        super().__init__(closed.boxes, closed.items, closed.file_ranks)
+        self.offsets = offsets
+        self.crcs = crcs
+        self.itemsize = itemsize
+
+    @property
+    def located(self) -> bool:
+        """Whether it is known where elements are."""
+        return True
+
+    def runs(self) -> Iterator[Run]:
+        """Yield the run of each chunk, with its record."""
+        columns = (self.items.file_numbers, self.offsets, self.boxes.volumes, self.crcs)
+        for number, at, volume, crc in zip(*(each.tolist() for each in columns), strict=True):
+            file, nbytes = self.items.files[number], volume * self.itemsize
+            yield file, at, nbytes, Record(file, at, nbytes, crc)
+
+    def make(self, at: int) -> Chunk:
+        """Return the chunk of this number."""
+        closed = super().make(at)
+        file, start, shape = closed.at.file, int(self.offsets[at]), closed.box.shape
+        record = Record(file, start, closed.box.volume * self.itemsize, int(self.crcs[at]))
+        place = Extent(file, start, row_major_strides(shape, self.itemsize), record)
+        return Chunk(closed.box, place, closed.rank)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return map(self.make, range(len(self)))
 
 
 class LateChunks(ChunkTable):
@@ -249,6 +313,7 @@ class WholeTensor(LazyChunks):
     """
 
     __slots__ = ("_boxes", "_chunk", "file", "offset", "strides")
+    plain = True
     bare = True
     alone = True
     located = True

@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from ckptool.core.box import Box, Piece, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, TensorEntry, merge_copies
-from ckptool.core.chunks import LazyChunks
+from ckptool.core.chunks import Run, RunChunks
 
 
 class Data(NamedTuple):
@@ -161,7 +161,7 @@ class WrittenCut(Struct, frozen=True, eq=False, dict=True):
         return [at for at, (path, _) in enumerate(self.files) if path in paths]
 
 
-class WrittenChunks(LazyChunks):
+class WrittenChunks(RunChunks):
     """Where one tensor is written: ``offsets`` is a numpy array of the byte where each box begins.
 
     A box is C-ordered, of elements of ``itemsize`` bytes. Each becomes a ``Chunk`` on access.
@@ -188,12 +188,12 @@ class WrittenChunks(LazyChunks):
     def __len__(self) -> int:
         return len(self._cut.boxes)
 
-    def runs(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the file, the offset and the bytes of each chunk."""
+    def runs(self) -> Iterator[Run]:
+        """Yield the run of each chunk."""
         for (path, _), at, count in zip(
             self._cut.files, self.offsets.tolist(), self._cut.volumes, strict=True
         ):
-            yield path, at, count * self.itemsize
+            yield path, at, count * self.itemsize, None
 
     def make(self, at: int) -> Chunk:
         """Return the chunk of this number."""

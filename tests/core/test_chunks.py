@@ -9,12 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from ckptool.core.box import Box, BoxTable
-from ckptool.core.catalog import Chunk, Extent, TensorEntry
+from ckptool.core.catalog import Chunk, Extent, Record, TensorEntry
 from ckptool.core.chunks import (
     Chunks,
     ChunkTable,
     ItemTable,
     LateChunks,
+    RecordTable,
     WholeTensor,
     chunks_of,
 )
@@ -41,11 +42,15 @@ def late() -> LateChunks:
     return LateChunks(table(), opened)
 
 
+def records() -> RecordTable:
+    return RecordTable(table(), np.array([6, 9]), np.array([11, 12], np.uint32), 1)
+
+
 def whole() -> WholeTensor:
     return WholeTensor((Box((0,), (4,)),), "f", 9, (1,))
 
 
-@pytest.mark.parametrize("make", [table, late, whole])
+@pytest.mark.parametrize("make", [table, late, records, whole])
 def test_answers_are_those_of_the_chunks(make: Callable[[], Chunks]) -> None:
     chunks = make()
     plain = chunks_of(entry(tuple(chunks)))
@@ -65,6 +70,14 @@ def test_what_is_bare_says_where_it_is() -> None:
     assert whole().cut == WholeTensor(whole().boxes, "f", 90, (1,)).cut
     assert not table().bare
     assert chunks_of(entry(tuple(whole()))).extent is None
+
+
+def test_each_chunk_of_a_table_of_records_is_a_whole_one() -> None:
+    runs = [*records().runs()]
+    assert runs == [("a", 6, 2, Record("a", 6, 2, 11)), ("b", 9, 2, Record("b", 9, 2, 12))]
+    assert [(c.at.file, c.at.offset, c.rank) for c in records()] == [("a", 6, 3), ("b", 9, None)]
+    assert [c.at for c in records()] == [Extent(f, at, (1,), record) for f, at, _, record in runs]
+    assert records().cut == table().cut != whole().cut
 
 
 def test_a_late_chunk_is_opened_once_when_it_is_wanted() -> None:

@@ -273,7 +273,7 @@ class _Memory(NamedTuple):
 def _memory_of_tensor(entry: TensorEntry) -> _Memory:
     """Return what any chunk of a tensor takes at most."""
     chunks = chunks_of(entry)
-    found = () if chunks.bare else [_memory_of(chunk.at) for chunk in chunks.opened]
+    found = () if chunks.plain else [_memory_of(chunk.at) for chunk in chunks.opened]
     return _Memory(*map(max, zip(*found, strict=True)))
 
 

@@ -74,6 +74,11 @@ class BoxIndex:
                 yield SharedBox(at, common, local, where)
 
 
+def as_key(boxes: Sequence[Box]) -> Sequence[Box]:
+    """Return boxes as they can be hashed: the same for those of tensors that are cut alike."""
+    return boxes if isinstance(boxes, BoxTable) else tuple(boxes)
+
+
 @lru_cache(maxsize=64)
 def _shared_index(boxes: Sequence[Box]) -> BoxIndex:
     """Return the index of tensors that are cut alike."""
@@ -97,8 +102,8 @@ class ChunkIndex:
 
     def __init__(self, entry: TensorEntry) -> None:
         boxes = chunks_of(entry).boxes
-        key = boxes if isinstance(boxes, BoxTable) else tuple(boxes)
-        self._boxes = _shared_index(key) if len(boxes) <= _FEW else BoxIndex(boxes)
+        few = len(boxes) <= _FEW
+        self._boxes = _shared_index(as_key(boxes)) if few else BoxIndex(boxes)
         self.whole_rows = self._boxes.whole_rows
         self._chunks = entry.chunks
         self._found: dict[int, Chunk] = {}

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from ckptool.core.box import Box, flat_range, hull, overlapping_pair
 from ckptool.core.casts import is_computed
-from ckptool.core.catalog import Chunk, Container, TensorEntry
-from ckptool.core.chunks import chunks_of
+from ckptool.core.catalog import Container, TensorEntry
+from ckptool.core.chunks import Chunks, PlainChunks, chunks_of
 from ckptool.core.layout import tiles
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.engine.check.pairs import (
@@ -28,13 +28,14 @@ from ckptool.engine.check.pairs import (
     same_bits,
 )
 from ckptool.engine.check.run_pairs import run_jobs
-from ckptool.engine.read.containers import Need, open_place
+from ckptool.engine.read.containers import Need
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.segments import (
     Segment,
     cut_out,
     entry_needs,
     is_run,
+    runs_of_chunks,
     segments_of_chunks,
     segments_of_tensor,
     skips_in,
@@ -133,7 +134,7 @@ def reread_bytes(entries: Iterable[TensorEntry]) -> int:
 def _is_stored_in_runs(entry: TensorEntry) -> bool:
     """Return whether each chunk is one run of bytes, or is opened later."""
     chunks, size = chunks_of(entry), entry.source_dtype.itemsize
-    return chunks.bare or all(
+    return chunks.plain or all(
         isinstance(chunk.at, Container) or is_run(chunk.at, chunk.box.shape, size)
         for chunk in chunks.opened
     )
@@ -223,23 +224,22 @@ def _tasks_of_band(pair: TensorPair, runs: Sequence[_Run]) -> Iterator[_Task]:
 
 def _runs_read(pair: TensorPair, sums: ReadSums) -> list[_Run] | None:
     """Return runs that were read of a tensor: all of what is written, else None."""
-    size = pair.one.dtype.itemsize
+    chunks, size = _chunks_of(pair), pair.one.dtype.itemsize
+    runs = runs_of_chunks(chunks, size)
+    if runs is None:
+        return None
     found, covered = list[_Run](), 0
-    for chunk in _chunks_of(pair):
-        shape = chunk.box.shape
-        at = open_place(chunk.at, shape)
-        if not is_run(at, shape, size):
-            return None
-        reached, end = at.offset, at.offset + chunk.box.volume * size
-        for offset, nbytes, read in sums.runs(at.file, reached, end):
+    for box, (file, begin, length, _) in zip(chunks.boxes, runs, strict=True):
+        reached = begin
+        for offset, nbytes, read in sums.runs(file, begin, begin + length):
             if offset + nbytes <= reached:
                 continue
-            start, rest = divmod(offset - at.offset, size)
+            start, rest = divmod(offset - begin, size)
             if rest or nbytes % size:
                 return None
             covered += offset + nbytes - max(reached, offset)
             reached = offset + nbytes
-            found.append(_Run(at.file, offset, chunk.box, start, start + nbytes // size, read))
+            found.append(_Run(file, offset, box, start, start + nbytes // size, read))
     wanted = sum(box.volume for box in pair.boxes) if pair.boxes else pair.one.elements
     is_all = covered == wanted * size and (not pair.boxes or _are_written(pair, found))
     return found if is_all else None
@@ -260,13 +260,13 @@ def _runs_made(pair: TensorPair, sums: ReadSums, beyond: RangeCheck) -> list[_Ru
     return found
 
 
-def _chunks_of(pair: TensorPair) -> Iterable[Chunk]:
+def _chunks_of(pair: TensorPair) -> Chunks:
     """Return the chunks of the tensor that was read which have something of what is written."""
     if not pair.boxes:
-        return pair.one.chunks
+        return chunks_of(pair.one)
     index = ChunkIndex(pair.one)
     found = (each.chunk for box in pair.boxes for each in index.find(box))
-    return {id(chunk): chunk for chunk in found}.values()
+    return PlainChunks({id(chunk): chunk for chunk in found}.values())
 
 
 def _are_written(pair: TensorPair, runs: Iterable[_Run]) -> bool:

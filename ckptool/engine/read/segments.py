@@ -11,16 +11,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from operator import attrgetter, mul
 from typing import NamedTuple, TypeGuard
 
-from ckptool.core.box import Box, contiguous
+from ckptool.core.box import Box, contiguous, solid_places
 from ckptool.core.catalog import Computed, EncodedBlob, Extent, Place, Record, TensorEntry
-from ckptool.core.chunks import Chunks, chunks_of
-from ckptool.core.layout import WrittenChunks
+from ckptool.core.chunks import Chunks, Run, RunChunks, chunks_of
 from ckptool.core.planning.groups import Tile
-from ckptool.core.sharding.index import ChunkIndex, Overlap
+from ckptool.core.sharding.index import ChunkIndex, Overlap, as_key
 from ckptool.engine.read.computed import region_of
 from ckptool.engine.read.containers import Need, likely_place, open_place, openings
 
@@ -29,6 +27,8 @@ NotePiece = Callable[[Record, int, memoryview], None]
 
 _LONG_RUN = 2 << 10
 _OVER_READ = 4
+_FEW = 1024
+"""Chunks up to which tensors that are cut alike share the order of their rows."""
 _PAGE = 4 << 10
 """Gaps shorter than this save the disk nothing."""
 
@@ -111,40 +111,60 @@ def segments_of_tensor(entry: TensorEntry) -> list[Segment] | None:
         if not contiguous(strides, shape, itemsize):
             return None
         return [Segment(file, offset, entry.elements * itemsize, 0, None)]
-    segments, skip_to = list[Segment](), skips_in(shape, itemsize)
-    for box, segment in _segments_of(chunks, itemsize):
-        if segment is not None and not segment.nbytes:
-            continue
-        skip = skip_to(box)
-        if segment is None or skip is None:
-            return None
-        segments.append(segment if not skip else segment._replace(skip=skip))
-    segments.sort(key=_SKIP)
-    *starts, end = accumulate((segment.nbytes for segment in segments), initial=0)
-    follow = [*map(_SKIP, segments)] == starts  # with neither overlap nor gap
-    return segments if follow and end == entry.elements * itemsize else None
+    find = _rows_of_few if len(chunks) <= _FEW else _rows_of
+    rows = find(as_key(chunks.boxes), shape, itemsize)
+    runs = None if rows is None else runs_of_chunks(chunks, itemsize)
+    if rows is None or runs is None:
+        return None
+    return [Segment(*runs[at][:3], skip, runs[at][3]) for at, skip in rows]
 
 
 def segments_of_chunks(entry: TensorEntry) -> list[Segment] | None:
     """Return the segment that each chunk of a tensor is by itself; None if any is none."""
-    found = _segments_of(chunks_of(entry), entry.source_dtype.itemsize)
-    segments = [segment for _, segment in found if segment is not None]
-    return segments if len(segments) == len(entry.chunks) else None
+    runs = runs_of_chunks(chunks_of(entry), entry.source_dtype.itemsize)
+    return None if runs is None else [Segment(*run[:3], 0, run[3]) for run in runs]
 
 
-def _segments_of(chunks: Chunks, itemsize: int) -> Iterator[tuple[Box, Segment | None]]:
-    """Yield the box of each chunk, and the segment that it is by itself; None if it is none."""
-    if isinstance(chunks, WrittenChunks):
-        runs = (Segment(*run, 0, None) for run in chunks.runs())
-        yield from zip(chunks.boxes, runs, strict=True)
-        return
+def runs_of_chunks(chunks: Chunks, itemsize: int) -> list[Run] | None:
+    """Return the run of bytes that each chunk is as stored; None if any is none.
+
+    Opens the containers of the chunks.
+    """
+    if isinstance(chunks, RunChunks):
+        return [*chunks.runs()]
+    runs = list[Run]()
     for chunk in chunks:
-        box, shape = chunk.box, chunk.box.shape
-        at = open_place(chunk.at, shape)
+        shape = chunk.box.shape
+        at, nbytes = open_place(chunk.at, shape), math.prod(shape) * itemsize
         if is_run(at, shape, itemsize):
-            yield box, Segment(at.file, at.offset, math.prod(shape) * itemsize, 0, at.record)
+            runs.append((at.file, at.offset, nbytes, at.record))
+        elif not nbytes:
+            runs.append((at.file, at.offset, 0, None))
         else:
-            yield box, None if 0 not in shape else Segment(at.file, at.offset, 0, 0, None)
+            return None
+    return runs
+
+
+def _rows_of(
+    boxes: Sequence[Box], shape: tuple[int, ...], itemsize: int
+) -> list[tuple[int, int]] | None:
+    """Return the numbers of boxes in the order of the rows that they are, and what bytes precede.
+
+    None if any is not some whole rows of an array of ``shape``, or they overlap or leave a gap.
+    """
+    skip_to, reached = skips_in(shape, itemsize), 0
+    skips = [(skip_to(boxes[at]), at) for at in solid_places(boxes)]
+    rows = sorted((skip, at) for skip, at in skips if skip is not None)
+    for skip, at in rows:
+        if skip != reached:
+            return None
+        reached += boxes[at].volume * itemsize
+    is_all = len(rows) == len(skips) and reached == math.prod(shape) * itemsize
+    return [(at, skip) for skip, at in rows] if is_all else None
+
+
+_rows_of_few = lru_cache(maxsize=64)(_rows_of)
+"""The same, once for all tensors that are cut alike."""
 
 
 def cut_out(segments: Sequence[Segment], start: int, nbytes: int) -> Iterator[Segment]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 
 from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Container, Path, Place, TensorEntry, merge_copies
-from ckptool.core.chunks import ChunkTable, LateChunks
+from ckptool.core.chunks import ChunkTable, LateChunks, RecordTable
 from ckptool.errors import (
     UNCODED,
     UNREAD,
@@ -21,7 +22,7 @@ from ckptool.errors import (
     damaged,
     refused,
 )
-from ckptool.formats.dcp.alike import AlikePlaces, kind_of, locate_alike
+from ckptool.formats.dcp.alike import AlikePlaces, kind_of, locate_alike, locate_tables
 from ckptool.formats.dcp.inventory import DAMAGE_HINT
 from ckptool.formats.dcp.opening import (
     Item,
@@ -99,13 +100,15 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
     problems: list[Problem] = []
     unread: list[Problem] = []
     contents = Assembled()
-    closed = [e for e in catalog.tensors.values() if not isinstance(e.chunks, LateChunks)]
-    chunks_of = {entry.name: tuple(entry.chunks) for entry in closed}
-    items = list(_items_of((e, chunk) for e in closed for chunk in chunks_of[e.name]))
-    expect_edges(source, ((item.at.file, item.at.offset, item.at.nbytes) for item in items))
-    known = locate_alike(source, items)
-    for name, entry in catalog.tensors.items():
-        if isinstance(entry.chunks, LateChunks):
+    found = catalog.tensors.items()
+    closed = {n: e for n, e in found if not isinstance(e.chunks, LateChunks | RecordTable)}
+    expect_edges(source, chain.from_iterable(map(_spans_of, closed.values())))
+    tables = locate_tables(source, closed.values())
+    tensors = catalog.tensors | {n: replace(closed[n], chunks=t) for n, t in tables.items()}
+    chunks_of = {name: tuple(e.chunks) for name, e in closed.items() if name not in tables}
+    known = locate_alike(source, _items_of((closed[n], c) for n in chunks_of for c in chunks_of[n]))
+    for name, entry in tensors.items():
+        if name not in chunks_of:
             contents.tensors[name] = entry
             continue
         try:
@@ -205,6 +208,14 @@ def _read_sharded_state(source: Source, entry: TensorEntry) -> Assembled | None:
     for name, part in found.tensors.items():
         found.tensors[name] = replace(part, chunks=merge_copies(chunks[name]))
     return found
+
+
+def _spans_of(entry: TensorEntry) -> Iterable[tuple[str, int, int]]:
+    """Return the file, the offset and the bytes of each unopened item of a tensor."""
+    if isinstance(entry.chunks, ChunkTable):
+        return entry.chunks.items.spans()
+    items = _items_of((entry, chunk) for chunk in entry.chunks)
+    return ((item.at.file, item.at.offset, item.at.nbytes) for item in items)
 
 
 def _items_of(some: Iterable[tuple[TensorEntry, Chunk]]) -> Iterator[Item]:

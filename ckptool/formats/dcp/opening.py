@@ -155,29 +155,34 @@ def _kinds_of(entry: TensorEntry) -> list[ItemKind | None]:
     """Return the kind of the item that each chunk is in, None for one that is not opened late."""
     chunks = entry.chunks
     if type(chunks) is ChunkTable:
-        boxes = chunks.boxes
-        nbytes = (boxes.highs - boxes.lows).prod(axis=1) * entry.source_dtype.itemsize
+        nbytes = chunks.boxes.volumes * entry.source_dtype.itemsize
         rests, places = (chunks.items.lengths - nbytes).tolist(), (nbytes % _ALIGNMENT).tolist()
         return list(zip(rests, places, strict=True))
     items = (_late_item(entry, chunk) for chunk in chunks)
     return [None if item is None else item.kind for item in items]
 
 
-def _find_start(source: Source, item: Item) -> int | None:
-    """Return the byte of an item where a plain tensor's elements begin, None for any other.
+def plain_start(item: Item, place: Place) -> int | None:
+    """Return the byte of an item where its elements begin, None unless they are plain.
 
-    They are plain if they are a whole record, unchanged and in order. Problems are reported later,
-    together.
+    They are plain if they are a whole record, unchanged and in order.
     """
-    try:
-        place = locate_item(source, item)
-    except CkptoolError:
-        return None
     if not isinstance(place, Extent) or place.record is None or place.ops:
         return None
     is_all = (place.record.offset, place.record.nbytes) == (place.offset, item.data_nbytes)
     is_plain = is_all and contiguous(place.strides, item.shape, item.dtype.itemsize)
     return place.offset - item.at.offset if is_plain else None
+
+
+def _find_start(source: Source, item: Item) -> int | None:
+    """Return where the elements of an item begin, None unless they are a plain tensor's.
+
+    Problems are reported later, together.
+    """
+    try:
+        return plain_start(item, locate_item(source, item))
+    except CkptoolError:
+        return None
 
 
 class Openings:

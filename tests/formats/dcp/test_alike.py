@@ -67,6 +67,7 @@ def located_one_by_one(folder: Path) -> dict[str, TensorEntry] | list[str]:
     """The same, each item opened by itself."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(items, "locate_alike", lambda source, items: {})
+        patch.setattr(items, "locate_tables", lambda source, entries: {})
         return located(folder)
 
 
