@@ -16,7 +16,7 @@ from ckptool.core.catalog import Chunk, Extent, TensorEntry, merge_copies
 from ckptool.core.chunks import Run, RunChunks
 
 
-class Data(NamedTuple):
+class Data(Struct, frozen=True):
     """The C-ordered image of ``box`` of the tensor ``name``; ``itemsize`` in bytes."""
 
     name: str
@@ -34,7 +34,7 @@ class Data(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.box.volume * self.itemsize
+        return _volume(self.box) * self.itemsize
 
 
 @lru_cache(maxsize=1024)
@@ -43,7 +43,13 @@ def _only_piece(box: Box) -> tuple[Piece]:
     return (Piece(box, Box.whole(box.shape)),)
 
 
-class ScatteredData(NamedTuple):
+@lru_cache(maxsize=1024)
+def _volume(box: Box) -> int:
+    """Return the elements of a box, counted once for tensors that are cut alike."""
+    return box.volume
+
+
+class ScatteredData(Struct, frozen=True):
     """The C-ordered image of a local tensor of ``shape`` made of ``pieces`` of ``name``."""
 
     name: str

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from operator import add, sub
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -25,7 +24,7 @@ _STRAIGHT = 4
 """Times as large as other tiles are those of whole rows, which are copied piece by piece."""
 
 
-class Tile(NamedTuple):
+class Tile(Struct, frozen=True):
     """A range of an output file: a C-ordered array of ``shape`` at byte ``offset``.
 
     It is filled from ``sources``, what chunks have of it; or from ``pieces`` of a ``band`` of the
@@ -47,7 +46,7 @@ class Tile(NamedTuple):
         return math.prod(self.shape) * self.entry.dtype.itemsize
 
 
-class LayoutPart(NamedTuple):
+class LayoutPart(Struct, frozen=True):
     """A tensor part of a file: file ``file`` of the layout, part ``position``, byte ``offset``."""
 
     file: int
@@ -137,13 +136,14 @@ def tiles_of_group(
     group: Group, entry: TensorEntry, index: ChunkIndex, limit: int
 ) -> Iterator[list[Tile]]:
     """Yield the tiles of a group, in order; those that are read together at a time."""
+    band = group.band
     if group.at_once:
         yield [
-            Tile(file, position, offset, part.shape, entry, (), part.pieces, group.band)
-            for file, position, offset, part in group.parts
+            Tile(at.file, at.position, at.offset, at.part.shape, entry, (), at.part.pieces, band)
+            for at in group.parts
         ]
-    elif group.band is not None:
-        yield from _tiles_of_rows(group, entry, group.band)
+    elif band is not None:
+        yield from _tiles_of_rows(group, entry, band)
     else:
         for tile in _tiles_of(group.parts[0], entry, index, limit * group.times):
             yield [tile]
@@ -201,10 +201,8 @@ def _tiles_of_rows(group: Group, entry: TensorEntry, band: Box) -> Iterator[list
         if at == 0 or rows < group.rows:
             cuts = [_rows_cut(place.part, band, rows) for place in group.parts]
         yield [
-            Tile(file, position, offset + at * row, shape, entry, (), pieces, step)
-            for (file, position, offset, _), (row, shape, pieces) in zip(
-                group.parts, cuts, strict=True
-            )
+            Tile(to.file, to.position, to.offset + at * row, shape, entry, (), pieces, step)
+            for to, (row, shape, pieces) in zip(group.parts, cuts, strict=True)
         ]
 
 

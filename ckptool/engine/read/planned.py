@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from ckptool.core.box import Box
 from ckptool.core.casts import is_computed
@@ -49,7 +51,7 @@ def touch(
             records.touch(at.record, entry.name, required=required, joined=joined)
 
 
-class PlannedPiece(NamedTuple):
+class PlannedPiece(Struct, frozen=True):
     """Bytes of a tile in the form to be written, at the offset ``skip``."""
 
     tile: Tile
@@ -125,18 +127,25 @@ class PlanReader:
     def _small(self, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, memoryview]]:
         """Read small tensors, and cut tiles from each, each valid until the next.
 
-        Those that are stored as rows of the type to be written are read together.
+        Those that are stored as rows of the type to be written are read together, and cut together
+        if their tiles are the same parts of them.
         """
-        straight, others = list[tuple[list[Tile], list[Segment]]](), list[list[Tile]]()
+        straight, others = list[list[Tile]](), list[list[Tile]]()
+        rows = list[list[Segment]]()
         for some in (list(of_one) for _, of_one in groupby(tiles, _NAME_OF)):
             segments = self._find_rows(some[0].entry)
             if segments is None:
                 others.append(some)
             else:
-                straight.append((some, segments))
-        found = self._bytes.read_close([segments for _, segments in straight])
-        for (some, _), data in zip(straight, found, strict=True):
-            yield from self._cut_rows(some, memoryview(data))
+                straight.append(some)
+                rows.append(segments)
+        alike = dict[object, list[tuple[list[Tile], memoryview]]]()
+        for some, data in zip(straight, self._bytes.read_close(rows), strict=True):
+            entry = some[0].entry
+            kind = entry.shape, entry.dtype.name, *(id(tile.pieces) for tile in some)
+            alike.setdefault(kind, []).append((some, memoryview(data)))
+        found = chain.from_iterable(map(_cut_alike, alike.values()))
+        yield from sorted(found, key=lambda each: (each[0].file, each[0].part))
         for some in others:
             yield from self._cut(some, Box.whole(some[0].entry.shape))
 
@@ -149,21 +158,6 @@ class PlanReader:
             if segment.record is not None:
                 self._records.touch(segment.record, entry.name)
         return segments
-
-    def _cut_rows(
-        self, tiles: Sequence[Tile], whole: memoryview
-    ) -> Iterator[tuple[Tile, memoryview]]:
-        """Cut tiles from a small tensor; whole rows of it without numpy."""
-        entry, values = tiles[0].entry, None
-        row = len(whole) // entry.shape[0] if entry.shape else 0
-        for tile in tiles:
-            data = _rows_of(tile, whole, row)
-            if data is None:
-                from ckptool.engine.read.gather import array, cut
-
-                values = array(entry.shape, entry.dtype, whole) if values is None else values
-                data = cut(values, tile, self._memory(tile.nbytes))
-            yield tile, data
 
     def _read_band(self, entry: TensorEntry, band: Box) -> Array:
         """Return a box of a tensor in the type to be written, valid until the next."""
@@ -237,16 +231,34 @@ class PlanReader:
             lost = ()
 
 
-def _rows_of(tile: Tile, whole: memoryview, row: int) -> memoryview | None:
-    """Return a tile that is whole rows of a tensor, of ``row`` bytes each; None if it is not."""
-    if len(tile.pieces) > 1:
-        return None
+def _cut_alike(
+    tensors: Sequence[tuple[Sequence[Tile], memoryview]],
+) -> Iterator[tuple[Tile, memoryview]]:
+    """Yield the tiles of small tensors that are cut alike; those of whole rows without numpy."""
+    (first, whole), stack = tensors[0], None
+    for at, tile in enumerate(first):
+        rows = _rows_of(tile, len(whole))
+        if rows is not None:
+            yield from ((tiles[at], data[rows]) for tiles, data in tensors)
+            continue
+        from ckptool.engine.read.gather import array, cut
+
+        if stack is None:
+            joined = memoryview(b"".join([data for _, data in tensors]))
+            stack = array((len(tensors), *tile.entry.shape), tile.entry.dtype, joined)
+        size = tile.nbytes
+        parts = cut(stack, tile, memoryview(bytearray(size * len(tensors))))
+        for (tiles, _), start in zip(tensors, range(0, len(parts), size), strict=True):
+            yield tiles[at], parts[start : start + size]
+
+
+def _rows_of(tile: Tile, nbytes: int) -> slice | None:
+    """Return which of a tensor's ``nbytes`` bytes a tile is; None if it is not whole rows of it."""
     box, shape = tile.pieces[0].box, tile.entry.shape
-    if not shape:
-        return whole
-    if tile.shape != box.shape or tile.shape[1:] != shape[1:]:
+    if len(tile.pieces) > 1 or tile.shape != box.shape or tile.shape[1:] != shape[1:]:
         return None
-    return whole[box.lo[0] * row : box.hi[0] * row]
+    row = nbytes // shape[0] if shape else 0
+    return slice(box.lo[0] * row, box.hi[0] * row) if shape else slice(None)
 
 
 def plan_jobs(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import chain
 
+from msgspec.structs import astuple
+
 from ckptool.core.catalog import Extent, Opening, TensorEntry
 from ckptool.core.chunks import chunks_of
 from ckptool.core.layout import WrittenChunks
@@ -82,7 +84,7 @@ def _group_bytes(plan: Plan, group: Group, known: dict[object, int], opened: set
     """
     entry = plan.catalog.tensors[group.parts[0].part.name]
     stored = _stored(entry)
-    parts = tuple(spot.part[1:] for spot in group.parts)
+    parts = tuple(astuple(spot.part)[1:] for spot in group.parts)
     kind = group.band, entry.source_dtype, parts, stored
     if stored is not None and kind in known:
         return known[kind]

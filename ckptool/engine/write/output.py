@@ -199,14 +199,14 @@ class OutputFiles:
         return descriptors[path]
 
 
-def apply_patches(literal: Literal, at: int, part_crc: Callable[[int], int]) -> bytes:
+def apply_patches(literal: Literal, at: int, part_crc: Callable[[int], int]) -> bytes | bytearray:
     """Return a literal, part ``at`` of a file, with its patches; ``part_crc`` is that of a part."""
     if not literal.patches:
         return literal.data
     data = bytearray(literal.data)
     for patch in literal.patches:
         data[patch.at : patch.at + 4] = part_crc(at - patch.back).to_bytes(4, "little")
-    return bytes(data)
+    return data
 
 
 def write_at(descriptor: int, path: str, offset: int, data: memoryview) -> None:

@@ -171,8 +171,9 @@ class _PlanWriter:
     def _write_tiles(self, tiles: Sequence[Tile], read: Iterator[PlannedPiece]) -> None:
         """Write the pieces of some tiles as they are read; small parts a little later."""
         if are_small(tiles):
-            for tile, _, data, crc in read:
-                self._output.add(tile, self._unfinished[tile.file].parts, data, crc)
+            for piece in read:
+                parts = self._unfinished[piece.tile.file].parts
+                self._output.add(piece.tile, parts, piece.data, piece.crc)
             return
         done = []
         for tile, pieces in groupby(read, _TILE_OF):

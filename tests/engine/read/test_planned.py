@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ckptool.core.box import Box, Piece
 from ckptool.core.catalog import Catalog, Chunk, Extent, Record, TensorEntry
@@ -24,6 +25,7 @@ from ckptool.core.planning.plan import Plan
 from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.read import gather, planned
 from ckptool.engine.read.planned import PlanReader, plan_jobs
+from ckptool.engine.read.segments import segments_of_tensor
 from ckptool.storage.local import LocalSource
 
 RNG = np.random.default_rng(5)
@@ -71,15 +73,15 @@ def parts_of(shape: tuple[int, ...], cells: list[Box], scattered: bool) -> list[
     ]
 
 
-def part_of(boxes: tuple[Box, ...]) -> Data | ScatteredData:
+def part_of(boxes: tuple[Box, ...], name: str = "t") -> Data | ScatteredData:
     if len(boxes) == 1:
-        return Data("t", boxes[0], 2)
+        return Data(name, boxes[0], 2)
     pieces, end = [], 0
     for box in boxes:
         corner = (0, end, *(0 for _ in box.lo[2:]))
         pieces.append(Piece(box, Box.at(corner, box.shape)))
         end += box.shape[1]
-    return ScatteredData("t", (box.shape[0], end, *box.shape[2:]), tuple(pieces), 2)
+    return ScatteredData(name, (box.shape[0], end, *box.shape[2:]), tuple(pieces), 2)
 
 
 @given(CUTS, st.integers(1, 40), st.integers(2, 64), st.integers(2, 9), st.booleans())
@@ -118,6 +120,39 @@ def test_any_cut_is_read_from_any_other(
     for boxes, image in zip(parts, images, strict=True):
         expected = np.concatenate([values[at(box)] for box in boxes], axis=1)
         assert image.tobytes() == expected.tobytes()
+
+
+@given(st.lists(st.tuples(CUTS, st.booleans()), min_size=1, max_size=3), st.integers(1, 3))
+@settings(max_examples=60)
+def test_small_tensors_of_several_kinds_are_cut_in_the_order_of_files(
+    kinds: list[tuple[tuple[tuple[int, ...], list[Box], list[Box]], bool]], times: int
+) -> None:
+    """Each file has a part of each tensor; kinds come by turns."""
+    tensors, contents = dict[str, TensorEntry](), dict[int, list[Data | ScatteredData]]()
+    expected, found = dict[int, bytes](), dict[int, bytes]()
+    with TemporaryDirectory() as folder:
+        for (shape, cells, wanted), scattered in kinds * times:
+            name, values = f"t{len(tensors)}", RNG.integers(0, 2**16, shape, np.uint16)
+            data, entry = stored(values, cells, 9)
+            Path(folder, name).write_bytes(data)
+            chunks = tuple(Chunk(c.box, replace(c.at, file=name)) for c in entry.chunks)
+            tensors[name] = replace(entry, name=name, chunks=chunks)
+            for number, boxes in enumerate(parts_of(shape, wanted, scattered)):
+                contents.setdefault(number, []).append(part_of(boxes, name))
+                image = np.concatenate([values[at(box)] for box in boxes], axis=1)
+                expected[number] = expected.get(number, b"") + image.tobytes()
+        files = tuple(FileLayout(f"o{n}", tuple(parts)) for n, parts in contents.items())
+        plan = Plan(Catalog("test", tensors, {}, {}), Layout(files, folder=True))
+        made = plan.groups([(n, file.parts) for n, file in enumerate(files)], 1 << 20)
+        tiles = [t for group in made for job in plan.jobs(group, 1 << 20) for t in job]
+        with closing(PlanReader(LocalSource.folder(Path(folder)), RecordCheck())) as reader:
+            pieces = [(p.tile.file, p.tile.offset, bytes(p.data)) for p in reader.pieces(tiles)]
+    if all(segments_of_tensor(entry) is not None for entry in tensors.values()):
+        assert pieces == sorted(pieces)
+    for number, offset, data in sorted(pieces):
+        assert offset == len(found.get(number, b""))
+        found[number] = found.get(number, b"") + data
+    assert found == expected
 
 
 def test_rows_are_read_once_for_all_their_columns(tmp_path: Path) -> None:

@@ -233,7 +233,8 @@ def test_what_the_plan_itself_gets_wrong_is_found(
     def jobs(self: Plan, group: Any, limit: int) -> Any:
         for tiles in real(self, group, limit):
             yield [
-                tile._replace(
+                replace(
+                    tile,
                     sources=tuple(s._replace(chunk=wrong(s.chunk)) for s in tile.sources),
                     entry=replace(tile.entry, chunks=tuple(map(wrong, tile.entry.chunks))),
                 )
