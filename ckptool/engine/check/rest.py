@@ -39,7 +39,7 @@ class RestRun(NamedTuple):
     file: str
     offset: int
     nbytes: int
-    made: bytes
+    made: bytes | bytearray
     sums: tuple[_Sum, ...]
     holes: tuple[tuple[int, int], ...]
 
@@ -193,16 +193,13 @@ class Rest:
 
     def _run(self, rest: _Rest) -> RestRun:
         """Return the run that ends here; the next one begins there."""
-        data, start, end = memoryview(rest.data), rest.start, rest.end
+        data, start, end = rest.data, rest.start, rest.end
+        made = _digest(data) if self._written.policy.by_request else data
         sums = tuple([each for each in rest.sums if start - _SUM < each[0] < end])
-        run = RestRun(rest.file, start, len(data), self._mark(data), sums, tuple(rest.holes))
+        run = RestRun(rest.file, start, len(data), made, sums, tuple(rest.holes))
         rest.start, rest.data, rest.holes = end, bytearray(), []
         rest.sums = [each for each in rest.sums if each[0] + _SUM > end]
         return run
-
-    def _mark(self, data: memoryview) -> bytes:
-        """Return a key that distinguishes bytes: on a disk the bytes themselves."""
-        return _digest(data) if self._written.policy.by_request else bytes(data)
 
     def _job_of(self, one: RestRun | _Copy) -> Job[str, SideReaders, RestTile]:
         copied = known_runs()
@@ -248,7 +245,7 @@ class Rest:
             for at, nbytes in one.holes:
                 low = at - one.offset
                 data[low : low + nbytes] = bytes(nbytes)
-            return self._mark(data) == one.made
+            return one.made == (_digest(data) if self._written.policy.by_request else data)
         for run in one.runs:
             data = _read_back(readers, one.file, one.offset + run.offset, run.nbytes)
             if checksum(data) != run.checksum:
@@ -274,5 +271,5 @@ def _read_back(readers: SideReaders, file: str, offset: int, nbytes: int) -> mem
         raise _Unreadable(error.message) from error
 
 
-def _digest(data: memoryview) -> bytes:
+def _digest(data: bytearray | memoryview) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
