@@ -25,7 +25,7 @@ class Data(Struct, frozen=True):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.box.shape
+        return _only_piece(self.box)[0].local.hi
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

@@ -9,7 +9,7 @@ from msgspec import Struct
 from ckptool.engine.read.segments import NotePiece, Segment
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import Job, Subject, known_runs
-from ckptool.storage.files import Files, ReadSpan
+from ckptool.storage.files import Files
 
 _GAP = 4 << 10
 """Bytes between two runs that are read with them: less than a call of the kernel costs.
@@ -70,29 +70,29 @@ class ByteReader:
 
         Those of records are noted. They are in memory that the next call may reuse.
         """
-        window, windows = _Window("", 0, 0, 0), list[_Window]()
-        places, left = dict[ReadSpan, int](), _MOST_GAPS
-        for run in sorted({segment[:3] for group in groups for segment in group}):
-            file, start, nbytes = run
+        window, windows, left = _Window("", 0, 0, 0), list[_Window](), _MOST_GAPS
+        every = [segment for group in groups for segment in group]
+        runs, places = sorted((*s[:3], at) for at, s in enumerate(every)), [0] * len(every)
+        for file, start, nbytes, at in runs:
             gap = start - window.end
             if file != window.file or gap > min(self._gap, left):
                 window = _Window(file, start, start, window.place + window.end - window.start)
                 windows.append(window)
             else:
                 left -= max(0, gap)
-            places[run] = window.place + start - window.start
+            places[at] = window.place + start - window.start
             window.end = max(window.end, start + nbytes)
         memory = self.memory(window.place + window.end - window.start)
         for window in windows:
             part = memory[window.place : window.place + window.end - window.start]
             self.files.read_into(window.file, window.start, part)
         if self._sums is not None:
-            for (file, start, nbytes), place in places.items():
-                self._sums.note(file, start, memory[place : place + nbytes])
+            for file, start, nbytes, at in runs:
+                self._sums.note(file, start, memory[places[at] : places[at] + nbytes])
+        ahead = iter(places)
         for group in groups:
             parts = list[memoryview]()
-            for file, start, nbytes, _, record in group:
-                place = places[file, start, nbytes]
+            for (_, start, nbytes, _, record), place in zip(group, ahead, strict=False):
                 parts.append(memory[place : place + nbytes])
                 if record is not None:
                     self.note(record, start, parts[-1])

@@ -79,11 +79,12 @@ class ReadSums:
         columns = self._sorted.get(file)
         if columns is None:
             columns = self._sorted[file] = _sort(self._notes.pop(file, bytearray()))
-        first = bisect_left(columns[0], start)
-        last = bisect_left(columns[0], end, first)
-        for run in map(ReadRun, *(column[first:last] for column in columns)):
-            if run.offset + run.nbytes <= end:
-                yield run
+        offsets, sizes, checksums = columns
+        for at in range(bisect_left(offsets, start), len(offsets)):
+            if offsets[at] >= end:
+                return
+            if offsets[at] + sizes[at] <= end:
+                yield ReadRun(offsets[at], sizes[at], checksums[at])
 
 
 @lru_cache
