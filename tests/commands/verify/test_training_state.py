@@ -123,6 +123,19 @@ def test_one_mean_of_squares_for_a_parameter_or_a_row_is_of_its_shape(tmp_path: 
     assert not checked(saved(tmp_path / "c", state=state)).findings
 
 
+@pytest.mark.parametrize(("mask", "count"), [((4, 6), 0), ((6, 4), 1), ((4,), 1), (None, 1)])
+def test_moments_of_the_elements_that_a_mask_chooses(
+    mask: tuple[int, ...] | None, count: int, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    state = optimizer({"a": 7})
+    state["model"]["a"], own = torch.ones(4, 6), state["optimizer"]["state"]["a"]
+    own["exp_avg"] = own["exp_avg_sq"] = torch.ones(5)  # as of SaRA
+    if mask is not None:
+        own["mask"] = torch.ones(mask, dtype=torch.bool)
+    assert len(checked(saved(tmp_path / "c", state=state)).findings) == count
+
+
 def test_optimizer_state_of_another_shape(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     state = optimizer({"a": 7, "b": 7})

@@ -36,6 +36,13 @@ class _Pair(NamedTuple):
     parameter: str
     said_by: str
     shape: Shape
+    mask: Shape | None = None
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether it is of those elements of a parameter that a mask beside it chooses (SaRA)."""
+        own = self.state.shape
+        return self.mask == self.shape and len(own) == 1 and own[0] <= math.prod(self.shape)
 
     @property
     def is_shared(self) -> bool:
@@ -59,11 +66,13 @@ class _Pair(NamedTuple):
 def shape_problems(catalog: Catalog) -> Iterator[Problem]:
     """Yield state in another shape than its parameter has, but for what an optimizer projects."""
     pairs = list(_pairs(catalog))
-    odd = [pair for pair in pairs if pair.state.shape != pair.shape and not pair.is_shared]
+    odd = [pair for pair in pairs if pair.state.shape != pair.shape]
+    odd = [pair for pair in odd if not (pair.is_shared or pair.is_chosen)]
     ranks = _projected(pairs) if odd else set()
-    for state, _, said_by, shape in (pair for pair in odd if pair.rank not in ranks):
-        message = f"{state.name}: {list(state.shape)}, but {said_by} is {list(shape)}"
-        yield Problem(message, "optimizer-shape", tensor=state.name)
+    for pair in (pair for pair in odd if pair.rank not in ranks):
+        name = pair.state.name
+        message = f"{name}: {list(pair.state.shape)}, but {pair.said_by} is {list(pair.shape)}"
+        yield Problem(message, "optimizer-shape", tensor=name)
 
 
 def _pairs(catalog: Catalog) -> Iterator[_Pair]:
@@ -74,6 +83,11 @@ def _pairs(catalog: Catalog) -> Iterator[_Pair]:
     """
     models = models_by_tail(catalog.tensors)
     firsts: dict[str, TensorEntry] = {}
+    masks = {
+        name.rpartition(".")[0]: entry.shape
+        for name, entry in catalog.tensors.items()
+        if entry.source_dtype.kind == "bool"
+    }
     for name, entry in catalog.tensors.items():
         if (by_kind := _BY_KIND.fullmatch(name)) and state_category(entry) == "optimizer":
             shapes = _shapes_of(by_kind[1], catalog)
@@ -84,7 +98,7 @@ def _pairs(catalog: Catalog) -> Iterator[_Pair]:
         elif (found := _BY_PARAMETER.fullmatch(name)) and state_category(entry) == "optimizer":
             first = firsts.setdefault(found[1], entry)
             of = first if found[2].isdigit() else models.get(found[2], first)
-            yield _Pair(entry, found[2], of.name, of.shape)
+            yield _Pair(entry, found[2], of.name, of.shape, masks.get(found[1]))
 
 
 def _shapes_of(parameter: str, catalog: Catalog) -> Mapping[str, Shape]:
