@@ -41,7 +41,6 @@ from ckptool.commands.verify.checks.pickles import odd_values
 from ckptool.commands.verify.checks.sample import DataPart, DataSample
 from ckptool.commands.verify.checks.training import (
     differing_step_values,
-    has_experts,
     optimizer_problems,
 )
 from ckptool.commands.verify.codes import CODES, require_codes
@@ -303,9 +302,7 @@ class Verification:
             self._problems += differing_step_values(self._catalog)
             with suppress(CkptoolError):  # the reader of all data reports on these
                 self._problems += copied_files(self._catalog, source)
-        self._problems += content.counters.problems(
-            self._state_beside, source, of_experts=has_experts(self._catalog)
-        )
+        self._problems += content.counters.problems(self._state_beside, source, self._catalog)
         return names
 
     def _state_beside(self, counters: Sequence[str]) -> dict[str, list[TensorEntry]]:

@@ -273,3 +273,53 @@ def test_the_rank_and_file_of_a_value_that_is_not_finite(
     where = f"(rank {chunk.rank}, {chunk.at.file})"
     assert f"first nan at {list(chunk.box.lo)} {where}" in found[0].message
     assert entry.name in found[0].message
+
+
+LATE = [f"layers.{layer}.{part}.{kind}" for layer in (0, 1) for part in "ab" for kind in "wv"]
+FIRST = ["layers.2.a.w", "layers.2.b.w", "norm.w", "head.w"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_late"),
+    [
+        (dict.fromkeys(LATE, 3), True),  # layers that were frozen at first
+        (dict.fromkeys(LATE[:4], 2) | dict.fromkeys(LATE[4:], 3), True),  # one after the other
+        (dict.fromkeys(LATE, 3) | {"embed.w": 3}, True),
+        (dict.fromkeys(LATE[:2] + LATE[4:6], 3), False),  # half of what is in each layer
+        (dict.fromkeys(["layers.0.a.w", "layers.1.a.w", "layers.2.a.w"], 3), True),  # one kind
+        ({"embed.w": 3}, False),
+        (dict.fromkeys(LATE[1:], 3), False),
+    ],
+)
+def test_whole_parts_that_were_frozen_at_first_have_fewer_steps(
+    steps: dict[str, int], is_late: bool, tmp_path: Path
+) -> None:
+    state = optimizer(dict.fromkeys(["embed.w", *LATE, *FIRST], 7) | steps)
+    assert bool(checked(saved(tmp_path / "c", state=state)).findings) != is_late
+
+
+@pytest.mark.parametrize(
+    ("steps", "groups", "is_late"),
+    [
+        ([3, 3, 3, 7, 7, 7], [[0, 1, 2, 3, 4, 5]], True),  # numbers are in the order of the model
+        ([3, 5, 5, 4, 4, 7], [[0, 1, 2, 3, 4, 5]], True),
+        ([7, 7, 7, 7, 7, 3], [[0, 1, 2, 3, 4], [5]], True),  # a group that was added
+        ([3, 7, 3, 7, 3, 7], [[0, 1, 2, 3, 4, 5]], False),
+        ([3, 7, 7, 7, 7, 7], [[0, 1, 2, 3, 4, 5]], False),
+    ],
+)
+def test_numbered_parameters_that_were_frozen_at_first(
+    steps: list[int], groups: list[list[int]], is_late: bool, tmp_path: Path
+) -> None:
+    state = optimizer({str(number): count for number, count in enumerate(steps)})["optimizer"]
+    state["state"] = {int(number): own for number, own in state["state"].items()}
+    state["param_groups"] = [{"lr": 0.1, "params": group} for group in groups]
+    path = saved(tmp_path / "c", state={"optimizer": state})
+    assert bool(checked(path).findings) != is_late
+
+
+def test_whole_layers_of_an_earlier_save_are_found(tmp_path: Path) -> None:
+    ranks = [optimizer(dict.fromkeys(LATE, 3)), optimizer(dict.fromkeys(FIRST, 7))]
+    files = {f"model_rank{rank}": state for rank, state in enumerate(ranks)}  # of a pipeline
+    (found,) = checked(saved(tmp_path / "c", **files)).findings
+    assert found.code == "steps-differ"

@@ -8,6 +8,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ckptool.commands.verify.checks.begun_later import begun_later
 from ckptool.core.catalog import Catalog, Container, RankStep, TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some
@@ -158,19 +159,20 @@ class StepCounters:
         return min(self._values, default=None)
 
     def problems(
-        self, locate: Locate, source: Files, *, of_experts: bool = False
+        self, locate: Locate, source: Files, catalog: Catalog | None = None
     ) -> Iterator[Problem]:
         """Yield a problem if they differ.
 
         Each optimizer counts for itself (a GAN has two). Experts may have been chosen less often:
-        those so named, and what has a number alone if the model has some (``of_experts``). Unused
-        parameters have a state of zeros from when it was made (Adagrad, torch's
-        ``get_optimizer_state_dict``).
+        those so named, and what has a number alone if the model has some. Unused parameters have a
+        state of zeros from when it was made (Adagrad, torch's ``get_optimizer_state_dict``), and
+        whole parts of a model may have been frozen at first.
         """
         if len(self._values) < 2:
             return
         most = max(self._values)
         fewer = {value: names for value, names in self._values.items() if value < most}
+        of_experts = has_experts(catalog)
         odd = [
             name
             for names in fewer.values()
@@ -181,7 +183,7 @@ class StepCounters:
         for value, names in fewer.items():
             self._values[value] = [n for n in names if n in odd and n not in unused]
         self._values = _of_one_optimizer(self._values)
-        if len(self._values) < 2:
+        if len(self._values) < 2 or (catalog and begun_later(self._values, catalog)):
             return
         code = "steps-differ" if len(self._values) <= _FEW_VALUES else "steps-scattered"
         ordered = sorted(self._values.items(), key=lambda pair: len(pair[1]))

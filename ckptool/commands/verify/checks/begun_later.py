@@ -1,0 +1,90 @@
+"""Whether parameters with fewer steps than others are those of which training began later.
+
+What was frozen at first are whole parts: groups of the optimizer, layers, modules, or what is of
+one kind in all layers; of parameters with numbers, which are in the order of a model, several that
+follow one another, or all of one shape.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
+
+from ckptool.core.catalog import Catalog
+from ckptool.core.keymap.model import abstract
+
+_STATE, _GROUPS, _PARAMS, _STEP = ".state.", ".param_groups.", ".params", ".step"
+
+Values = Mapping[str, float]
+
+
+def begun_later(counters: Mapping[float, Sequence[str]], catalog: Catalog) -> bool:
+    """Return whether all step counters that are behind are those of whole parts.
+
+    A file of an earlier save may have whole parts as well: it has several counters, and none of
+    those that are not behind.
+    """
+    values = {name: value for value, names in counters.items() for name in names}
+    behind = {name for name, value in values.items() if value < max(counters)}
+    if _have_own_files(behind, values, catalog):
+        return False
+    alike = (part for part in _parts(values, catalog) if len({values[n] for n in part}) == 1)
+    late = {name for part in alike for name in part} & behind
+    modules = Counter(map(_module_of, values))
+    return bool(late) and all(modules[_module_of(name)] == 1 for name in behind - late)
+
+
+def _have_own_files(names: Collection[str], values: Values, catalog: Catalog) -> bool:
+    files: dict[str, set[str]] = defaultdict(set)
+    for name in values.keys() & catalog.tensors.keys():
+        for chunk in catalog.tensors[name].chunks[:1]:
+            files[chunk.at.file].add(name)
+    own = [found for found in files.values() if not found.isdisjoint(names)]
+    return len(own) < len(names) and len(own) < len(files) and set().union(*own) == set(names)
+
+
+def _parts(values: Values, catalog: Catalog) -> Iterator[Collection[str]]:
+    """Yield the counters of each part of a model or an optimizer that may be frozen whole."""
+    yield from _option_groups(catalog, values)
+    alike: dict[object, list[str]] = defaultdict(list)
+    numbered = sorted((int(of), n) for n in values if (of := _parameter_of(n)).isdigit())
+    for _, run in groupby(numbered, lambda each: values[each[1]]):
+        part = [name for _, name in run]
+        alike[part[0], "run"] = part
+    shapes = _shapes(catalog) if numbered else {}
+    for name in values:
+        kind, numbers = abstract(_parameter_of(name))
+        alike[_module_of(name)].append(name)
+        if not _parameter_of(name).isdigit():
+            alike[kind, len(numbers)].append(name)
+        elif (head := name.removesuffix(_STEP)) in shapes:
+            alike[shapes[head]].append(name)
+    yield from (part for part in alike.values() if len(part) > 1)
+
+
+def _option_groups(catalog: Catalog, values: Values) -> Iterator[Collection[str]]:
+    """Yield the counters of each of an optimizer's groups of parameters."""
+    for name, entry in catalog.objects.items():
+        optimizer, is_group, rest = f".{name}".partition(_GROUPS)
+        if is_group and rest.endswith(_PARAMS) and isinstance(entry.value, list):
+            names = {f"{optimizer}{_STATE}{each}{_STEP}".removeprefix(".") for each in entry.value}
+            yield names & values.keys()
+
+
+def _shapes(catalog: Catalog) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of parameters' state other than counters."""
+    tensors = catalog.tensors.items()
+    return {name.rpartition(".")[0]: entry.shape for name, entry in tensors if entry.shape}
+
+
+def _parameter_of(name: str) -> str:
+    _, is_state, parameter = f".{name}".partition(_STATE)
+    return (parameter if is_state else name).removesuffix(_STEP)
+
+
+def _module_of(name: str) -> str:
+    """Return the name of a parameter's layer, up to its number, or else of its module."""
+    steps = _parameter_of(name).split(".")
+    number = next((at for at, step in enumerate(steps) if step.isdigit()), len(steps) - 2)
+    return ".".join(steps[: number + 1])
