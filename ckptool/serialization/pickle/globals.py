@@ -205,6 +205,7 @@ _KNOWN = _expand(
         "torch.nn.parameter": "Parameter Buffer UninitializedParameter",
         "torch.serialization": "_get_layout",
         "torch.storage": "UntypedStorage TypedStorage",
+        "torch.torch_version": "TorchVersion",
         "torch.fx.passes.shape_prop": "TensorMetadata",
         "torch.distributed.remote_device": "_remote_device",
         "mmengine.logging.history_buffer": "HistoryBuffer",
@@ -229,7 +230,7 @@ _HARMLESS_PACKAGES = frozenset(
     " distributed_shampoo easydict enum fairseq lightning lightning_fabric megatron"
     " ml_collections mmcv mmengine nemo numpy olmo_core omegaconf peft pytorch_lightning"
     " safetensors timm tokenizers torch torchao torchtitan torchtune torchvision transformers"
-    " transformer_engine trl verl yacs".split()
+    " transformer_engine trl ultralytics verl yacs".split()
 )
 """Packages whose classes are records of settings, modules and tensors, whatever one is called."""
 

@@ -24,6 +24,7 @@ CODES = {
     "mylib Settings": "unknown-callable",
     "numpy fromfile": "unknown-callable",
     "transformers.training_args TrainingArguments": "unknown-global",
+    "ultralytics.utils IterableSimpleNamespace": "unknown-global",
     "torch.nn.modules.linear Linear": "unknown-global",
     "torch.utils.data.distributed DistributedSampler": "unknown-global",
     "torch.distributed.checkpoint.metadata Metadata": None,
@@ -42,7 +43,8 @@ def test_a_name_has_its_code(name: str) -> None:
 
 def test_settings_that_frameworks_save_have_no_finding(tmp_path: Path) -> None:
     args = Namespace(init=functools.partial(torch.nn.init.normal_, std=0.02), dtype=torch.half)
-    torch.save({"w": torch.ones(2), "args": args}, tmp_path / "a.pt")
+    state = {"w": torch.ones(2), "args": args, "torch": torch.__version__}
+    torch.save(state, tmp_path / "a.pt")
     found = ckptool.verify(tmp_path / "a.pt").findings
     assert {finding.severity for finding in found} <= {Severity.INFO}
 
