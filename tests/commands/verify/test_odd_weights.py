@@ -205,6 +205,11 @@ def changed(change: Callable[[torch.Tensor], torch.Tensor], *names: str, count: 
     return {n: change(t) if n in names else t for n, t in small(count).items()}
 
 
+def difference(*frozen: str) -> States:
+    state = changed(torch.zeros_like, *frozen)
+    return {name: t * 0.01 if "norm" in name else t for name, t in state.items()}
+
+
 def scales(dtype: torch.dtype) -> States:
     """Of blocks, and powers of two: those of one weight are often equal."""
     many = {f"layers.{i}.w_scale": 2.0 ** -torch.randint(9, 12, (8, 16)) for i in range(5)}
@@ -225,18 +230,33 @@ IN_16_BITS = {n: t.half() * 2.0**-11 for n, t in small().items()}
         {f"layers.{i}.m": torch.ones(9, 9).tril(i) for i in range(9)},  # masks
         changed(torch.ones_like, QS[2]),  # a norm of several dims, not trained
         changed(torch.zeros_like, UPS[1], UPS[3]),  # blocks that were added
-        changed(torch.zeros_like, UPS[0], QS[0], UPS[1], QS[1]),  # frozen, in a difference
+        difference(UPS[0], QS[0], UPS[1], QS[1]),  # of models in which these were frozen
+        difference(UPS[2], QS[2]),
+        difference(UPS[3], UPS[4], QS[4]),
         IN_16_BITS | {QS[1]: IN_16_BITS[QS[1]] * 2.0**-10},  # hardly changed
         changed(lambda t: t * torch.tensor([2.0**-133] + [1.0] * (t.shape[0] - 1))[:, None], QS[2]),
     ],
-    ids=["scales", "scales-e8m0", "masks", "ones", "added", "frozen", "difference", "dead"],
+    ids=[
+        "scales",
+        "scales-e8m0",
+        "masks",
+        "ones",
+        "added",
+        "first",
+        "one",
+        "last",
+        "difference",
+        "dead",
+    ],
 )
 def test_weights_that_may_be_right_are_none(state: States, tmp_path: Path) -> None:
     SAVES["dcp"](state, tmp_path / "c")
     assert not checked(tmp_path / "c").findings
 
 
-@pytest.mark.parametrize("names", [(UPS[2], QS[2], UPS[3], QS[3]), (UPS[0], QS[0]), (UPS[0],)])
+@pytest.mark.parametrize(
+    "names", [(UPS[2], QS[2], UPS[3], QS[3]), (UPS[0], QS[0]), (UPS[4], QS[4]), (UPS[0],)]
+)
 def test_layers_of_zeros_among_others_are_found(names: tuple[str, ...], tmp_path: Path) -> None:
     SAVES["dcp"](changed(torch.zeros_like, *names, count=6), tmp_path / "c")
     (finding,) = found(tmp_path / "c")
@@ -264,6 +284,9 @@ ZEROED: dict[str, tuple[str, Any, str]] = {
     "an expert of a layer": ("moe.experts.experts.linear_fc2", (2, 5), "[2, 5]: all values"),
     "an expert": ("model.layers.1.mlp.experts.down", 5, "[5]: all values are zero, but of none of"),
     "an expert of every layer": (".experts.", (..., 7, slice(None), slice(None)), ""),
+    "an expert of the only layer that has any": ("2.mlp.experts.", 5, ""),
+    "padding": ("decoder.layers.", 4, ""),
+    "the first layer": ("linear_qkv", 0, "[0]: all values are zero, but of none of 4 others like"),
     "none": ("", (), ""),
 }
 
@@ -272,6 +295,8 @@ ZEROED: dict[str, tuple[str, Any, str]] = {
 @pytest.mark.parametrize("name", ["m.safetensors", "dcp"])
 def test_zeros_of_what_is_stacked(how: str, name: str, tmp_path: Path) -> None:
     state, (part, at, expected) = stacks(), ZEROED[how]
+    if "only" in how:
+        state = {n: w for n, w in state.items() if "experts" not in n or part in n}
     for weight in (w for n, w in state.items() if part and part in n):
         weight[at] = 0
     SAVES[name](state, tmp_path / name)
@@ -323,6 +348,21 @@ def test_a_single_block_that_adds_nothing_yet(zero: set[str], count: int, tmp_pa
     state = zeroed(state, *(f"model.layers.2.{part}.weight" for part in zero))
     save_file(state, tmp_path / "m.safetensors")
     assert sum(len(finding.affected) or 1 for finding in found(tmp_path / "m.safetensors")) == count
+
+
+@pytest.mark.parametrize(
+    ("zero", "is_trained", "count"),
+    [({"attn.o"}, False, 0), ({"attn.o"}, True, 1), ({"attn.q", "attn.o"}, False, 2)],
+)
+def test_attention_that_adds_nothing_and_is_not_trained(
+    zero: set[str], is_trained: bool, count: int, tmp_path: Path
+) -> None:
+    parts = ("attn.q_proj", "attn.o_proj", "mlp.down_proj")
+    state = {n: w for part in parts for n, w in layers(part=f"{part}.weight").items()}
+    state = zeroed(state, *(f"model.layers.2.{part}_proj.weight" for part in zero))
+    moments = {n: {"exp_avg": w} for n, w in state.items()} if is_trained else {}
+    torch.save({"model": state, "optimizer": {"state": moments}}, tmp_path / "m.pt")
+    assert sum(len(each.affected) or 1 for each in found(tmp_path / "m.pt")) == count
 
 
 @pytest.mark.parametrize(("name", "count"), [("m", 1), ("delta", 0), ("my-task-vector", 0)])

@@ -16,7 +16,9 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.checks.elements import Elements
+from ckptool.commands.verify.checks.meaning.moments import parse_moment
 from ckptool.commands.verify.checks.meaning.stacks import Slice, probes_of, slices_of
+from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.keymap.model import abstract
@@ -31,15 +33,19 @@ if TYPE_CHECKING:
 
 _LEAST = 64
 """Elements of a matrix that are not equal by chance."""
-_BEGINS_ZERO = "lora"
+_BEGINS_ZERO = re.compile(r"lora|hada_|lokr_|oft_|adapter|zero_conv", re.I)
 """Of names of weights that begin as zeros, and stay so in an expert that is never chosen."""
 _NUMBER, _DIGITS = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)"), 9
 """A number that is all between dots, as a layer's is: that of ``fc1`` is part of a name."""
-_OF_LAYERS = re.compile(r"(?<=\blayers\.)\d+")
 _OUTPUT = re.compile(
     r"\.(?:(?:o|out|down|c|linear)_?proj|proj(?:_out)?|(?:linear_)?fc2|w[2o]|dense(?:_4h_to_h)?)\b"
 )
 """Names of matrices whose products are added to what goes through a layer, of attention and MLP."""
+_ATTENTION = re.compile(r"attn|attention", re.I)
+_ZERO = "weight-zero"
+_NORM = re.compile(r"norm|\bln", re.I)
+_SMALL = 0.5
+"""What the norms of a model exceed, and those of a difference of two models do not."""
 _DIFFERENCE = re.compile(
     r"(?<![a-z])(?:deltas?|diff(?:erence)?s?|task[-_]?vectors?)(?![a-z])", re.I
 )
@@ -91,15 +97,18 @@ class Weights:
         kinds: dict[tuple[str, Shape], list[str]] = defaultdict(list)
         for name, shape in shapes.items():
             kind = abstract(name)[0]
-            if kind and _BEGINS_ZERO not in name.lower():
+            if kind and not _BEGINS_ZERO.search(name):
                 kinds[kind, shape].append(name)
-        rightly = _rightly_zero(seen)
-        for (kind, _), names in kinds.items():
-            for name, code, what in _odd(names, seen, rightly):
+        with_moments = _with_moments(elements.located)
+        trained = {name for name in seen if self._slice(name).name in with_moments}
+        stacked = {name: weight for name, weight in seen.items() if self._slice(name).at}
+        rightly = _rightly_zero(seen, trained) | _padding(stacked)
+        odd = [(kind, *each) for (kind, _), n in kinds.items() for each in _odd(n, seen, rightly)]
+        zero = [self._slice(name).name for _, name, code, _ in odd if code == _ZERO]
+        is_difference = bool(zero) and _is_difference(zero, elements)
+        for kind, name, code, what in odd:
+            if not is_difference or code != _ZERO:
                 each = self._slice(name)
-                is_zero = code == "weight-zero"
-                if is_zero and elements.place_named(_DIFFERENCE, [elements.located[each.name]]):
-                    continue  # of what was not trained
                 message = f"{each.label}: {what} others like {kind}"
                 yield Problem(message, code, tensor=each.name)
         not_finite = elements.content.read.not_finite
@@ -185,37 +194,78 @@ def _odd(
                 yield name, code, f"{what}, but of none of {others:,}"
 
 
-def _rightly_zero(seen: Seen) -> set[str]:
+def _is_difference(zero: Iterable[str], elements: Elements) -> bool:
+    """Return whether weights are those of a difference of two models, as a name or norms say.
+
+    What was not trained is zero there, and norms are not those of any model.
+    """
+    located = elements.located
+    if elements.place_named(_DIFFERENCE, (located[name] for name in zero)):
+        return True
+    from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
+
+    named = (entry for name, entry in located.items() if _NORM.search(name))
+    norms = (entry for entry in named if _is_weight(entry) and not entry.name.endswith("bias"))
+    sizes = largest_sizes(norms, elements.source)
+    return bool(sizes) and max(sizes.values()) < _SMALL
+
+
+def _with_moments(located: Mapping[str, TensorEntry]) -> set[str]:
+    """Return the weights that an optimizer has moments of."""
+    moments = [found for found in map(parse_moment, located) if found]
+    models = models_by_tail(located) if moments else {}
+    return {models[parameter].name for _, parameter in moments if parameter in models}
+
+
+def _rightly_zero(seen: Seen, trained: Collection[str]) -> set[str]:
     """Return the matrices that may be zero for a reason.
 
-    Some of several layers, the same of each, or of one all whose products are added to what goes
-    on, as of blocks that are added to a model; and all of the first few layers, which were frozen,
-    in a difference of two models.
+    Some of several layers, the same of each; or of one all whose products are added to what goes
+    on, as of blocks that are added to a model, or those of attention, if they are not trained.
     """
     layers = _layers_of(seen)
-    zero = {
-        layer: frozenset(kind for kind, name in names.items() if seen[name].first == 0)
-        for layer, names in layers.items()
-    }
+    zero = _zero_of(layers, seen)
     alike = Counter(kinds for layer, kinds in zero.items() if kinds != layers[layer].keys())
     found = {layer for layer, kinds in zero.items() if alike[kinds] > 1}
     for layer, kinds in zero.items():
         outputs = {kind for kind in layers[layer] if _OUTPUT.search(kind)}
-        if len(kinds) > 1 and kinds == outputs:
+        added = {kind for kind in outputs if _ATTENTION.search(kind)}
+        is_frozen = all(layers[layer][kind] not in trained for kind in kinds)
+        if (len(kinds) > 1 and kinds == outputs) or (kinds <= added and is_frozen):
             found.add(layer)
-    for _, ordered in groupby(sorted(layers), key=itemgetter(0)):
-        frozen = list(takewhile(lambda layer: zero[layer] == layers[layer].keys(), ordered))
-        found.update(frozen if len(frozen) > 1 else ())
     rightly = {layers[layer][kind] for layer in found for kind in zero[layer]}
     return rightly | _filling(seen)
 
 
+def _zero_of(
+    layers: Mapping[_Layer, Mapping[str, str]], seen: Seen
+) -> dict[_Layer, frozenset[str]]:
+    """Return the kinds of each layer's matrices that are all zero."""
+    return {
+        layer: frozenset(kind for kind, name in names.items() if seen[name].first == 0)
+        for layer, names in layers.items()
+    }
+
+
+def _padding(stacked: Seen) -> set[str]:
+    """Return what is of the last layers of stacks if they are all zero, to fill stages up."""
+    layers = _layers_of(stacked)
+    zero = _zero_of(layers, stacked)
+    last: list[str] = []
+    for head, ordered in groupby(sorted(layers), key=itemgetter(0)):
+        whole = takewhile(lambda at: zero[at] == layers[at].keys(), reversed(list(ordered)))
+        last += [f"{head}{number}." for _, number in whole]
+    return {name for name in stacked if last and name.startswith(tuple(last))}
+
+
 def _filling(seen: Seen) -> set[str]:
-    """Return the experts that are zero in each of several layers, as what fills ranks up is."""
+    """Return the experts that are zero in each layer that has any, as what fills ranks up is."""
     alike: dict[str, list[str]] = defaultdict(list)
     for name in seen:
-        if _COPIED in name:
-            alike[_OF_LAYERS.sub("#", name)].append(name)
+        numbers = [*_NUMBER.finditer(name)] if _COPIED in name else []
+        for expert in numbers[-1:]:
+            head = _NUMBER.sub("#", name[: expert.start()])
+            alike[head + expert[0]].append(name)
     zero = (names for names in alike.values() if all(seen[name].first == 0 for name in names))
     return {name for names in zero if len(names) > 1 for name in names}
 
