@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _STEP = re.compile(r"(?:step|iter|epoch|checkpoint|ckpt)[a-z]*[-_=.]?[0-9]", re.IGNORECASE)
 _TENSORLESS = {"training_args.bin": "arguments of transformers' Trainer, no tensors"}
+_LORA = "pytorch_lora_weights.safetensors"
+"""What diffusers' training scripts save beside the state that accelerate goes on from."""
 _OF_TRAINER = re.compile(r"(?:optimizer|scheduler|scaler)\.(?:pt|bin)|rng_state(?:_\d+)?\.pth")
 """What transformers' Trainer (4.20 to 5.24) goes on from, beside a model and its record."""
 _MOST_FOLDERS = 200
@@ -87,7 +89,7 @@ def _folder_notes(candidate: Candidate, folders: Mapping[str, str]) -> Iterator[
         names = list_some([f"{name}/" for name in group], 1)
         message = f"not read: {names}, a separate checkpoint ({folders[first]});"
         message += f" run `ckptool inspect {candidate.path / first}`"
-        yield Problem(message, "file-unused", file=first)
+        yield Problem(message, "checkpoint-nested", file=first)
 
 
 def _file_notes(names: list[str], *, is_of_trainer: bool) -> Iterator[Problem]:
@@ -95,6 +97,9 @@ def _file_notes(names: list[str], *, is_of_trainer: bool) -> Iterator[Problem]:
         first, some = group[0], list_some(group, 1)
         if tensorless := _TENSORLESS.get(first.rpartition("/")[2]):
             yield Problem(f"not read: {some}: {tensorless}", "note", file=first)
+        elif first == _LORA:
+            message = f"not read: {some}: diffusers' LoRA, a separate checkpoint"
+            yield Problem(message, "checkpoint-nested", file=first)
         elif is_of_trainer and _OF_TRAINER.fullmatch(first):
             message = f"beside the model: {some}: transformers' Trainer goes on from it"
             yield Problem(message, "note", file=first)

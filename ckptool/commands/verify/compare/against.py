@@ -59,7 +59,7 @@ from ckptool.formats.lightning import named_as_one_file
 from ckptool.serialization.state_dict.values import NOT_CARRIED
 from ckptool.storage.url import Location
 
-_SAID = ("file-unused", NOT_CARRIED, PART_NAMED)
+_SAID = ("file-unused", "checkpoint-nested", NOT_CARRIED, PART_NAMED)
 """The codes of a scan's notes that are findings on a side."""
 _AS_THEY_ARE = {"whole": False, "placements": False}
 
