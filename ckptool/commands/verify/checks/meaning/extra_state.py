@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckptool.commands.verify.checks.meaning.moments import parse_moment
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import Catalog, RankStep, TensorEntry
 from ckptool.core.keymap.model import abstract
-from ckptool.core.quantization.master_names import keys_of
+from ckptool.core.quantization.master_names import keys_of, parse_moment
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Problem

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from ckptool.core.box import Box
-from ckptool.core.catalog import TensorEntry
+from ckptool.core.catalog import Chunk, TensorEntry
+from ckptool.core.views import part_at
 from ckptool.engine.check.spans import Part, Probe
 
 _STACK = re.compile(r"\b(layers|experts)\.(?!\d)")
@@ -42,7 +45,58 @@ class Slice(NamedTuple):
         return f"{self.name}{list(self.at)}" if self.at else self.name
 
 
-def slices_of(tensors: Mapping[str, TensorEntry]) -> Iterator[Slice]:
+class Slices:
+    """Tensors by the ``names`` that they have if none are stacked, and ``others``, so called."""
+
+    def __init__(self, tensors: Mapping[str, TensorEntry], others: Iterable[Slice] = ()) -> None:
+        self._slices = {each.numbered: each for each in chain(_slices_of(tensors), others)}
+        stacked = {each.name for each in self._slices.values()}
+        self.names = [*(name for name in tensors if name not in stacked), *self._slices]
+
+    def __getitem__(self, name: str) -> Slice:
+        return self._slices.get(name) or Slice(name, name)
+
+    def shape(self, name: str, tensors: Mapping[str, TensorEntry]) -> Index:
+        """Return the shape of what has a name."""
+        each = self._slices.get(name)
+        return tensors[name].shape if each is None else tensors[each.name].shape[len(each.at) :]
+
+    def probes(self, found: Mapping[str, Probe]) -> dict[str, Probe]:
+        """Return what looks at each tensor, of what looks at some of the names."""
+        slices = ((self._slices[name], found[name]) for name in found if name in self._slices)
+        whole = {name: probe for name, probe in found.items() if name not in self._slices}
+        return whole | probes_of((each.name, each.at, probe) for each, probe in slices)
+
+
+class Entries(dict[str, TensorEntry]):
+    """What has the names of ``slices`` among tensors: made when asked for, called by its label."""
+
+    def __init__(self, slices: Slices, tensors: Mapping[str, TensorEntry]) -> None:
+        self._slices, self._tensors = slices, tensors
+        self._chunks: dict[str, Mapping[Index, Sequence[Chunk]]] = {}
+
+    def __missing__(self, name: str) -> TensorEntry:
+        each = self._slices[name]
+        entry = self._tensors[each.name]
+        if each.at:
+            if each.name not in self._chunks:
+                self._chunks[each.name] = _by_index(entry, len(each.at))
+            own = replace(entry, chunks=tuple(self._chunks[each.name][each.at]))
+            entry = replace(part_at(own, each.at), name=each.label)
+        self[name] = entry
+        return entry
+
+
+def _by_index(entry: TensorEntry, depth: int) -> Mapping[Index, Sequence[Chunk]]:
+    """Return the chunks that have a part of each index of the first dims: there may be many."""
+    found: dict[Index, list[Chunk]] = defaultdict(list)
+    for chunk in entry.chunks:
+        for index in product(*map(range, chunk.box.lo[:depth], chunk.box.hi[:depth])):
+            found[index].append(chunk)
+    return found
+
+
+def _slices_of(tensors: Mapping[str, TensorEntry]) -> Iterator[Slice]:
     """Yield the matrices that are stacked in tensors.
 
     Kernels of a convolution have more dims, or one is small: its filters are no layers.

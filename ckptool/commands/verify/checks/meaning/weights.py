@@ -11,22 +11,21 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby, pairwise, takewhile
+from itertools import groupby, pairwise, takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.checks.elements import Elements
-from ckptool.commands.verify.checks.meaning.moments import parse_moment
-from ckptool.commands.verify.checks.meaning.stacks import Slice, probes_of, slices_of
+from ckptool.commands.verify.checks.meaning.stacks import Entries, Slice, Slices
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.keymap.model import abstract
-from ckptool.core.quantization.master_names import keys_of, parameter_of
+from ckptool.core.quantization.master_names import keys_of, parameter_of, parse_moment
 from ckptool.core.state_category import is_master, state_category
-from ckptool.core.views import part_at
 from ckptool.engine.check.spans import Probe
 from ckptool.errors import Problem
+from ckptool.storage.files import Files
 
 if TYPE_CHECKING:
     from ckptool.commands.verify.checks.meaning.weight_bits import Weight
@@ -66,27 +65,18 @@ class Weights:
 
     def __init__(self, catalog: Catalog) -> None:
         tensors = {name: entry for name, entry in catalog.tensors.items() if _is_weight(entry)}
-        masters = list(_masters_alone(catalog))
-        self._slices = {each.numbered: each for each in chain(slices_of(tensors), masters)}
-        tensors |= {each.name: catalog.tensors[each.name] for each in masters}
-        stacked = {each.name for each in self._slices.values()}
-        whole = ((name, entry) for name, entry in tensors.items() if name not in stacked)
-        parts = ((name, tensors[each.name]) for name, each in self._slices.items())
+        self._slices = Slices(tensors, _masters_alone(catalog))
         matrices = {
-            name: entry.source_dtype
-            for name, entry in chain(whole, parts)
-            if _is_matrix(self._shape(name, entry))
+            name: catalog.tensors[self._slices[name].name].source_dtype
+            for name in self._slices.names
+            if is_matrix(self._slices.shape(name, catalog.tensors))
         }
         self._found = _looked_at(matrices) if matrices else {}
 
     @property
     def probes(self) -> Mapping[str, Probe]:
         """What looks at each of the weights."""
-        found, slices = self._found, self._slices
-        stacked = {name: slices[name] for name in found.keys() & slices.keys()}
-        parts = ((each.name, each.at, found[name]) for name, each in stacked.items())
-        whole = {name: weight for name, weight in found.items() if name not in stacked}
-        return whole | probes_of(parts)
+        return self._slices.probes(self._found)
 
     def problems(self, elements: Elements) -> Iterator[Problem]:
         """Yield the weights that are odd beside their like."""
@@ -100,56 +90,51 @@ class Weights:
             if kind and not _BEGINS_ZERO.search(name):
                 kinds[kind, shape].append(name)
         with_moments = _with_moments(elements.located)
-        trained = {name for name in seen if self._slice(name).name in with_moments}
-        stacked = {name: weight for name, weight in seen.items() if self._slice(name).at}
+        trained = {name for name in seen if self._slices[name].name in with_moments}
+        stacked = {name: weight for name, weight in seen.items() if self._slices[name].at}
         rightly = _rightly_zero(seen, trained) | _padding(stacked)
         odd = [(kind, *each) for (kind, _), n in kinds.items() for each in _odd(n, seen, rightly)]
-        zero = [self._slice(name).name for _, name, code, _ in odd if code == _ZERO]
+        zero = [self._slices[name].name for _, name, code, _ in odd if code == _ZERO]
         is_difference = bool(zero) and _is_difference(zero, elements)
         for kind, name, code, what in odd:
             if not is_difference or code != _ZERO:
-                each = self._slice(name)
+                each = self._slices[name]
                 message = f"{each.label}: {what} others like {kind}"
                 yield Problem(message, code, tensor=each.name)
         not_finite = elements.content.read.not_finite
+        entries = Entries(self._slices, elements.located)
         for one, other, pairs in _alike_layers(shapes, seen):
-            if any(self._slice(name).name in not_finite for _, name in pairs):
+            if any(self._slices[name].name in not_finite for _, name in pairs):
                 continue  # that has a finding of its own
-            if all(self._are_equal(*pair, elements) for pair in pairs):
+            both = ((entries[name], entries[like]) for name, like in pairs)
+            if all(_are_equal(*each, elements.source) for each in both):
                 message = f"{other[0]}{other[1]}: its {len(pairs):,} matrices are those of"
                 message += f" {one[0]}{one[1]}, bit for bit"
-                yield Problem(message, "layers-equal", tensor=self._slice(pairs[0][1]).name)
-
-    def _slice(self, name: str) -> Slice:
-        return self._slices.get(name) or Slice(name, name)
-
-    def _shape(self, name: str, entry: TensorEntry) -> Shape:
-        return entry.shape[len(self._slices[name].at) :] if name in self._slices else entry.shape
+                yield Problem(message, "layers-equal", tensor=self._slices[pairs[0][1]].name)
 
     def _shapes(self, elements: Elements) -> dict[str, Shape]:
         """Return the shapes of the weights that were seen whole."""
         shapes: dict[str, Shape] = {}
         for name, weight in self._found.items():
-            tensor = self._slice(name).name
-            if elements.are_sound(tensor):
-                shape = self._shape(name, elements.located[tensor])
+            if elements.are_sound(self._slices[name].name):
+                shape = self._slices.shape(name, elements.located)
                 if weight.elements == math.prod(shape):
                     shapes[name] = shape
         return shapes
-
-    def _are_equal(self, one: str, other: str, elements: Elements) -> bool:
-        from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
-
-        slices = self._slice(one), self._slice(other)
-        both = [part_at(elements.located[each.name], each.at) for each in slices]
-        places = [[(chunk.box, chunk.at) for chunk in each.chunks] for each in both]
-        return places[0] != places[1] and are_equal(both[0], both[1], elements.source)
 
     def _may_be_odd(self) -> bool:
         """Return whether a weight looks odd by itself, or begins as another one does."""
         looked = self._found.values()
         heads = [each.head for each in looked if each.head is not None and each.first is None]
         return len(set(heads)) < len(heads) or any(each.oddity for each in looked)
+
+
+def _are_equal(one: TensorEntry, other: TensorEntry, source: Files) -> bool:
+    """Return whether two tensors have the same bits, but not in one place, as of tied layers."""
+    from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
+
+    places = [[(chunk.box, chunk.at) for chunk in each.chunks] for each in (one, other)]
+    return places[0] != places[1] and are_equal(one, other, source)
 
 
 def _looked_at(matrices: Mapping[str, DType]) -> dict[str, Weight]:
@@ -172,7 +157,8 @@ def _masters_alone(catalog: Catalog) -> Iterator[Slice]:
             yield Slice(parameter, name)
 
 
-def _is_matrix(shape: Shape) -> bool:
+def is_matrix(shape: Shape) -> bool:
+    """Return whether a tensor is a matrix, or more, of elements that are not equal by chance."""
     return sum(size > 1 for size in shape) > 1 and math.prod(shape) >= _LEAST
 
 
@@ -223,7 +209,7 @@ def _rightly_zero(seen: Seen, trained: Collection[str]) -> set[str]:
     Some of several layers, the same of each; or of one all whose products are added to what goes
     on, as of blocks that are added to a model, or those of attention, if they are not trained.
     """
-    layers = _layers_of(seen)
+    layers = layers_of(seen)
     zero = _zero_of(layers, seen)
     alike = Counter(kinds for layer, kinds in zero.items() if kinds != layers[layer].keys())
     found = {layer for layer, kinds in zero.items() if alike[kinds] > 1}
@@ -249,7 +235,7 @@ def _zero_of(
 
 def _padding(stacked: Seen) -> set[str]:
     """Return what is of the last layers of stacks if they are all zero, to fill stages up."""
-    layers = _layers_of(stacked)
+    layers = layers_of(stacked)
     zero = _zero_of(layers, stacked)
     last: list[str] = []
     for head, ordered in groupby(sorted(layers), key=itemgetter(0)):
@@ -274,7 +260,7 @@ def _alike_layers(
     shapes: Mapping[str, Shape], seen: Seen
 ) -> Iterator[tuple[_Layer, _Layer, list[tuple[str, str]]]]:
     """Yield the few layers that begin as another one does, it first, with the pairs of matrices."""
-    layers = _layers_of(seen)
+    layers = layers_of(seen)
     heads: dict[object, list[_Layer]] = defaultdict(list)
     for layer, names in layers.items():
         looks = {(kind, shapes[n], seen[n].head) for kind, n in names.items()}
@@ -288,7 +274,7 @@ def _alike_layers(
         yield one, other, [(layers[one][kind], name) for kind, name in layers[other].items()]
 
 
-def _layers_of(names: Iterable[str]) -> dict[_Layer, dict[str, str]]:
+def layers_of(names: Iterable[str]) -> dict[_Layer, dict[str, str]]:
     """Return the names of the matrices of each layer, by their kinds."""
     layers: dict[_Layer, dict[str, str]] = defaultdict(dict)
     for name in names:
