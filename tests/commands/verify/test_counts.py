@@ -232,6 +232,51 @@ def test_the_step_in_the_name_of_a_file_of_lightning(
     assert all(text.startswith(expected) for text in found)
 
 
+def counted_by_lightning(
+    path: Path, *, head: str = "", manual: int = 0, schedules: int = 1, **other: Any
+) -> list[str]:
+    """What is said of a file after 12 steps of the optimizer and of the scheduler."""
+    loop = f"{head}loops.fit_loop.epoch_loop"
+    steps = "optim_progress.optimizer.step.total.completed"
+    values: dict[str, Any] = {
+        f"{head}global_step": 12,
+        f"{head}epoch": 1,
+        f"{loop}.automatic_optimization.{steps}": 0 if manual else 12,
+        f"{loop}.manual_optimization.optim_step_progress.total.completed": manual,
+        f"{loop}.scheduler_progress.total.completed": 12 * schedules,
+        f"{'optimizer_0' if head else 'optimizer_states.0'}.param_groups.0.lr": 0.5,
+    }
+    for n in range(schedules):
+        one = {"last_epoch": 12, "_step_count": 13, "_last_lr": [0.5]}
+        values |= {f"{head}lr_schedulers.{n}.{key}": value for key, value in one.items()}
+    torch.save({"pytorch-lightning_version": "2.6.6", "state_dict": {}, "w": torch.ones(2)}, path)
+    known = {key: other.pop(key.rpartition(".")[2], value) for key, value in values.items()}
+    return [f"{each.code}: {each}" for each in count_problems(*with_values(path, known))]
+
+
+@pytest.mark.parametrize("head", ["", "meta."])
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ({}, ""),
+        ({"manual": 12}, ""),
+        ({"global_step": 999}, "global_step is 999, but "),
+        ({"last_epoch": 0}, "lr_schedulers.0.last_epoch is 0, as before the first step, but "),
+        ({"last_epoch": 0, "_step_count": 1, "_last_lr": [1.0]}, "lr_schedulers.0.last_epoch is"),
+        ({"last_epoch": 0, "_step_count": 1}, ""),  # a user steps it later
+        ({"last_epoch": 0, "epoch": 0}, ""),  # to the number of the epoch
+        ({"last_epoch": 3}, ""),
+        ({"last_epoch": 0, "schedules": 2}, ""),  # one that steps after epochs
+    ],
+)
+def test_what_lightning_counts(
+    head: str, other: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    found = counted_by_lightning(tmp_path / "epoch=1-step=12.ckpt", head=head, **other)
+    assert len(found) == bool(expected), found
+    assert all(text.startswith(f"counts-differ: {head}{expected}") for text in found)
+
+
 @pytest.mark.parametrize(
     ("counted", "epoch", "expected"),
     [

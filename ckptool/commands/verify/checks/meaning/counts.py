@@ -46,7 +46,9 @@ class Trainer(NamedTuple):
     ``scaled`` says whether it is used. Where a user may count at the end of an epoch only,
     ``epochs`` says how many there were. ``batch`` is how many ``samples`` a step has, unless
     ``growth`` says that it changes. An ``engine`` that steps for the trainer counts at
-    most one fewer an epoch, whose last batches may be left over.
+    most one fewer an epoch, whose last batches may be left over. The step is one of ``counts``,
+    which a resume goes on from. Where a user may step schedulers otherwise, such as to the number
+    of the ``epoch``, the optimizer's ``rate`` must tell that one has stepped.
     """
 
     source: str
@@ -62,12 +64,16 @@ class Trainer(NamedTuple):
     batch: str = ""
     growth: str = ""
     engine: str = ""
+    counts: tuple[str, ...] = ()
+    rate: str = ""
+    epoch: str = ""
 
 
 _OF_RECORD = f"{TRAINER_STATE}: global_step"
 _SCHEDULE = "scheduler.pt"
 _UNSAID = "?"
 """What no value says: training_args.fp16 is false, too, where accelerate's own settings scale."""
+_LOOP, _DONE = "loops.fit_loop.epoch_loop", ".total.completed"
 TRAINERS = (
     Trainer(
         "torchtitan b5bcd76, trainer.py and components/optimizer/lr_scheduler.py",
@@ -112,12 +118,27 @@ TRAINERS = (
     ),
     *(
         Trainer(
-            "lightning 7f0c343, callbacks/model_checkpoint.py",
+            "lightning 7f0c343, callbacks/model_checkpoint.py, loops/training_epoch_loop.py",
             sign="Lightning",
-            step=step,
+            step=f"{head}global_step",
             folder=r"(?:.*[-_])?epoch=\d+-step=(\d{1,18})(?:-v\d+)?\.ckpt",
+            counts=(
+                f"{head}{_LOOP}.automatic_optimization.optim_progress.optimizer.step{_DONE}",
+                f"{head}{_LOOP}.manual_optimization.optim_step_progress{_DONE}",
+            ),
         )
-        for step in ("global_step", "meta.global_step")
+        for head in ("", "meta.")
+    ),
+    *(
+        Trainer(
+            "lightning 7f0c343, loops/training_epoch_loop.py, which counts steps of all schedulers",
+            sign="Lightning",
+            step=f"{head}{_LOOP}.scheduler_progress{_DONE}",
+            schedules=(Schedule(f"{head}lr_schedulers.0.last_epoch", of_steps=False),),
+            rate=f"{optimizer}.param_groups.0.lr",
+            epoch=f"{head}epoch",
+        )
+        for head, optimizer in (("", "optimizer_states.0"), ("meta.", "optimizer_0"))
     ),
 )
 _FIRST = 2
@@ -136,7 +157,7 @@ def count_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     for trainer in TRAINERS:
         step = _number(values, trainer.step)
         if trainer.sign in signs and step is not None:
-            yield from _of_name(trainer, values, surveyed.path, step)
+            yield from _of_counts(trainer, values, surveyed.path, step)
             yield from _of_engine(trainer, values, step)
             for schedule in trainer.schedules:
                 yield from _of_schedule(trainer, schedule, values, step)
@@ -162,6 +183,17 @@ def _values(source: Files, catalog: Catalog) -> Values:
 def _number(values: Values, name: str) -> int | None:
     value = values.get(name)
     return value if type(value) is int and value >= -1 else None
+
+
+def _of_counts(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
+    """Yield a problem if the step is none of the counts of the trainer, or that of another name."""
+    counts = {name: n for name in trainer.counts if (n := _number(values, name)) is not None}
+    if not counts or step in counts.values():
+        yield from _of_name(trainer, values, path, step)
+        return
+    name = max(counts, key=lambda each: counts[each])
+    message = f"{trainer.step} is {step:,}, but {name} is {counts[name]:,}, which a resume goes on"
+    yield Problem(f"{message} from", "counts-differ")
 
 
 def _of_name(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
@@ -216,11 +248,15 @@ def _of_schedule(
 ) -> Iterator[Problem]:
     """Yield a problem if a scheduler never stepped, or fewer times than training did.
 
-    Those that wait for a metric to grow worse step when it is evaluated.
+    Those that wait for a metric to grow worse step when it is evaluated, and of several each has
+    steps of its own.
     """
     count, skipped = _number(values, schedule.name), _number(values, trainer.skipped) or 0
     head = schedule.name.rpartition(".")[0]
-    if count is None or f"{head}.num_bad_epochs" in values:
+    is_one = values.keys().isdisjoint({schedule.name.replace(".0.", ".1.")} - {schedule.name})
+    if count is None or not is_one or f"{head}.num_bad_epochs" in values:
+        return
+    if trainer.rate and not _has_stepped(trainer, head, values):
         return
     steps, counted = step - skipped, count - schedule.begin
     may_skip = trainer.scaled and values.get(trainer.scaled) is not False
@@ -231,6 +267,15 @@ def _of_schedule(
     elif schedule.of_steps and 0 < counted < steps:
         message = f"{schedule.name} has counted {counted:,} of {steps:,} steps: learning rates"
         yield Problem(f"{message} were begun again, or left out of a load", "counts-apart")
+
+
+def _has_stepped(trainer: Trainer, scheduler: str, values: Values) -> bool:
+    """Return whether a scheduler has stepped, or gave another learning rate than there is."""
+    rates, rate = values.get(f"{scheduler}._last_lr"), values.get(trainer.rate)
+    if isinstance(rates, list) and rate is not None and rate not in rates:
+        return True
+    steps = _number(values, f"{scheduler}._step_count") or 0
+    return steps > _FIRST and values.get(trainer.epoch) != 0
 
 
 def _is_in_second(epochs: object) -> bool:
