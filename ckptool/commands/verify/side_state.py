@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from ckptool.commands.open import Survey
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.checks.meaning.counts import optimizer_step_problems
 from ckptool.commands.verify.checks.training import has_experts
 from ckptool.commands.verify.findings import Finding, VerifyReport, summarize
 from ckptool.commands.verify.severity import Severity
 from ckptool.errors import Unrecognized
 from ckptool.formats.companions import trainer_optimizer
 from ckptool.storage.url import Location
+
+if TYPE_CHECKING:
+    from ckptool.commands.verify.verify import Verification
 
 _OF_A_FILE = ("note", "no-checksum", "value-not-written")
 """Remarks on what can be done with the file by itself."""
@@ -25,11 +30,11 @@ def with_side_state(
     report: VerifyReport,
     surveyed: Survey,
     options: VerifyOptions,
-    check: Callable[[Location, VerifyOptions], VerifyReport],
+    check: Callable[[Location, VerifyOptions], Verification],
 ) -> VerifyReport:
     """Return a report with what is found of the Trainer's ``optimizer.pt`` beside the model.
 
-    ``check`` reports on it as on a checkpoint; an optimizer may have nothing to save. It numbers
+    ``check`` examines it as a checkpoint; an optimizer may have nothing to save. It numbers
     parameters, of which those of experts may have had fewer steps.
     """
     catalog = surveyed.catalog
@@ -38,9 +43,12 @@ def with_side_state(
         return report
     read = ReadOptions("torch-save", storage_option=options.read.storage_option)
     try:
-        beside = check(surveyed.path / name, replace(options, read=read, part=None))
+        checked = check(surveyed.path / name, replace(options, read=read, part=None))
     except Unrecognized:
         return report
+    beside = checked.report(
+        optimizer_step_problems(surveyed, checked.surveyed.catalog, checked.content.counters.most)
+    )
     left_out = {*_OF_A_FILE, "steps-differ"} if has_experts(catalog) else {*_OF_A_FILE}
     found = [_of(name, each) for each in beside.findings if each.code not in left_out]
     whole = structs.replace(

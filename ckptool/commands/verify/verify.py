@@ -32,6 +32,7 @@ from ckptool.commands.verify.checks.content import (
 from ckptool.commands.verify.checks.downloads import download_problems, kept_hashes
 from ckptool.commands.verify.checks.elements import Content, Elements
 from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer_than_metadata
+from ckptool.commands.verify.checks.meaning.counts import optimizer_step_problems
 from ckptool.commands.verify.checks.meaning.table import (
     meaning_problems,
     metadata_problems,
@@ -84,7 +85,7 @@ def verify(
     report, surveyed = verification.report(), verification.surveyed
     if share.position:
         return report  # the first of the parts, or ranks, reads all of what is beside
-    return with_side_state(report, surveyed, options, lambda *each: examine(*each).report())
+    return with_side_state(report, surveyed, options, examine)
 
 
 def examine(
@@ -118,7 +119,7 @@ def _planned(source: Files, runs: Sequence[ReadSpan]) -> Iterator[None]:
 class Verification:
     """The survey of a checkpoint, and the problems so far.
 
-    ``digests`` are the SHA-256 (hex) of files that were read completely.
+    ``content`` is what was read, with the SHA-256 (hex) of files that were read completely.
     """
 
     def __init__(self, surveyed: Survey, options: VerifyOptions, share: Share = ALL) -> None:
@@ -137,7 +138,7 @@ class Verification:
         self._unchecked: set[str] = set()
         self._of_files: list[Problem] | None = None
         self._of_pickles: list[Problem] | None = None
-        self.digests: Mapping[str, str] = {}
+        self.content = Content()
         self._kept = {} if options.quick else kept_hashes(surveyed.path, self._own_files)
 
     @property
@@ -166,15 +167,15 @@ class Verification:
             self._problems += lost_random_states(source, catalog)
             self._problems += row.reading.checks(source, catalog)
             self._problems += optimizer_problems(catalog)
-            self._problems += self._of_metadata(catalog)
+            self._problems += self._unless_damaged(metadata_problems(self.surveyed, catalog))
             self._problems += config_file_problems(source, row, catalog)
             self._problems += odd_values(catalog.objects.values())
 
-    def _of_metadata(self, catalog: Catalog) -> Iterator[Problem]:
-        """Yield what metadata says that no training leaves, unless damage explains it."""
+    def _unless_damaged(self, found: Iterator[Problem]) -> Iterator[Problem]:
+        """Yield what no training leaves, unless damage explains it."""
         problems = (*self._problems, *self.surveyed.problems)
         if all(CODES[problem.code].severity is not Severity.ERROR for problem in problems):
-            yield from metadata_problems(self.surveyed, catalog)
+            yield from found
 
     def check_content(self, progress: Progress, *, digest: bool) -> None:
         """Open every archive, and read every record and tensor once, or every file."""
@@ -208,9 +209,10 @@ class Verification:
             content.problems.sort(key=lambda problem: order.get(problem.tensor or "", -1))
             self._files.look_beside_items(catalog.archives)
         self._problems += [*content.problems, *content.read.problems]
-        self.digests, self._nbytes = content.read.digests, content.read.nbytes
+        self.content, digests = content, content.read.digests
+        self._nbytes = content.read.nbytes
         if self._kept and self._sample.checks_whole:
-            self._problems += download_problems(self._kept, self.digests, hashed, source)
+            self._problems += download_problems(self._kept, digests, hashed, source)
         self._check_elements(content)
 
     def _check_part(
@@ -287,6 +289,8 @@ class Verification:
             files = {p.file for p in self._problems if p.file and p.code in DAMAGE}
             elements = Elements(content, source, files, self._sample.is_all)
             self._problems += meaning_problems(elements)
+            steps = optimizer_step_problems(self.surveyed, self._catalog, content.counters.most)
+            self._problems += self._unless_damaged(steps)
         unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
         self._unchecked = unchecked - (self._kept.keys() if self._sample.leaves_none else set())
 

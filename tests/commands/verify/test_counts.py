@@ -18,7 +18,7 @@ from verify.verify_runs import checked
 
 from ckptool.commands.open import Survey, survey
 from ckptool.commands.verify.checks.meaning.arguments import argument_problems
-from ckptool.commands.verify.checks.meaning.counts import count_problems
+from ckptool.commands.verify.checks.meaning.counts import count_problems, optimizer_step_problems
 from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.formats.companions import MEGATRON
 from ckptool.serialization.pickle.records import Call, Global
@@ -230,6 +230,61 @@ def test_the_step_in_the_name_of_a_file_of_lightning(
     found = said(tmp_path / name)
     assert len(found) == bool(expected)
     assert all(text.startswith(expected) for text in found)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, int])
+@pytest.mark.parametrize(
+    ("taken", "schedule", "expected"),
+    [
+        (9, 9, ""),
+        (10, 9, ""),  # the first of which made the state
+        (6, 6, ""),  # both were begun again
+        (15, 15, ""),  # the trainer's record was
+        (18, 9, ""),  # two in each of the trainer's
+        (6, 9, "counts-apart: optimizer.pt: the optimizer has taken 6 of 9 steps: it was begun"),
+        (15, 9, "counts-differ: optimizer.pt: the optimizer has taken 15 steps, but trainer_state"),
+    ],
+)
+def test_an_optimizer_of_another_save_of_the_trainer(
+    kind: Any, taken: int, schedule: int, expected: str, tmp_path: Path
+) -> None:
+    scheduler = {"last_epoch": schedule}
+    path = of_trainer(tmp_path / "checkpoint-9", 9, scheduler=scheduler, epoch=2.5, ranks=[])
+    state = {
+        n: {"step": kind(count), "exp_avg": torch.ones(2)} for n, count in enumerate([3, taken])
+    }
+    torch.save({"state": state, "param_groups": [{"step": 90}]}, path / "optimizer.pt")
+    found = [f"{each.code}: {each.message}" for each in checked(path).findings]
+    found = [text for text in found if text.startswith(("counts-differ", "counts-apart"))]
+    assert len(found) == bool(expected)
+    assert all(text.startswith(expected) for text in found)
+
+
+@pytest.mark.parametrize(
+    ("taken", "skipped", "expected"),
+    [
+        (5, 0, ""),
+        (6, 0, ""),  # the first of which made the state
+        (2, 3, ""),
+        (2, 0, "counts-apart: the optimizer has taken 2 of 5 steps: it was begun again, or is of"),
+        (9, 0, "counts-differ: the optimizer has taken 9 steps, but global_steps is 5: they are"),
+    ],
+)
+def test_an_optimizer_of_another_save_of_deepspeed(
+    taken: int, skipped: int, expected: str, copy_of: Callable[[str], Path]
+) -> None:
+    root = copy_of("deepspeed_zero_2")
+    counts = {"global_steps": 5, "skipped_steps": skipped, "global_samples": 10}
+    for path in root.rglob("*model_states.pt"):
+        torch.save(torch.load(path, weights_only=False) | counts, path)
+    surveyed = survey(root)
+    problems = optimizer_step_problems(surveyed, surveyed.catalog, taken)
+    found = [f"{each.code}: {each}" for each in problems]
+    assert len(found) == bool(expected)
+    assert all(text.startswith(expected) for text in found)
+    said = [each.message for each in checked(root).findings if each.code == "counts-apart"]
+    read = "the optimizer has taken 1 of"  # what its own files count
+    assert [message.startswith(read) for message in said] == [True]
 
 
 def counted_by_lightning(

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.checks.begun_later import begun_later
-from ckptool.core.catalog import Catalog, Container, RankStep, TensorEntry
+from ckptool.core.catalog import Catalog, Container, Place, RankStep, TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some
 from ckptool.engine.read.tensors import TensorSource, TensorTile, place_job, tensor_job
@@ -27,6 +27,7 @@ _GROUP, _PARAMS, _STATE = "param_groups.", ".params", ".state."
 _WEIGHTS = frozenset(["module", "model", "fp32"])
 _KINDS_FIRST = frozenset([*_KINDS, *_WEIGHTS])
 _STEPS = ("step", "global_step", "iteration", "current_step", "epoch", "last_epoch")
+_COUNTER, _OF_BUFFERS = ".step", "step."
 _SHOWN = 3
 _EXPERT = "expert"
 _FEW_VALUES = 8
@@ -131,9 +132,13 @@ Locate = Callable[[Sequence[str]], Mapping[str, Sequence[TensorEntry]]]
 
 
 class StepCounters:
-    """The step counters of an optimizer's parameters: tensors of one element each."""
+    """The step counters of an optimizer's parameters: tensors of one element each.
+
+    ``most`` is the largest of them, also of DeepSpeed's, which are those of buffers of many.
+    """
 
     def __init__(self) -> None:
+        self.most: float | None = None
         self._values: dict[float, list[str]] = {}
 
     def read(self, located: Iterable[TensorEntry], source: Files, *, announced: bool) -> None:
@@ -150,8 +155,10 @@ class StepCounters:
 
         with suppress(CkptoolError):
             for tile in tiles:
-                value = decode(tile.values.reshape(-1), entry.source_dtype)[0]
-                self._values.setdefault(float(value), []).append(entry.name)
+                value = float(decode(tile.values.reshape(-1), entry.source_dtype)[0])
+                self.most = value if self.most is None else max(self.most, value)
+                if entry.name.endswith(_COUNTER):
+                    self._values.setdefault(value, []).append(entry.name)
 
     @property
     def least(self) -> float | None:
@@ -232,10 +239,17 @@ def _without_state(states: Mapping[str, Sequence[TensorEntry]], source: Files) -
 def _counter_jobs(
     located: Iterable[TensorEntry],
 ) -> Iterator[Job[TensorEntry, Gatherer, TensorTile]]:
-    """Yield the jobs that read the step counters of one element, each from its first chunk."""
+    """Yield the jobs that read the step counters of one element, each from its first chunk.
+
+    What parameters share, as DeepSpeed's do, is read once.
+    """
+    shared = set[Place]()
     for entry in located:
-        is_counter = entry.name.endswith(".step") and state_category(entry) == "optimizer"
+        is_own = entry.name.endswith(_COUNTER) and state_category(entry) == "optimizer"
+        is_counter = is_own or entry.name.startswith(_OF_BUFFERS)
         if is_counter and entry.elements == 1 and entry.source_dtype.is_numeric:
             chunks = (c for c in entry.chunks if c.box.volume and not isinstance(c.at, Container))
             for chunk in islice(chunks, 1):
-                yield place_job(entry, chunk.at, chunk.box.shape, entry.source_dtype.itemsize)
+                if is_own or chunk.at not in shared:
+                    yield place_job(entry, chunk.at, chunk.box.shape, entry.source_dtype.itemsize)
+                shared.add(chunk.at)

@@ -73,7 +73,7 @@ def build_manifest(
     files: list[str] = []
     known: Mapping[str, str] = {}
     if rewriting == RewriteOptions():
-        files, known = sorted(file_sizes(opened.catalog)), verification.digests
+        files, known = sorted(file_sizes(opened.catalog)), verification.content.read.digests
     manifest, problems, nbytes = measure(opened, made.catalog, options, progress, files, known)
     problems += [
         Problem(f"{name}: {why}", "manifest-incomplete", tensor=name)

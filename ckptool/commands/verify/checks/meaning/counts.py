@@ -48,7 +48,8 @@ class Trainer(NamedTuple):
     ``growth`` says that it changes. An ``engine`` that steps for the trainer counts at
     most one fewer an epoch, whose last batches may be left over. The step is one of ``counts``,
     which a resume goes on from. Where a user may step schedulers otherwise, such as to the number
-    of the ``epoch``, the optimizer's ``rate`` must tell that one has stepped.
+    of the ``epoch``, the optimizer's ``rate`` must tell that one has stepped. An optimizer has
+    taken as many steps if ``optimizer`` says the step, too, or a multiple of it if ``several``.
     """
 
     source: str
@@ -67,6 +68,8 @@ class Trainer(NamedTuple):
     counts: tuple[str, ...] = ()
     rate: str = ""
     epoch: str = ""
+    optimizer: str = ""
+    several: bool = False
 
 
 _OF_RECORD = f"{TRAINER_STATE}: global_step"
@@ -105,6 +108,7 @@ TRAINERS = (
         ),
         skipped="skipped_steps",
         samples="global_samples",
+        optimizer="global_steps",
     ),
     Trainer(
         "transformers 5.24, trainer.py",
@@ -115,6 +119,8 @@ TRAINERS = (
         scaled=_UNSAID,
         epochs=f"{TRAINER_STATE}: epoch",
         engine="global_steps",
+        optimizer="scheduler.last_epoch",
+        several=True,
     ),
     *(
         Trainer(
@@ -143,6 +149,10 @@ TRAINERS = (
 )
 _FIRST = 2
 """Steps of which a save is not the first: some trainers count from zero, others from one."""
+_OF_OPTIMIZER = re.compile(r"(?:.+\.)?state\..+\.step|step\..+")
+"""Names of values that count the steps of an optimizer's parameters; of groups some begin at 1."""
+_UNCOUNTED = 1 << 53
+"""More steps than anything counts one by one in a float."""
 _LONGEST = 64
 """Bytes of a pointer's file."""
 _SCALINGS = 200
@@ -152,16 +162,47 @@ _SCALINGS = 200
 def count_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     """Yield what parts of a checkpoint count that is not what its step counts."""
     values = _values(surveyed.source, catalog)
+    for trainer, step in _trainers(surveyed, catalog, values):
+        yield from _of_counts(trainer, values, surveyed.path, step)
+        yield from _of_engine(trainer, values, step)
+        for schedule in trainer.schedules:
+            yield from _of_schedule(trainer, schedule, values, step)
+        yield from _of_data(trainer, values, step)
+
+
+def optimizer_step_problems(
+    surveyed: Survey, optimizer: Catalog | None, most: float | None
+) -> Iterator[Problem]:
+    """Yield a problem if an optimizer has taken other steps than its trainer counts.
+
+    ``optimizer`` is the checkpoint itself, or one beside it, whose tensors count ``most`` steps. It
+    has taken fewer if it was begun again, and one more before the first (DeepSpeed's Adam).
+    """
+    if surveyed.catalog is None or optimizer is None:
+        return
+    counts = [e.value for n, e in optimizer.objects.items() if _OF_OPTIMIZER.fullmatch(n)]
+    known = [count for count in (most, *counts) if type(count) in (int, float)]
+    values = _values(surveyed.source, surveyed.catalog) if known else {}
+    for trainer, step in _trainers(surveyed, surveyed.catalog, values) if known else ():
+        steps, taken = step - (_number(values, trainer.skipped) or 0), max(known)
+        if _number(values, trainer.optimizer) != step or not 0 < taken < _UNCOUNTED:
+            continue
+        if taken > steps + 1 and not (trainer.several and taken >= 2 * steps):
+            message = f"the optimizer has taken {taken:,g} steps, but {trainer.step} is {step:,}"
+            yield Problem(f"{message}: they are of two saves", "counts-differ")
+        elif taken < steps:
+            message = f"the optimizer has taken {taken:,g} of {steps:,} steps: it was begun again,"
+            yield Problem(f"{message} or is of an earlier save", "counts-apart")
+
+
+def _trainers(surveyed: Survey, catalog: Catalog, values: Values) -> Iterator[tuple[Trainer, int]]:
+    """Yield the trainers whose checkpoint it may be, with the step that it is of."""
     signs = {catalog.info.get(key) for key in ("framework", "writer")}
     signs |= {TRAINER_STATE} & surveyed.source.files.keys()
     for trainer in TRAINERS:
         step = _number(values, trainer.step)
         if trainer.sign in signs and step is not None:
-            yield from _of_counts(trainer, values, surveyed.path, step)
-            yield from _of_engine(trainer, values, step)
-            for schedule in trainer.schedules:
-                yield from _of_schedule(trainer, schedule, values, step)
-            yield from _of_data(trainer, values, step)
+            yield trainer, step
 
 
 def _values(source: Files, catalog: Catalog) -> Values:
