@@ -22,8 +22,9 @@ def prune(
     """Remove old steps of a run, after verifying those that are kept.
 
     Without --yes removes nothing and shows what it would do. Always keeps the Trainer's
-    best step, those that `latest` or a symbolic link points to, and any unclear step. Exits 0 if
-    all kept steps are good, 1 if a kept step is damaged or none is good.
+    best step, those that `latest` or a symbolic link points to, and any unclear step. With --quick,
+    the data of the newest good step is still read: NaN shows nowhere else. Exits 0 if all kept
+    steps are good, 1 if a kept step is damaged or none is good.
     """
     from ckptool.commands.runs.prune import prune as _prune
     from ckptool.render.messages import print_json, show_step
