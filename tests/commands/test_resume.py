@@ -22,9 +22,8 @@ from ckptool.commands.reshard.reshard import Reshard, prepare_reshard
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.progress import CalledProgress, Progress
-from ckptool.engine.run_options import StageOptions
 from ckptool.engine.write.disk_target import DiskTarget
-from ckptool.engine.write.stage import Stage
+from ckptool.engine.write.stage import Stage, StageOptions
 from ckptool.errors import CkptoolError, Unsupported, UsageError
 
 

@@ -30,9 +30,9 @@ from ckptool.core.state_category import (
     with_every_part,
 )
 from ckptool.core.text import list_some
-from ckptool.engine.run_options import StageOptions
 from ckptool.engine.write.disk_target import DiskTarget
 from ckptool.engine.write.removal import remove_file
+from ckptool.engine.write.stage import StageOptions
 from ckptool.errors import Unsupported
 from ckptool.formats.companions import trainer_optimizer
 from ckptool.formats.writing import CARRIED

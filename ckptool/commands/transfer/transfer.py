@@ -23,11 +23,10 @@ from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.ranks import Ranks, begin_output
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import require_unchanged
-from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import ALL, Share
 from ckptool.engine.write.disk_target import DiskTarget, was_to_replace
 from ckptool.engine.write.run import fetched_ahead, workers_within_budget
-from ckptool.engine.write.stage import FINISH, WHOLE, Stage, part_role
+from ckptool.engine.write.stage import FINISH, WHOLE, Stage, StageOptions, part_role
 from ckptool.engine.write.work import Work
 from ckptool.errors import (
     Changed,
@@ -52,19 +51,16 @@ if TYPE_CHECKING:
     from ckptool.storage.url import Location, RemotePath
 
 
-def stage_at(
-    target: Location, layout: Layout, options: StageOptions, how: TransferOptions
-) -> Stage:
+def stage_at(target: Location, layout: Layout, options: StageOptions) -> Stage:
     """Return the stage that makes the output of a target: all of it, a part, or the end."""
-    role = FINISH if how.finish else WHOLE if how.part is None else part_role(how.part)
 
     def in_store(path: RemotePath) -> StoreTarget:
         from ckptool.engine.write.store_target import StoreTarget
 
-        return StoreTarget(path, layout, options, role)
+        return StoreTarget(path, layout, options)
 
-    made = by_place(target, lambda path: DiskTarget(path, layout, options, role), in_store)
-    return Stage(made, layout, options, role)
+    made = by_place(target, lambda path: DiskTarget(path, layout, options), in_store)
+    return Stage(made, layout, options)
 
 
 def _is_finished_by(stage: Stage, ranks: Ranks) -> bool:
@@ -123,7 +119,7 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             return None
         try:
             options = self._stage_options()
-            stage_at(self.target, self.plan.layout, options, self.options).require_possible()
+            stage_at(self.target, self.plan.layout, options).require_possible()
         except Unsupported as error:
             return f"{error.message}; {error.hint}" if error.hint else error.message
         return None
@@ -243,7 +239,7 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             options = self._stage_options(plan)
         if len(set(ranks.gather((plan, options.source)))) > 1:
             raise Unsupported("ranks see different sources or made different plans")
-        stage = stage_at(self.target, self.plan.layout, options, self.options)
+        stage = stage_at(self.target, self.plan.layout, options)
         if _is_finished_by(stage, ranks):
             return None
         with ranks.together():
@@ -344,20 +340,21 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         self.options.require_one_way()
         source, catalog, path = self.opened.source, self.plan.catalog, on_disk(self.target)
         read = [*catalog.files, *catalog.companions]
-        overwrite = self.options.overwrite
-        if self.options.resume and path is not None:
+        how, overwrite = self.options, self.options.overwrite
+        if how.resume and path is not None:
             overwrite = was_to_replace(path)
         return StageOptions(
             plan,
             source.fingerprint(read),
             source.fingerprint(read, exact=True),
             overwrite,
-            self.options.resume or self.options.finish or self.options.part is not None,
-            self.options.run.fsync,
-            self.options.verify,
+            how.resume or how.finish or how.part is not None,
+            how.run.fsync,
+            how.verify,
             lambda: (
                 own_files(self.target, self.plan.layout, self.opened.source) if overwrite else None
             ),
+            FINISH if how.finish else WHOLE if how.part is None else part_role(how.part),
         )
 
     def _verify(

@@ -11,7 +11,6 @@ from typing import Any
 
 from ckptool.core.layout import Layout
 from ckptool.engine.checksum import RecordCheck
-from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write.commit import Commit, FileCommit, FolderCommit, aside_of
 from ckptool.engine.write.existing import (
@@ -39,7 +38,7 @@ from ckptool.engine.write.schemas import (
     require_same_old,
     require_same_run,
 )
-from ckptool.engine.write.stage import WHOLE, Role, Target
+from ckptool.engine.write.stage import WHOLE, StageOptions, Target
 from ckptool.engine.write.work import Work
 from ckptool.errors import Unsupported, refused_hint
 from ckptool.storage.commit_note import CommitNote, NoteFile, Stamp, staging_folder
@@ -71,15 +70,13 @@ class DiskTarget(Target):
 
     path: Path
 
-    def __init__(
-        self, path: Path, layout: Layout, options: StageOptions, role: Role = WHOLE
-    ) -> None:
+    def __init__(self, path: Path, layout: Layout, options: StageOptions) -> None:
         self.path = path
         self.folder = staging_folder(path)
         self.is_new = False
         self._layout = layout
         self._options = options
-        self._role = role
+        self._role = options.role
         self._journals = Journals(self.folder)
         self._journal: Journal | None = None
         self._begun: CommitNote | None = None

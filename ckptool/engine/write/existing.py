@@ -29,7 +29,7 @@ from ckptool.storage.local import LocalSource
 
 if TYPE_CHECKING:
     from ckptool.core.layout import Layout
-    from ckptool.engine.run_options import StageOptions
+    from ckptool.engine.write.stage import StageOptions
 
 
 def stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp]:

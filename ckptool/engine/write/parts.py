@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from ckptool.core.catalog import Record
 from ckptool.core.text import list_some
 from ckptool.engine.checksum import RecordCheck, require_intact
-from ckptool.engine.run_options import StageOptions
 from ckptool.engine.write.schemas import (
     JournalHead,
     NotedRecord,
@@ -27,6 +26,9 @@ from ckptool.engine.write.schemas import (
 )
 from ckptool.errors import Damaged, Problem, Unsupported
 from ckptool.storage.files import Files
+
+if TYPE_CHECKING:
+    from ckptool.engine.write.stage import StageOptions
 
 
 class PartState(Struct, frozen=True):

@@ -25,7 +25,6 @@ from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_jobs
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import PAIR_TILE, read_tiles
-from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.journal import Journal, find_finished
 from ckptool.engine.write.output import (
     WRITE,
@@ -35,7 +34,7 @@ from ckptool.engine.write.output import (
     apply_patches,
     write_at,
 )
-from ckptool.engine.write.work import Work
+from ckptool.engine.write.work import RunOptions, Work
 from ckptool.errors import Damaged, Unsupported
 from ckptool.storage.disk import allocate, open_unfollowed
 from ckptool.storage.files import SPAN, TILE, Files

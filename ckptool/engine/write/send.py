@@ -18,10 +18,9 @@ from ckptool.engine.read.planned import PlanReader
 from ckptool.engine.read.segments import tile_needs
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import Job, read_tiles, require_unchanged
-from ckptool.engine.run_options import RunOptions
 from ckptool.engine.write.output import apply_patches
 from ckptool.engine.write.run import fetched_ahead, read_verbatim
-from ckptool.engine.write.work import Work
+from ckptool.engine.write.work import RunOptions, Work
 from ckptool.errors import Unsupported
 from ckptool.storage.files import SPAN, Files
 from ckptool.storage.multipart import memory_of_part, upload

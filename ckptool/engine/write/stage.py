@@ -6,14 +6,14 @@ A ``Stage`` is the one way through these states, a ``Role`` what one process has
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 from msgspec import Struct
 
 from ckptool.core.layout import Layout
 from ckptool.engine.checksum import RecordCheck
-from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write.parts import (
     PartState,
@@ -50,6 +50,31 @@ FINISH = Role("what the parts wrote is kept; the same command commits it", finis
 def part_role(share: Share) -> Role:
     """Return the role of a process that writes one part."""
     return Role("the finished files are kept; the same command continues", part=share)
+
+
+class StageOptions(Struct, frozen=True, dict=True):
+    """``overwrite`` replaces an existing target; ``resume`` continues a partial output.
+
+    ``plan`` and ``source`` are digests that a resumed run must share with the first, and the parts
+    of a run also ``source_state``; ``verify`` means that output is compared with the source before
+    it counts; ``find_own`` returns the files of the checkpoint at the target, or None. ``role`` is
+    what this process does of the output.
+    """
+
+    plan: str
+    source: str
+    source_state: str = ""
+    overwrite: bool = False
+    resume: bool = False
+    fsync: bool = True
+    verify: bool = True
+    find_own: Callable[[], Collection[str] | None] = lambda: None
+    role: Role = WHOLE
+
+    @cached_property
+    def own(self) -> Collection[str] | None:
+        """The files of the checkpoint at the target, once one is known to be there."""
+        return self.find_own()
 
 
 class Target(Protocol):
@@ -145,12 +170,10 @@ class Stage:
     reads of records that no part reads whole.
     """
 
-    def __init__(
-        self, target: Target, layout: Layout, options: StageOptions, role: Role = WHOLE
-    ) -> None:
+    def __init__(self, target: Target, layout: Layout, options: StageOptions) -> None:
         self.target = target
-        self._role = role
         self.options = options
+        self._role = role = options.role
         self._names = [file.path for file in layout.files] if role.part is None else []
         self._files = layout.files
         self._noted: Sequence[Sequence[NotedRecord]] = ()

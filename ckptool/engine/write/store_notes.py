@@ -10,10 +10,9 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptool.core.layout import Layout
-from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write.parts import unfinished_parts
 from ckptool.engine.write.schemas import PartNote, RemovalNote, StoreNote, Writer, json_of
@@ -23,6 +22,9 @@ from ckptool.storage.clients.schemes import WEB
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.note import LARGEST, not_a_note, parse_note
 from ckptool.storage.url import RemotePath
+
+if TYPE_CHECKING:
+    from ckptool.engine.write.stage import StageOptions
 
 _AnyNote = TypeVar("_AnyNote", bound=StoreNote | PartNote | RemovalNote)
 

@@ -13,7 +13,6 @@ from typing import Any
 from ckptool.core.layout import Data, Layout, ScatteredData
 from ckptool.core.text import list_some
 from ckptool.engine.checksum import RecordCheck
-from ckptool.engine.run_options import StageOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write.existing import (
     already_in_store,
@@ -25,7 +24,7 @@ from ckptool.engine.write.existing import (
 )
 from ckptool.engine.write.parts import PartState, run_head
 from ckptool.engine.write.schemas import ObjectMark, PartEnd, PartNote, StoreNote, require_same_run
-from ckptool.engine.write.stage import WHOLE, Role, Target
+from ckptool.engine.write.stage import WHOLE, StageOptions, Target
 from ckptool.engine.write.store_notes import (
     StoreNotes,
     naming,
@@ -51,9 +50,7 @@ class StoreTarget(Target):
 
     path: RemotePath
 
-    def __init__(
-        self, path: RemotePath, layout: Layout, options: StageOptions, role: Role = WHOLE
-    ) -> None:
+    def __init__(self, path: RemotePath, layout: Layout, options: StageOptions) -> None:
         self.path = path
         self.is_new = False
         self.marker: int | None = len(layout.files) - 1
@@ -63,7 +60,7 @@ class StoreTarget(Target):
         self._folder = path if layout.folder else path.parent
         self._layout = layout
         self._options = options
-        self._role = role
+        self._role = role = options.role
         self._store = path.store
         self._notes = StoreNotes(path, layout, options, role.part)
         self.finds_changes = role == WHOLE and not options.resume

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -13,9 +14,24 @@ from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.containers import openings
 from ckptool.engine.read.planned import touch
 from ckptool.engine.read.sums import ReadSums
-from ckptool.engine.run_options import RunOptions
 from ckptool.engine.share import ALL, CutChunks, Share, checked_chunks
 from ckptool.storage.files import Files
+
+
+class RunOptions(Protocol):
+    """What a command asks of the engine."""
+
+    @property
+    def workers(self) -> int | None:
+        """The number of threads; None for what suits the source and the target best."""
+
+    @property
+    def budget(self) -> int:
+        """Bytes of memory for tiles, source spans and decoded blobs together."""
+
+    @property
+    def fsync(self) -> bool:
+        """Whether to wait until everything is on disk."""
 
 
 class Work(Struct, frozen=True):

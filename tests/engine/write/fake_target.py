@@ -10,11 +10,10 @@ from typing import Any
 
 from ckptool.core.layout import Layout
 from ckptool.engine.checksum import RecordCheck, crc32
-from ckptool.engine.run_options import StageOptions
 from ckptool.engine.write.parts import PartState
 from ckptool.engine.write.run import run
 from ckptool.engine.write.schemas import JournalHead, PartEnd
-from ckptool.engine.write.stage import WHOLE, Role, Target
+from ckptool.engine.write.stage import WHOLE, StageOptions, Target
 from ckptool.engine.write.work import Work
 from ckptool.errors import TransferError, Unsupported
 from ckptool.storage.virtual.memory import MemoryFiles
@@ -34,14 +33,12 @@ class Shelf:
 class FakeTarget(Target):
     """The shortest target that keeps its promises: each call is done at once, or not at all."""
 
-    def __init__(
-        self, shelf: Shelf, layout: Layout, options: StageOptions, role: Role = WHOLE
-    ) -> None:
+    def __init__(self, shelf: Shelf, layout: Layout, options: StageOptions) -> None:
         self.path = shelf.scratch / "target"
         self._shelf = shelf
         self._sizes = {file.path: file.nbytes for file in layout.files}
         self._options = options
-        self._role = role
+        self._role = options.role
         self._published = False
 
     @property

@@ -12,7 +12,6 @@ import pytest
 from engine.write.trees import content, fill
 
 from ckptool.core.layout import FileLayout, Layout, Literal
-from ckptool.engine.run_options import StageOptions
 from ckptool.engine.write.existing import (
     already_in_store,
     changed_files,
@@ -39,6 +38,7 @@ from ckptool.engine.write.existing import (
     stands_whole,
     statuses,
 )
+from ckptool.engine.write.stage import StageOptions
 from ckptool.errors import Committed, TransferError, Unsupported
 
 FILES = {"a": b"1", "sub/b": b"22", "sub/deep/c": b"333"}

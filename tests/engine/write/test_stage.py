@@ -26,7 +26,7 @@ from ckptool.commands.transfer import transfer
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.share import Share
 from ckptool.engine.write.disk_target import DiskTarget
-from ckptool.engine.write.stage import FINISH, WHOLE, Stage, Target, part_role
+from ckptool.engine.write.stage import Stage, Target
 from ckptool.engine.write.store_target import StoreTarget
 from ckptool.errors import CkptoolError
 from ckptool.storage.commit_note import UNFINISHED
@@ -56,12 +56,11 @@ class World:
         self.targets: list[Target] = []
         self.ended = ""
 
-    def stage_at(self, target: Any, layout: Any, options: Any, how: Any) -> Stage:
+    def stage_at(self, *words: Any) -> Stage:
         """Return a stage over a target that may be faulty."""
-        role = FINISH if how.finish else WHOLE if how.part is None else part_role(how.part)
-        self.targets.append(self.real(target, layout, options, role))
+        self.targets.append(self.real(*words))
         faulty: Any = FaultyTarget(self.targets[-1], self.faults)
-        return Stage(faulty, layout, options, role)
+        return Stage(faulty, *words[1:])
 
     def real(self, *words: Any) -> Target:
         """Return the target whose calls meet faults."""
