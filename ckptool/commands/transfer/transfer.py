@@ -343,18 +343,19 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         how, overwrite = self.options, self.options.overwrite
         if how.resume and path is not None:
             overwrite = was_to_replace(path)
+        role = FINISH if how.finish else WHOLE if how.part is None else part_role(how.part)
         return StageOptions(
             plan,
             source.fingerprint(read),
-            source.fingerprint(read, exact=True),
-            overwrite,
-            how.resume or how.finish or how.part is not None,
-            how.run.fsync,
-            how.verify,
-            lambda: (
-                own_files(self.target, self.plan.layout, self.opened.source) if overwrite else None
+            source_state=source.fingerprint(read, exact=True),
+            overwrite=overwrite,
+            resume=how.resume or role != WHOLE,
+            fsync=how.run.fsync,
+            verify=how.verify,
+            find_own=lambda: (
+                own_files(self.target, self.plan.layout, source) if overwrite else None
             ),
-            FINISH if how.finish else WHOLE if how.part is None else part_role(how.part),
+            role=role,
         )
 
     def _verify(
