@@ -198,6 +198,16 @@ class Chunk(Struct, frozen=True):
     rank: int | None = None
     copies: tuple[Copy, ...] = ()
 
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where its bytes are: its own place, then those of its copies."""
+        return (self.at, *[copy.at for copy in self.copies])
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        """The rank that wrote it, then those that wrote its copies."""
+        return (self.rank, *[copy.rank for copy in self.copies])
+
     def map_places(self, move: Callable[[Place], Place]) -> Chunk:
         """Return the chunk with ``move`` applied to its place, and to each copy's."""
         copies = tuple([Copy(move(copy.at), copy.rank) for copy in self.copies])
@@ -354,9 +364,7 @@ class Catalog(Struct, frozen=True):
 def places(entry: TensorEntry) -> Iterator[Place]:
     """Yield every place that holds bytes of the tensor, replicas included."""
     for chunk in entry.chunks:
-        yield chunk.at
-        for copy in chunk.copies:
-            yield copy.at
+        yield from chunk.places
 
 
 def merge_copies(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:

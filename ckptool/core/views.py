@@ -310,8 +310,7 @@ def _merge_pair(chunk: Chunk, dim: int, size: int) -> Iterator[Chunk]:
     lo, hi = chunk.box.lo, chunk.box.hi
     outer = range(lo[dim], hi[dim])
     inner = range(lo[dim + 1], hi[dim + 1])
-    places = (chunk.at, *(copy.at for copy in chunk.copies))
-    strides = [_strides_of(at, chunk.box.shape) for at in places]
+    strides = [_strides_of(at, chunk.box.shape) for at in chunk.places]
     even = len(outer) == 1 or (
         len(inner) == size and all(s[dim] == s[dim + 1] * size for s in strides)
     )

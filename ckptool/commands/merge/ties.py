@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.commands.merge.operands import Operand
-from ckptool.commands.model.records import Record, records
+from ckptool.commands.model.records import Record, is_causal, records
 from ckptool.core.catalog import TensorEntry, tied_names
 from ckptool.core.selection import rename_entry
 from ckptool.core.text import list_some
@@ -127,7 +127,5 @@ def _is_embedding(name: str) -> bool:
 
 def _says_tied(record: Record) -> bool:
     """Return whether a config ties the head to the embedding, as causal models do by default."""
-    names = record.get("architectures")
-    is_causal = isinstance(names, list) and any(str(n).endswith("ForCausalLM") for n in names)
     said = record.get(_TIED)
-    return is_causal if said is None else said is True
+    return is_causal(record) if said is None else said is True

@@ -7,7 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckptool.commands.model.records import DTYPE_KEYS, HIDDEN_SIZES, LAYER_COUNTS, Record
+from ckptool.commands.model.records import (
+    DTYPE_KEYS,
+    HIDDEN_SIZES,
+    LAYER_COUNTS,
+    Record,
+    is_causal,
+)
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.quantization.names import kinds, packed_names
@@ -246,9 +252,7 @@ def _compare_attention(config: Record, tensors: Mapping[str, TensorEntry]) -> It
 
 def _compare_ties(config: Record, catalog: Catalog) -> Iterator[Difference]:
     """Yield a difference if the config has the head as a separate tensor, and it is missing."""
-    names = config.get("architectures")
-    is_causal = isinstance(names, list) and any(str(n).endswith("ForCausalLM") for n in names)
-    if config.get("tie_word_embeddings") is not False or not is_causal:
+    if config.get("tie_word_embeddings") is not False or not is_causal(config):
         return
     is_model = config.get("model_type") in _PLAIN and "model.embed_tokens.weight" in catalog.tensors
     if is_model and not any(map(_HEAD.fullmatch, catalog.tensors)):

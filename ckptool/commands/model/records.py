@@ -341,6 +341,12 @@ def _find_model(record: Record) -> Record | None:
     return None
 
 
+def is_causal(config: Record) -> bool:
+    """Return whether a config of transformers is that of a model with a head for texts."""
+    names = config.get("architectures")
+    return isinstance(names, list) and any(str(name).endswith("ForCausalLM") for name in names)
+
+
 def _describes(record: Record, catalog: Catalog) -> bool:
     """Return whether most of the model's matrices have a dim of the recorded size."""
     hidden = next((record[name] for name in HIDDEN_SIZES if type(record.get(name)) is int), None)

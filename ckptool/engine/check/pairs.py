@@ -40,8 +40,12 @@ class TensorPair(Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Return the bytes that are read to compare the two."""
-        elements = sum(box.volume for box in self.boxes) if self.boxes else self.one.elements
-        return elements * self.itemsize
+        return self.elements * self.itemsize
+
+    @property
+    def elements(self) -> int:
+        """Return how many elements are compared."""
+        return sum(box.volume for box in self.boxes) if self.boxes else self.one.elements
 
     @property
     def is_plain(self) -> bool:

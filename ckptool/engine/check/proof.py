@@ -240,8 +240,7 @@ def _runs_read(pair: TensorPair, sums: ReadSums) -> list[_Run] | None:
             covered += offset + nbytes - max(reached, offset)
             reached = offset + nbytes
             found.append(_Run(file, offset, box, start, start + nbytes // size, read))
-    wanted = sum(box.volume for box in pair.boxes) if pair.boxes else pair.one.elements
-    is_all = covered == wanted * size and (not pair.boxes or _are_written(pair, found))
+    is_all = covered == pair.elements * size and (not pair.boxes or _are_written(pair, found))
     return found if is_all else None
 
 
@@ -249,8 +248,7 @@ def _runs_made(pair: TensorPair, sums: ReadSums, beyond: RangeCheck) -> list[_Ru
     """Return what a tensor was cast or computed to: all of what is written, else None."""
     made = [each for each in sums.made(pair.one.name, pair.one.ndim) if each.box.volume]
     boxes = [each.box for each in made]
-    wanted = sum(box.volume for box in pair.boxes) if pair.boxes else pair.one.elements
-    if sum(box.volume for box in boxes) != wanted or overlapping_pair(boxes) is not None:
+    if sum(box.volume for box in boxes) != pair.elements or overlapping_pair(boxes) is not None:
         return None
     found = [_Run("", 0, box, 0, box.volume, read) for box, read, _ in made]
     if pair.other.source_dtype != pair.one.dtype or not _are_written(pair, found):

@@ -81,8 +81,7 @@ def _by_files(entry: TensorEntry) -> _Holders:
     """Return the writers of each box."""
     holders: _Holders = {}
     for chunk in entry.chunks:
-        ranks = (chunk.rank, *(copy.rank for copy in chunk.copies))
-        holders.setdefault(chunk.box, []).extend(rank for rank in ranks if rank is not None)
+        holders.setdefault(chunk.box, []).extend(rank for rank in chunk.ranks if rank is not None)
     return holders
 
 

@@ -255,7 +255,7 @@ def loads_of(catalog: Catalog) -> tuple[Loads, int]:
     for entry in catalog.tensors.values():
         for chunk in entry.chunks:
             nbytes = chunk.box.volume * entry.source_dtype.itemsize
-            for rank in (chunk.rank, *(copy.rank for copy in chunk.copies)):
+            for rank in chunk.ranks:
                 if rank is None:
                     unknown += nbytes
                 else:

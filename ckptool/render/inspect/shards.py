@@ -253,7 +253,7 @@ def chunk_locations(entry: TensorEntry) -> Iterator[ChunkLocation]:
     """Yield every box of a tensor and where it is stored, replicas included."""
     itemsize = entry.source_dtype.itemsize
     for chunk in entry.chunks:
-        for rank, at in ((chunk.rank, chunk.at), *((c.rank, c.at) for c in chunk.copies)):
+        for rank, at in zip(chunk.ranks, chunk.places, strict=True):
             nbytes, remark = _stored(at, chunk.box, itemsize)
             yield ChunkLocation(rank, chunk.box, at, nbytes, remark)
 

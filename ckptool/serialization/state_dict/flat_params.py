@@ -134,7 +134,7 @@ def _cut(flat: TensorEntry, chunk: Chunk, member: Member) -> Iterator[Chunk]:
         pieces_of_run(
             at, chunk.box.shape, start, stop, member.shape, itemsize, low - chunk.box.lo[0]
         )
-        for at in (chunk.at, *(copy.at for copy in chunk.copies))
+        for at in chunk.places
     ]
     for (box, at), *others in zip(*places, strict=True):
         copies = zip(chunk.copies, others, strict=True)

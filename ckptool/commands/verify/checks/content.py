@@ -116,7 +116,7 @@ class Views(Struct):
         for entry in entries:
             for chunk in entry.chunks:
                 shape = chunk.box.shape
-                for at in [chunk.at, *[copy.at for copy in chunk.copies]]:
+                for at in chunk.places:
                     key = at, shape
                     if 0 not in shape and key not in seen:
                         seen.add(key)

@@ -88,7 +88,7 @@ def _places_of_copies(catalog: Catalog) -> Iterator[Place]:
     for entry in catalog.tensors.values():
         for chunk in entry.chunks:
             if chunk.copies:
-                yield from (chunk.at, *(copy.at for copy in chunk.copies))
+                yield from chunk.places
 
 
 def _place(at: Place) -> tuple[str, int]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
-from ckptool.core.catalog import Catalog, Chunk, Container, Place, TensorEntry
+from ckptool.core.catalog import Catalog, Container, Place, TensorEntry
 from ckptool.engine.check.spans import ByteSpan
 from ckptool.engine.share import Share
 
@@ -77,7 +77,7 @@ class DataPart(DataSample):
         return {name: self._narrowed(entry) for name, entry in tensors.items()}
 
     def _narrowed(self, entry: TensorEntry) -> TensorEntry:
-        chunks = tuple(chunk for chunk in entry.chunks if any(map(self._holds, _places(chunk))))
+        chunks = tuple(chunk for chunk in entry.chunks if any(map(self._holds, chunk.places)))
         return entry if len(chunks) == len(entry.chunks) else replace(entry, chunks=chunks)
 
     def _holds(self, at: Place) -> bool:
@@ -86,8 +86,3 @@ class DataPart(DataSample):
     def whole_files(self, files: Mapping[str, int]) -> dict[str, int]:
         """Return the files that are read here completely."""
         return {file: nbytes for file, nbytes in files.items() if file in self._files}
-
-
-def _places(chunk: Chunk) -> Iterator[Place]:
-    yield chunk.at
-    yield from (copy.at for copy in chunk.copies)
