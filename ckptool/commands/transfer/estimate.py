@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import accumulate
 from typing import NamedTuple
@@ -83,6 +82,8 @@ def _rate(source: Files, spans: Sequence[ReadSpan], threads: int) -> float:
                 if time.monotonic() - began > _SECONDS:
                     break
         return done
+
+    from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(threads) as pool:
         done = sum(pool.map(read, [spans[first::threads] for first in range(threads)]))

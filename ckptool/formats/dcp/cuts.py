@@ -24,16 +24,15 @@ from ckptool.serialization.pickle.write import TensorRef
 class ItemBoxes(Struct, frozen=True):
     """The cuts of similar tensors: boxes, the rank that writes each, its bytes.
 
-    ``archives`` are the parts of a box's archive, ``starts`` is where in it its elements begin, and
-    ``frames`` all other bytes of it.
+    ``frames`` are what a box's archive has before its elements and after them, ``starts`` is where
+    these begin in it.
     """
 
     boxes: tuple[Box, ...]
-    archives: tuple[Sequence[Part], ...]
+    frames: tuple[tuple[Literal, Literal], ...]
     ranks: Any
     lengths: Any
     starts: Any
-    frames: tuple[bytes, ...]
     lows: Any
 
     @classmethod
@@ -41,12 +40,14 @@ class ItemBoxes(Struct, frozen=True):
         """Return how a tensor is cut."""
         import numpy as np
 
-        frames = [_frame(entry.dtype.name, box.shape) for box in boxes]
-        lengths, starts = (np.array([f[at] for f in frames], np.int64) for at in (1, 2))
+        frames = tuple(_frame(entry.dtype.name, box.shape) for box in boxes)
+        starts = np.array([head.nbytes for head, _ in frames], np.int64)
+        ends = np.array([tail.nbytes for _, tail in frames], np.int64)
+        nbytes = [box.volume * entry.dtype.itemsize for box in boxes]
+        lengths = starts + np.array(nbytes, np.int64) + ends
         lows = np.array([box.lo for box in boxes], np.int64).reshape(len(boxes), len(entry.shape))
         ranks = np.array([*boxes.values()], np.int32)
-        archives, others = tuple(frame[0] for frame in frames), tuple(frame[3] for frame in frames)
-        return cls((*boxes,), archives, ranks, lengths, starts, others, lows)
+        return cls((*boxes,), frames, ranks, lengths, starts, lows)
 
 
 class FileSplit(Struct, frozen=True):
@@ -132,7 +133,9 @@ class WrittenItems:
         for _, cut in self.tensors:
             if id(cut) not in numbers:
                 numbers[id(cut)] = len(numbers)
-                frames = b"".join(dict.fromkeys(cut.frames))
+                frames = b"".join(
+                    [head.data + tail.data for head, tail in dict.fromkeys(cut.frames)]
+                )
                 columns = (cut.lows, cut.ranks, cut.lengths, cut.starts)
                 yield repr((cut.lows.shape, len(frames))).encode()
                 yield from (column.tobytes() for column in columns)
@@ -144,13 +147,20 @@ class WrittenItems:
         yield self.offsets.tobytes()
 
     def parts(self, file: int, values: Sequence[Part]) -> tuple[Part, ...]:
-        """Return all parts of a file, made on each call: its ``values``, then its chunks."""
-        parts = list(values)
+        """Return all parts of a file, made on each call: its ``values``, then its chunks.
+
+        What is between the elements of two chunks is one literal, the same where archives are.
+        """
+        parts, between, last = [*values], dict[tuple[int, int], Literal](), Literal(b"")
         for number, place in self._rows(file):
             entry, cut = self.tensors[number]
-            data = Data(entry.name, cut.boxes[place], entry.dtype.itemsize)
-            parts += [data if type(part) is Data else part for part in cut.archives[place]]
-        return tuple(parts)
+            head, tail = cut.frames[place]
+            key = id(last), id(head)
+            if key not in between:
+                between[key] = Literal(last.data + head.data, last.patches)
+            parts += between[key], Data(entry.name, cut.boxes[place], entry.dtype.itemsize)
+            last = tail
+        return (*parts, last) if last.data else tuple(parts)
 
     def _rows(self, file: int) -> Iterator[tuple[int, int]]:
         """Return the chunks of a file, in order: the number of the tensor, and the box's."""
@@ -162,14 +172,8 @@ class WrittenItems:
 
 
 @lru_cache(maxsize=4096)
-def _frame(dtype: str, shape: tuple[int, ...]) -> tuple[list[Part], int, int, bytes]:
-    """Return the archive of any tensor of this type and shape: its parts, and its size in bytes.
-
-    Then the offset of the elements in it, and its bytes before and after them.
-    """
+def _frame(dtype: str, shape: tuple[int, ...]) -> tuple[Literal, Literal]:
+    """Return what the archive of any tensor of this type and shape has around its elements."""
     stand_in = TensorEntry("", (), BY_NAME[dtype], shape, ())
-    parts = lay_out_archive(TensorRef.whole(stand_in))
-    first = next(at for at, part in enumerate(parts) if isinstance(part, Data))
-    start = sum(part.nbytes for part in parts[:first])
-    frame = b"".join(part.data for part in parts if isinstance(part, Literal))
-    return parts, sum(part.nbytes for part in parts), start, frame
+    head, tail = (p for p in lay_out_archive(TensorRef.whole(stand_in)) if isinstance(p, Literal))
+    return head, tail
