@@ -37,6 +37,7 @@ def differing_replicas(
     replicas = [
         (entry, chunk, copy)
         for each in entries
+        if not chunks_of(each).alone
         for entry in stored_tensors(each)
         if not chunks_of(entry).alone
         for chunk in entry.chunks

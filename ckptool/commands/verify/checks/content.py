@@ -121,11 +121,13 @@ class Views(Struct):
                     if 0 not in shape and key not in seen:
                         seen.add(key)
                         probe = probes.get(entry.name) if at is chunk.at else None
-                        views._add(entry, chunk.box, at, probe)
+                        views._add(entry, chunk.box, shape, at, probe)
         return views
 
-    def _add(self, entry: TensorEntry, box: Box, at: Place, probe: Probe | None) -> None:
-        shape, dtype = box.shape, entry.source_dtype
+    def _add(
+        self, entry: TensorEntry, box: Box, shape: tuple[int, ...], at: Place, probe: Probe | None
+    ) -> None:
+        dtype = entry.source_dtype
         run = _run(at, shape, dtype.itemsize)
         if run is None:
             self.scattered.append((entry, box, at))

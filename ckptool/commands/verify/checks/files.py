@@ -177,7 +177,7 @@ class FileCheck:
 
     def _look_at_safetensors(self, file: str) -> None:
         tensors = read_safetensors(self._source, file).tensors
-        unaligned = [n for n, item in tensors.items() if item.at.offset % item.dtype.alignment]
+        unaligned = [n for n, item in tensors.items() if item.offset % item.dtype.alignment]
         if unaligned:
             counts = f"{len(unaligned):,} of {len(tensors):,} tensors"
             message = f"{file}: {counts}, first {unaligned[0]}"
