@@ -52,6 +52,8 @@ _STEM = "diffusion_pytorch_model"
 """The stem of diffusers' (0.42) own model files, which is ``model`` in transformers."""
 _EXTRA = f"model{EXTRA}"
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_MIB = 1 << 20
+"""The unit of the total size in the indexes of ColossalAI (0.5)."""
 _CONFIGS = ("config.json", _ADAPTER_CONFIG)
 _LORA = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b")
 
@@ -222,7 +224,7 @@ def _index_notes(
     notes: list[str] = []
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     actual = sum(entry.nbytes for entry in tensors.values())
-    if isinstance(stated, int | float) and stated != actual:
+    if isinstance(stated, int | float) and actual not in (stated, stated * _MIB):
         message = f"{index} states a total_size of {stated:,} bytes, the tensors have {actual:,}"
         notes.append(Problem(message, "index-total-size", file=index))
     unlisted = [name for name in tensors if name not in weight_map]

@@ -224,3 +224,14 @@ def test_a_writer_is_named_only_if_a_file_says_so(tmp_path: Path) -> None:
     report = inspect_one(tmp_path)
     assert report.catalog.format == "hf"
     assert report.catalog.info == {}
+
+
+@pytest.mark.parametrize(("size", "is_right"), [(48, True), (48 / 2**20, True), (47, False)])
+def test_the_total_size_of_an_index_is_in_bytes_or_in_mebibytes(
+    size: float, is_right: bool, tmp_path: Path
+) -> None:
+    save_file({"a": np.zeros(12, np.float32)}, tmp_path / "model-00001.safetensors")
+    index = {"metadata": {"total_size": size}, "weight_map": {"a": "model-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))  # ColossalAI's
+    codes = {finding.code for finding in ckptool.verify(tmp_path).findings}
+    assert ("index-total-size" not in codes) == is_right
