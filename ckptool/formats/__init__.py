@@ -111,6 +111,7 @@ FORMATS = Registry(
         "safetensors": "safetensors.FORMAT",
         "torch-save": "torch_save.FORMAT",
         "orbax": "orbax.FORMAT",
+        "nanotron": "safetensors.nanotron.FORMAT",
         "verl": "rank_files.VERL_FORMAT",
         "torch-checkpointing": "rank_files.TORCH_CHECKPOINTING_FORMAT",
     }

@@ -104,6 +104,20 @@ def test_ranks_of_nanotron_are_no_shards_of_a_model(ranks: tuple[int, ...], tmp_
             open_checkpoint(tmp_path)
 
 
+def test_a_step_of_nanotron_is_recognized_but_not_read(tmp_path: Path) -> None:
+    name = "model/model/decoder/0/attn/model_weight_pp-rank-0-of-1_tp-rank-{}-of-2.safetensors"
+    for rank in range(2):
+        file = tmp_path / name.format(rank)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"data": torch.ones(3, 3)}, file)
+    (tmp_path / "checkpoint_metadata.json").write_text("{}")
+    (tmp_path / "optimizer").mkdir()
+    torch.save({"state": {}}, tmp_path / "optimizer/optimizer_pp-0-of-1_dp-0-of-1_tp-0-of-2.pt")
+    with pytest.raises(CkptoolError, match="nanotron: ranks' parts of each tensor") as caught:
+        open_checkpoint(tmp_path)
+    assert "convert_nanotron_to_hf.py" in str(caught.value.hint)
+
+
 def test_a_shard_of_the_consolidated_model_beside_dcps_shards() -> None:
     """The folder as a whole is DCP's; the other shard of the named one is there as well."""
     folder = case("hf_consolidated").path
