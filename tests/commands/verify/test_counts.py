@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 from verify.verify_runs import checked
 
+from ckptool.commands.model.architectures import HEAD, shapes_of
 from ckptool.commands.open import Survey, survey
 from ckptool.commands.verify.checks.meaning.arguments import argument_problems
 from ckptool.commands.verify.checks.meaning.counts import count_problems, optimizer_step_problems
@@ -23,6 +24,8 @@ from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.formats.companions import MEGATRON
 from ckptool.serialization.pickle.records import Call, Global
 
+FILE = "model.safetensors"
+KINDS = [("q", "weight"), ("q", "bias"), ("o", "weight")]
 CODES = ("counts-differ", "counts-apart", "rank-missing", "config-mismatch")
 
 
@@ -393,6 +396,55 @@ def test_arguments_beside_a_part_of_the_tensors_are_a_record() -> None:
     (path,) = (FIXTURES / "megatron_torch" / "ckpt").rglob("mp_rank_00/*.pt")
     for said in ({"args.num_layers": 3}, {"args.padded_vocab_size": 9000}):
         assert not list(argument_problems(*with_values(path, said)))
+
+
+QWEN = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 3,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+    "tie_word_embeddings": True,
+}
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def of_a_model(path: Path, config: dict[str, Any], *lost: str) -> list[str]:
+    """What is said of a model without some of its tensors, and without a head, which is tied."""
+    path.mkdir()
+    shapes = {name: shape for name, shape in (shapes_of(QWEN) or {}).items() if name != HEAD}
+    kept = {name: torch.ones(shape) for name, shape in shapes.items() if name not in lost}
+    save_file(kept | {name: torch.ones(1) for name in config.pop("more", ())}, path / FILE)
+    (path / "config.json").write_text(json.dumps(QWEN | config))
+    return said(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "lost"),
+    [
+        ({}, []),
+        ({"tie_word_embeddings": False, "architectures": ["Qwen2Model"]}, []),
+        ({}, [f"model.layers.{layer}.input_layernorm.weight" for layer in range(3)]),
+        ({}, [f"model.layers.{layer}.input_layernorm.weight" for layer in range(2)]),
+        ({"more": ["model.layers.1.input_scale"]}, [NORM]),  # another's code
+        ({"auto_map": {"AutoModel": "x.X"}}, [NORM]),
+        ({"model_type": "mamba"}, [NORM]),
+    ],
+)
+def test_a_model_that_may_have_no_more(
+    config: dict[str, Any], lost: list[str], tmp_path: Path
+) -> None:
+    assert of_a_model(tmp_path / "m", dict(config), *lost) == []
+
+
+def test_a_layer_that_lacks_what_others_have(tmp_path: Path) -> None:
+    expected = f"config-mismatch: config.json says Qwen2ForCausalLM, but {NORM} not found, which"
+    assert of_a_model(tmp_path / "m", {}, NORM) == [f"{expected} other layers have"]
+    lost = [f"model.layers.2.self_attn.{part}_proj.{kind}" for part, kind in KINDS]
+    (found,) = of_a_model(tmp_path / "n", {}, *lost)
+    assert all(name in found for name in lost)
 
 
 def test_damage_is_not_reported_as_another_step(tmp_path: Path) -> None:

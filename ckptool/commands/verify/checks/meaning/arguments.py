@@ -1,4 +1,6 @@
-"""Whether Megatron-LM's arguments describe the tensors beside them: sizes, layers, experts.
+"""Whether what describes a model has the tensors beside it: sizes, layers, experts, all of a layer.
+
+Those are Megatron-LM's arguments, and a config.json of a known architecture.
 
 A load builds the model of these arguments, and then finds tensors of other shapes. That is so of
 the formats that Megatron loads: elsewhere, arguments are a record of where tensors came from, as in
@@ -8,13 +10,17 @@ the file of one rank, which has a part of them.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
-from ckptool.commands.model.records import Record, arguments_in
+from ckptool.commands.model.architectures import class_of, shapes_of
+from ckptool.commands.model.records import CONFIG, Record, arguments_in, read_beside
 from ckptool.commands.open import Survey
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.errors import Problem
+from ckptool.core.text import list_some
+from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.companions import size_in
 
 _LOADED = "megatron-"
@@ -91,3 +97,33 @@ def _of_layers(arguments: Record, catalog: Catalog) -> Iterator[Problem]:
 
 def _is_stacked(name: str, entry: TensorEntry) -> bool:
     return bool(_STACKED.fullmatch(name)) and len(entry.shape) > 1
+
+
+_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_COMPUTED = "rotary_emb.inv_freq"
+_FEW = _PART = 4
+
+
+def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
+    """Yield a problem if a layer lacks what the model of config.json has in it, and others have.
+
+    With any tensor that this model has not, it is another one, whatever its config says, and where
+    much is missing, some was left out on purpose.
+    """
+    config: Record = {}
+    if surveyed.format.loading.config is not None:
+        with suppress(CkptoolError):  # said by the check of the config's sizes
+            config = read_beside(surveyed.source, CONFIG)
+    expected = shapes_of(config) or {}
+    known = {name for name in catalog.tensors if not name.endswith(_COMPUTED)}
+    if not known or not known <= expected.keys():
+        return
+    lost = expected.keys() - known - catalog.conflicts.keys()
+    having = Counter(m[2] for m in map(_OF_LAYER.fullmatch, known) if m)
+    lacking = Counter(m[2] for m in map(_OF_LAYER.fullmatch, lost) if m)
+    layers = {m[1] for m in map(_OF_LAYER.fullmatch, known) if m}
+    found = (m for m in map(_OF_LAYER.fullmatch, expected) if m and m[0] in lost)
+    names = [m[0] for m in found if m[1] in layers and lacking[m[2]] <= having[m[2]]]
+    if 0 < _PART * len(names) <= len(known):
+        message = f"{CONFIG} says {class_of(config)}, but {list_some(names, _FEW)} not found, which"
+        yield Problem(f"{message} other layers have", "config-mismatch", file=CONFIG)

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 
 from ckptool.commands.open import Survey
 from ckptool.commands.verify.checks.elements import Elements, Sense
-from ckptool.commands.verify.checks.meaning.arguments import argument_problems
+from ckptool.commands.verify.checks.meaning.arguments import (
+    argument_problems,
+    lost_tensor_problems,
+)
 from ckptool.commands.verify.checks.meaning.counts import count_problems
 from ckptool.commands.verify.checks.meaning.extra_state import unfit_state_problems
 from ckptool.commands.verify.checks.meaning.masters import Masters
@@ -26,6 +29,7 @@ _OF_METADATA: tuple[Callable[[Survey, Catalog], Iterator[Problem]], ...] = (
     count_problems,
     rank_problems,
     argument_problems,
+    lost_tensor_problems,
 )
 
 
