@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -207,7 +207,7 @@ class Assessor:
                 reasons += [where + why for why in self._faults(report, examined.surveyed.catalog)]
         export = is_export(step, self._run.path) and not self._is_of_exports()
         if not reasons:
-            reasons += self._by_side_files(step, surveys, options)
+            reasons += damaged_side_files(step, self._run, surveys, options)
         if not reasons:
             self._contents[step.path] = Contents.of(tuple(surveys))
             reasons += () if export else self._by_contents(step)
@@ -280,16 +280,6 @@ class Assessor:
                 yield f"{_text_of(odd, report)} (--allow-nonfinite counts it as good)"
             elif finding.code in ANOTHER:
                 yield f"{_text_of(finding, report)} (--ignore {finding.code} counts it as good)"
-
-    def _by_side_files(
-        self, step: Step, surveys: Sequence[Survey], options: VerifyOptions
-    ) -> Iterator[str]:
-        """Yield why files that training needs, beside the checkpoints, are not whole."""
-        read: set[Location] = set()
-        for each in surveys:
-            folder = each.path if each.path.is_dir() else each.path.parent
-            read |= {folder / file for file in (each.catalog.files if each.catalog else ())}
-        yield from damaged_side_files(step, self._run, read, options)
 
     def _by_contents(self, step: Step) -> Iterator[str]:
         """Yield what a whole checkpoint lacks that training needs."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from msgspec import structs
 
+from ckptool.commands.open import Survey
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import role_of
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.runs.trainers import LAST_RECORD
+from ckptool.commands.verify.checks.meaning.counts import optimizer_step_problems
 from ckptool.commands.verify.findings import Affected, Finding
 from ckptool.commands.verify.verify import examine
 from ckptool.core.catalog import Catalog
@@ -39,13 +42,18 @@ _LARGEST = 64 << 20
 
 
 def damaged_side_files(
-    step: Step, run: Run, read: Collection[Location], options: VerifyOptions
+    step: Step, run: Run, surveys: Sequence[Survey], options: VerifyOptions
 ) -> Iterator[str]:
     """Yield why files beside a step's checkpoints are not whole: an optimizer's, random states.
 
-    Also the record in JSON that a trainer writes last: if it is cut off, the save was. ``read`` are
-    those files that the checkpoints are read from, which are verified with them. Raises NoAnswer.
+    Also the record in JSON that a trainer writes last: if it is cut off, the save was. Those that
+    the checkpoints are read from, whose ``surveys`` these are, are verified with them. An optimizer
+    must have taken the steps that they count. Raises NoAnswer.
     """
+    read: set[Location] = set()
+    for each in surveys:
+        folder = each.path if each.path.is_dir() else each.path.parent
+        read |= {folder / file for file in (each.catalog.files if each.catalog else ())}
     for entry in step.entries:
         for name, size in run.files_in(entry).items():
             file = entry / name if name else entry
@@ -54,14 +62,19 @@ def damaged_side_files(
             if re.fullmatch(LAST_RECORD, name):
                 yield from _broken_record(file, size, name)
             elif name.endswith(_OF_TORCH) and role_of(name) not in (None, "model"):
-                yield from _broken_archive(file, name, options)
+                beside = [each for each in surveys if each.path == file.parent]
+                yield from _broken_archive(file, name, beside, options)
 
 
-def _broken_archive(file: Location, name: str, options: VerifyOptions) -> Iterator[str]:
+def _broken_archive(
+    file: Location, name: str, beside: Sequence[Survey], options: VerifyOptions
+) -> Iterator[str]:
     read = ReadOptions("torch-save", storage_option=options.read.storage_option)
     try:
         examined = examine(file, replace(options, read=read, ignore=()))
-        report = examined.report()
+        catalog, most = examined.surveyed.catalog, examined.content.counters.most
+        others = (optimizer_step_problems(each, catalog, most) for each in beside)
+        report = examined.report(chain.from_iterable(others))
     except NoAnswer:
         raise
     except Unrecognized:  # an empty state
@@ -70,7 +83,6 @@ def _broken_archive(file: Location, name: str, options: VerifyOptions) -> Iterat
         yield f"{name}: {error}".replace(f"{name}: {file}: ", f"{name}: ")
         return
     for finding in report.findings:
-        catalog = examined.surveyed.catalog
         is_state = role_of(name) == "optimizer" and finding.code not in options.ignore
         odd = spoiling(finding, catalog) if is_state and not options.allow_nonfinite else None
         accepts = ""

@@ -150,6 +150,27 @@ def test_the_optimizer_beside_a_model_is_read_too(
     assert ckptool.verify_run(tmp_path, allow_nonfinite=True).steps[0].ok
 
 
+@pytest.mark.parametrize(("taken", "newest"), [(20, 20), (10, 20), (30, 10)])
+def test_the_optimizer_beside_a_model_is_of_the_same_save(
+    taken: int, newest: int, tmp_path: Path
+) -> None:
+    """It may have been begun again, but has not taken more steps."""
+    for step in (10, 20):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        made = {0: {"step": torch.tensor(float(taken if step == 20 else step)), "exp_avg": WEIGHT}}
+        save_file({"w": WEIGHT}, folder / "model.safetensors")
+        torch.save({"state": made, "param_groups": []}, folder / "optimizer.pt")
+        torch.save({"last_epoch": step}, folder / "scheduler.pt")
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    report = ckptool.verify_run(tmp_path)
+    assert report.latest_good is not None
+    assert report.latest_good.path.name == f"checkpoint-{newest}"
+    if newest == 10:
+        (reason,) = report.steps[0].reasons
+        assert reason.startswith("counts-differ: optimizer.pt: the optimizer has taken 30 steps, ")
+
+
 def test_a_reason_quotes_the_tensor_that_decides(tmp_path: Path) -> None:
     def spoil(state: State) -> None:
         moments = state["optimizer"]["state"]
