@@ -78,7 +78,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         source,
         [file],
         world_size=1,
-        info={"writer": "torch.save"} | describe_framework(contents.objects),
+        info={"writer": "torch.save"} | contents.info | describe_framework(contents.objects),
         companions=companions(source) if model else {},
     )
 

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fork_server import forking_python
 
 import ckptool
+from ckptool.core.mesh import Mesh
+from ckptool.serialization.archive.device_mesh import MeshRecord, record_mesh
+from ckptool.serialization.archive.read import read_torch_file
+from ckptool.serialization.pickle.records import Call
+from ckptool.storage.local import LocalSource
 
 LAUNCHER = os.environ.get("CKPTOOL_TORCH_AT")
 VERSIONS = os.environ.get("CKPTOOL_TORCHES", "").split() if LAUNCHER else ["its own"]
@@ -46,3 +53,25 @@ def test_what_one_torch_reshards_every_torch_loads(version: str, tmp_path: Path)
     ckptool.reshard(tmp_path / "ranks", tmp_path / "rank-local", mesh="dp=1", to="rank-local")
     ckptool.reshard(tmp_path / "ranks", tmp_path / "items", mesh="dp=1", to="torch-checkpointing")
     run(version, "load-rank", tmp_path)
+
+
+@pytest.mark.parametrize("version", [one for one in VERSIONS if one != "2.4.1"])
+def test_device_meshes_are_recorded_as_each_torch_does(version: str, tmp_path: Path) -> None:
+    run(version, "save-meshes", tmp_path)
+    for saved in tmp_path.glob("mesh-*.pt"):
+        content: Any = read_torch_file(LocalSource.file(saved), saved.name).inert
+        theirs = content["w"].args[3][1]["_spec"].fields["mesh"].fields
+        shape = tuple(map(int, saved.stem.partition("-")[2].split("x")))
+        mesh = Mesh(shape, tuple("abc"[: len(shape)]), tuple(range(8)))
+        ours = record_mesh(mesh, 5, MeshRecord.of(theirs)).fields
+        for name in theirs.keys() - {"mesh", "_rank_map", "_hash"}:  # tensors, and of a process
+            assert plain(ours[name]) == plain(theirs[name]), (saved.name, name)
+
+
+def plain(value: Any) -> Any:
+    """Return a record as its class and attributes, which compare by value."""
+    if isinstance(value, Call):
+        return value.name, plain(value.fields)
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return tuple(map(plain, value)) if isinstance(value, list | tuple) else value

@@ -60,6 +60,19 @@ def save_rank(folder: Path) -> None:
     torch.save({"w": tensor}, folder / "ranks" / "checkpoint_0.pt")
 
 
+def save_meshes(folder: Path) -> None:
+    """Save a DTensor on meshes of eight ranks, as rank 5 does, each in a job of its own."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    for shape in ((8,), (2, 4), (1, 8), (8, 1), (2, 1, 4)):
+        dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple("abc"[: len(shape)]))
+        tensor = distribute_tensor(torch.zeros(2), mesh, [Replicate()] * len(shape))
+        torch.save({"w": tensor}, folder / f"mesh-{'x'.join(map(str, shape))}.pt")
+        dist.destroy_process_group()
+
+
 def load_rank(folder: Path) -> None:
     """Copy the DTensors of such files into a parameter, as ``load_state_dict`` does."""
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -86,4 +99,5 @@ def require_equal(found: dict[str, dict[str, object]], expected: object) -> None
 
 if __name__ == "__main__":
     words = {"save": save, "load": load, "save-rank": save_rank, "load-rank": load_rank}
+    words |= {"save-meshes": save_meshes}
     words[sys.argv[1]](Path(sys.argv[2]))

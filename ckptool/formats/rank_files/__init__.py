@@ -177,7 +177,7 @@ def _catalog(
         world_size=world,
         mesh=mesh,
         mesh_source="declared" if mesh else None,
-        info=info | ({"FSDP version": version} if version else {}),
+        info=info | merged.info | ({"FSDP version": version} if version else {}),
         companions=companions(source) or companions(source, f"{OF_VERL}/"),
     )
 

@@ -69,7 +69,12 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     writer = {"writer": "accelerate (by its file names)"}
     joined = join_catalogs(*catalogs)
     beside = companions(source) | {n: source.files[n] for n in TRAINER_FILES if n in source.files}
-    return replace(joined, format="accelerate", info=writer, companions=joined.companions | beside)
+    return replace(
+        joined,
+        format="accelerate",
+        info=joined.info | writer,
+        companions=joined.companions | beside,
+    )
 
 
 def _in_family(catalog: Catalog, family: str) -> Catalog:

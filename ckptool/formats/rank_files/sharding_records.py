@@ -23,10 +23,8 @@ from ckptool.serialization.archive.dtensor import (
     DTensorShare,
     make_placement,
     read_declared_share,
-    read_flat_ints,
-    read_name,
-    require_known,
 )
+from ckptool.serialization.archive.fields import read_flat_ints, read_name, require_known
 from ckptool.serialization.archive.tensors import StoredTensor, describe, read_sizes
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, ShareLeaf
 from ckptool.serialization.state_dict.values import refuse_unread

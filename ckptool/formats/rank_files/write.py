@@ -31,6 +31,7 @@ from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
 from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
+from ckptool.serialization.archive.device_mesh import OF_TORCH, MeshRecord
 from ckptool.serialization.archive.write import ROOT, RankRecords, archive_file
 from ckptool.serialization.pickle.write import TensorRef, contiguous_strides, dtype_global
 from ckptool.serialization.state_dict.tree import nest
@@ -95,6 +96,22 @@ def _is_of_a_rank(entry: TensorEntry) -> bool:
     return bool(entry.path) and isinstance(entry.path[-1], RankStep)
 
 
+def _mesh_record(catalog: Catalog) -> MeshRecord:
+    """Return how device meshes are recorded: as in the source, else by the torch installed here.
+
+    Where neither says so, as by the newest.
+    """
+    if (recorded := catalog.info.get(OF_TORCH)) is not None:
+        return MeshRecord(recorded)
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        major, minor, *_ = version("torch").split(".")
+        return MeshRecord.of_torch((int(major), int(minor)))
+    except (PackageNotFoundError, ValueError):
+        return MeshRecord.AXES
+
+
 class RankTensors:
     """The content of each rank's file from a catalog's tensors, cut for a mesh.
 
@@ -103,6 +120,7 @@ class RankTensors:
 
     def __init__(self, catalog: Catalog, placed: PlacedTensors) -> None:
         self.mesh = placed.mesh
+        self._how = _mesh_record(catalog)
         self._entries = list(catalog.tensors.values())
         self._placements = placed.placements
         self._plain = {
@@ -129,11 +147,12 @@ class RankTensors:
 
     @property
     def notes(self) -> list[str]:
-        """Tensors that are whole on every rank though their placements would cut them."""
+        """What loads the files, and which tensors are whole on every rank despite placements."""
+        notes = [f"its DTensors load with torch {self._how.value} only"] if self._shards else []
         whole = [name for name in self._plain if _cuts(self._placements.get(name, ()))]
-        if not whole:
-            return []
-        return [f"plain tensors, so whole on every rank: {list_some(sorted(whole))}"]
+        if whole:
+            notes.append(f"plain tensors, so whole on every rank: {list_some(sorted(whole))}")
+        return notes
 
     def is_plain(self, name: str) -> bool:
         """Return whether a tensor is whole in the file of every rank, and not a DTensor."""
@@ -141,7 +160,7 @@ class RankTensors:
 
     def leaves(self, rank: int) -> list[tuple[Path, Any]]:
         """Return the tensors of a rank's file with their paths, for ``lay_out_archive``."""
-        records = RankRecords(self.mesh, rank)
+        records = RankRecords(self.mesh, rank, self._how)
         position = self.mesh.ranks.index(rank)
         paths = {entry.name: own_path(entry.path, rank, self.mesh) for entry in self._entries}
         return [

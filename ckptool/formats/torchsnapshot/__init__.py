@@ -47,7 +47,7 @@ from ckptool.formats.torchsnapshot.manifest import (
     element_type,
     read_manifest,
 )
-from ckptool.serialization.archive.dtensor import read_flat_ints
+from ckptool.serialization.archive.fields import read_flat_ints
 from ckptool.serialization.archive.quantized import INTEGERS, describe_quantized, split_quantized
 from ckptool.serialization.archive.tensors import read_sizes
 from ckptool.serialization.source import Source

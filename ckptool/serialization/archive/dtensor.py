@@ -1,25 +1,23 @@
 """One rank's share of a tensor as torch pickles it, and the whole that it is part of.
 
 Verified with files: DTensors and ShardedTensors of torch 2.1, 2.4 and 2.13, tensors whose
-attributes declare their shards of torch 2.15. A DTensor's device mesh is recorded as a tensor of
-ranks (torch 2.1 to 2.9), or as a layout and a rank map (2.10 to 2.13).
+attributes declare their shards of torch 2.15.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from msgspec import Struct
 
 from ckptool.core.box import Box, Piece
-from ckptool.core.catalog import Extent
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES, declared_pieces
 from ckptool.errors import UNREAD, Damaged, Unsupported
+from ckptool.serialization.archive.device_mesh import MeshRecord, read_mesh
+from ckptool.serialization.archive.fields import read_fields, read_name, require_known
 from ckptool.serialization.archive.read import TorchFile
 from ckptool.serialization.archive.tensors import (
     SUBCLASS,
@@ -27,7 +25,6 @@ from ckptool.serialization.archive.tensors import (
     describe,
     is_tensor_record,
     list_wrapped,
-    locate_tensor,
     read_dtype,
     read_natural,
     read_sizes,
@@ -39,7 +36,10 @@ from ckptool.serialization.source import Source
 
 
 class DTensorShare(Struct, frozen=True):
-    """One rank's part of a DTensor. ``rank`` is the rank that pickled it, if recorded."""
+    """One rank's part of a DTensor, and how its mesh is recorded.
+
+    ``rank`` is the rank that pickled it, if recorded.
+    """
 
     dtype: DType
     shape: tuple[int, ...]
@@ -48,6 +48,7 @@ class DTensorShare(Struct, frozen=True):
     placements: tuple[Placement, ...]
     rank: int | None
     shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None
+    how: MeshRecord | None = None
 
     kind: ClassVar = "DTensor"
 
@@ -108,8 +109,7 @@ _SPEC_FIELDS = (
     "use_strided_shard_as_shard_order",
     "_hash",
 )
-_LAYOUT_FIELDS = ("axes", "shape", "stride")
-"""The fields of placements, a DTensor's spec and a mesh's layout (torch 2.1 to 2.15)."""
+"""The fields of placements and of a DTensor's spec (torch 2.1 to 2.15)."""
 
 
 def read_declared_share(
@@ -186,7 +186,8 @@ def _dtensor(
         )
     dtype, shape = read_dtype(arguments[1]), read_sizes(arguments[2])
     order = _shard_order(spec.get("shard_order"))
-    return DTensorShare(dtype, shape, local, mesh, placements, rank, order)
+    how = MeshRecord.of(read_fields(spec.get("mesh"), "DeviceMesh"))
+    return DTensorShare(dtype, shape, local, mesh, placements, rank, order, how)
 
 
 def read_placement(value: PickleValue) -> Placement:
@@ -212,13 +213,6 @@ def make_placement(name: str, fields: Mapping[str, Any]) -> Placement:
     if name == "Partial":
         return Partial(read_name(fields.get("reduce_op")))
     raise Unsupported(f"unknown placement {name}", UNREAD)
-
-
-def require_known(fields: Mapping[str, Any], known: Collection[str], what: str) -> None:
-    """Raise Unsupported for a field of a record that is not known."""
-    more = [name for name in fields if name not in known]
-    if more:
-        raise Unsupported(f"{what} with {describe(more[0])}, which is not known", UNREAD)
 
 
 def _dim(value: PickleValue) -> int:
@@ -268,131 +262,9 @@ def _shard_box(value: PickleValue) -> tuple[Box, int | None]:
     return box, rank if isinstance(rank, int) else None
 
 
-_MOST_RANKS = 1 << 18
-
-
 def _mesh_of(record: Any, file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
     """Return the mesh, and the rank that pickled it if recorded."""
     fields = read_fields(record, "DeviceMesh")
     if record not in file.meshes:
         file.meshes[record] = read_mesh(fields, file, source)
     return file.meshes[record]
-
-
-def read_mesh(fields: dict[str, Any], file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
-    """Read the mesh of a record with these attributes, and the rank that pickled it."""
-    names = fields.get("_mesh_dim_names", fields.get("mesh_dim_names"))
-    names = tuple(map(read_name, names)) if names else None
-    coordinate = fields.get("_coordinate_on_dim")
-    at = read_sizes(coordinate) if isinstance(coordinate, tuple | list) else None
-    if "mesh" not in fields:
-        return _mesh_of_layout(fields, names, at, file, source)
-    shape, ranks = _ints(fields.get("mesh"), file, source)
-    mesh = Mesh(shape, names, ranks)
-    return mesh, next((rank for rank in ranks if mesh.coordinate(rank) == at), None)
-
-
-def _mesh_of_layout(
-    fields: dict[str, Any],
-    names: tuple[str, ...] | None,
-    at: tuple[int, ...] | None,
-    file: TorchFile,
-    source: Source,
-) -> tuple[Mesh, int | None]:
-    """Read a mesh by layout and rank map, as torch 2.10 to 2.13 records it."""
-    flat = fields.get("_flatten_rank_map")
-    if flat is None:
-        _, ranks = _ints(fields["_rank_map"], file, source)
-    else:
-        ranks = read_flat_ints(flat)
-    axes = _axes(fields["_layout"], len(ranks))
-    shape = tuple(map(len, axes))
-    offsets = [sum(steps) for steps in itertools.product(*axes)]
-    rank = fields.get("_rank")
-    base = 0
-    if len(offsets) < len(ranks):
-        if not isinstance(rank, int) or at is None or len(at) != len(axes) or rank not in ranks:
-            raise Damaged(f"{file.what}: a sub-mesh that does not record which rank pickled it")
-        base = ranks.index(rank) - sum(axis[i] for axis, i in zip(axes, at, strict=True))
-    if base < 0 or base + max(offsets) >= len(ranks):
-        raise Damaged(f"{file.what}: a mesh layout outside its {len(ranks)} ranks")
-    members = tuple(ranks[base + offset] for offset in offsets)
-    return Mesh(shape, names, members), rank if isinstance(rank, int) else None
-
-
-def _axes(layout: PickleValue, ranks: int) -> list[list[int]]:
-    """Return for each mesh dim the offsets into the map of ``ranks`` ranks along it."""
-    fields = read_fields(layout, "_MeshLayout", _LAYOUT_FIELDS)
-    if "axes" in fields:
-        records = [read_fields(axis, "_FlatLayout", _LAYOUT_FIELDS) for axis in fields["axes"]]
-        pairs = [(axis["shape"], axis["stride"]) for axis in records]
-    elif isinstance(fields["shape"], int):
-        pairs = [(fields["shape"], fields["stride"])]
-    else:
-        pairs = list(zip(fields["shape"], fields["stride"], strict=True))
-    flat_pairs = [(read_flat_ints(shape), read_flat_ints(stride)) for shape, stride in pairs]
-    if math.prod(math.prod(shape) for shape, _ in flat_pairs) > ranks:
-        raise Damaged(f"a mesh layout of more than its {ranks:,} ranks")
-    return [_offsets(shape, stride) for shape, stride in flat_pairs]
-
-
-def read_flat_ints(value: PickleValue) -> tuple[int, ...]:
-    """Return the ints of a nested tuple, in order; Damaged if there are too many."""
-    ints: list[int] = []
-    stack = [value]
-    left = _MOST_RANKS
-    while stack:
-        item = stack.pop()
-        left -= 1
-        if isinstance(item, tuple | list):
-            left -= len(item)
-            stack += reversed(item)
-        else:
-            ints.append(read_natural(item))
-        if left < 0:
-            raise Damaged(f"a mesh of more than {_MOST_RANKS:,} ranks")
-    return tuple(ints)
-
-
-def _offsets(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
-    steps = [[i * s for i in range(n)] for n, s in zip(shape, stride, strict=True)]
-    return [sum(step) for step in itertools.product(*steps)]
-
-
-def _ints(
-    value: PickleValue, file: TorchFile, source: Source
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Read shape and values, row-major, of the small integer tensor of ranks of an older mesh."""
-    tensor = read_tensor(value)
-    if tensor is None or tensor.dtype.kind != "int" or len(tensor.shape) > 8:
-        raise Damaged(f"{file.what}: a device mesh without its ranks")
-    place = locate_tensor(tensor, file)
-    if not isinstance(place, Extent) or math.prod(tensor.shape) > _MOST_RANKS:
-        raise Damaged(f"{file.what}: a device mesh of {list(tensor.shape)} in {place.file}")
-    itemsize = tensor.dtype.itemsize
-    data = source.read(place.file, place.offset, tensor.storage.nbytes - tensor.offset * itemsize)
-    starts = _offsets(tensor.shape, place.strides)
-    order: Literal["little", "big"] = "big" if "byteswap" in place.ops else "little"
-    pieces = (data[start : start + itemsize] for start in starts)
-    return tensor.shape, tuple(int.from_bytes(piece, order, signed=True) for piece in pieces)
-
-
-def read_name(value: PickleValue) -> str:
-    """Return a name of a pickle; Damaged if it is something else."""
-    if not isinstance(value, str):
-        raise Damaged(f"expected a name, got {describe(value)}")
-    return value
-
-
-def read_fields(
-    value: PickleValue, expected: str, known: Collection[str] | None = None
-) -> dict[str, Any]:
-    """Return the attributes of a record; Damaged if it is none.
-
-    Raises Unsupported for one that is not among those ``known``.
-    """
-    if not isinstance(value, Call):
-        raise Damaged(f"expected a {expected} record, got {type(value).__name__}")
-    if known is not None:
-        require_known(value.fields, known, f"a {expected} record")
-    return value.fields

@@ -15,14 +15,14 @@ from typing import Any
 
 from msgspec import Struct
 
-from ckptool.core.box import row_major_strides
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.dtype import BY_NAME, DType
+from ckptool.core.dtype import DType
 from ckptool.core.layout import FileLayout, Literal, Part, Patch
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import LocalShard
 from ckptool.errors import Damaged, NotFound, Unsupported
-from ckptool.serialization.pickle.records import Call, Global
+from ckptool.serialization.archive.device_mesh import MeshRecord, record_mesh
+from ckptool.serialization.pickle.records import Call, Global, new_object
 from ckptool.serialization.pickle.write import (
     Content,
     TensorRef,
@@ -236,7 +236,7 @@ def end_records(count: int, length: int, start: int) -> bytes:
     return end64 + locator + END.pack(b"PK\x05\x06", 0, 0, short, short, *sizes, 0)
 
 
-_SPEC, _LAYOUT = "torch.distributed.tensor._dtensor_spec", "torch.distributed._mesh_layout"
+_SPEC = "torch.distributed.tensor._dtensor_spec"
 _DTENSOR = Global("torch.distributed.tensor", "DTensor")
 _REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
 _REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
@@ -247,7 +247,7 @@ _Key = tuple[DType, tuple[int, ...], tuple[Placement, ...]]
 
 
 class RankRecords:
-    """Makes the records that torch 2.13 writes for the DTensors of one rank's file.
+    """Makes the records that a line of torch's versions writes for the DTensors of a rank's file.
 
     The mesh need not exist: a record is what ``torch.save`` writes in a job whose first groups are
     those of its one mesh. Hashes are left to be recomputed, as torch does if it finds None: a
@@ -256,8 +256,9 @@ class RankRecords:
     moments') share everything else, as torch's operators do.
     """
 
-    def __init__(self, mesh: Mesh, rank: int) -> None:
-        self._mesh = _device_mesh(mesh, rank)
+    def __init__(self, mesh: Mesh, rank: int, how: MeshRecord = MeshRecord.AXES) -> None:
+        self._mesh = record_mesh(mesh, rank, how)
+        self._has_order = how is not MeshRecord.RANKS
         self._layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
         self._device = Call(Global("torch", "device"), ("cpu",))
         self._records: dict[_Key, tuple[tuple[Any, ...], Call]] = {}
@@ -285,31 +286,29 @@ class RankRecords:
         strided = any(isinstance(item, StridedShard) for item in placements)
         size = Call(Global("torch", "Size"), (shape,))
         meta = (size, contiguous_strides(shape), dtype_global(dtype))
-        return _object(
+        order: dict[str, Any] = {
+            "shard_order": None if strided else _default_order(placements, len(shape)),
+            "use_strided_shard_as_shard_order": strided,
+        }
+        return new_object(
             Global(_SPEC, "DTensorSpec"),
             mesh=self._mesh,
             placements=tuple(_placement(item, len(shape)) for item in placements),
             tensor_meta=Call(Global(_SPEC, "TensorMeta"), meta, is_new=True),
-            shard_order=None if strided else _default_order(placements, len(shape)),
-            use_strided_shard_as_shard_order=strided,
+            **(order if self._has_order else {}),
             _hash=None,
         )
-
-
-def _object(cls: Global, **attributes: Any) -> Call:
-    """Return an object of a class, created without its ``__init__``."""
-    return Call(cls, (), True, attributes)
 
 
 def _placement(item: Placement, rank: int) -> Call:
     """Return the record of a placement; its dim counts from the front, as torch records it."""
     if isinstance(item, Shard):
-        return _object(Global(_PLACEMENTS, "Shard"), dim=item.dim % rank)
+        return new_object(Global(_PLACEMENTS, "Shard"), dim=item.dim % rank)
     if isinstance(item, StridedShard):
         cls = Global(_PLACEMENTS, "_StridedShard")
-        return _object(cls, dim=item.dim % rank, split_factor=item.split_factor)
+        return new_object(cls, dim=item.dim % rank, split_factor=item.split_factor)
     if isinstance(item, Replicate):
-        return _object(Global(_PLACEMENTS, "Replicate"))
+        return new_object(Global(_PLACEMENTS, "Replicate"))
     raise Unsupported(f"{item}: values that are partial sums cannot be written")
 
 
@@ -321,50 +320,3 @@ def _default_order(placements: Sequence[Placement], rank: int) -> tuple[Call, ..
             by_dim[item.dim % rank].append(mesh_dim)
     cls = Global(_SPEC, "ShardOrderEntry")
     return tuple(Call(cls, (dim, tuple(by_dim[dim])), is_new=True) for dim in sorted(by_dim))
-
-
-def _device_mesh(mesh: Mesh, rank: int) -> Call:
-    """Return a root ``DeviceMesh`` on the CPU, as ``rank`` sees it."""
-    ranks = struct.pack(f"<{mesh.size}i", *mesh.ranks)
-    return _object(
-        Global("torch.distributed.device_mesh", "DeviceMesh"),
-        _device_type="cpu",
-        _layout=_mesh_layout(mesh),
-        _rank_map=TensorRef(BY_NAME["int32"], (mesh.size,), Literal(ranks)),
-        _mesh_dim_names=mesh.names,
-        _root_mesh=None,
-        _preserve_rank_order=False,  # torch 2.15 compares it, and has no default for it
-        _flatten_rank_map=mesh.ranks,
-        _thread_id=None,
-        _flatten_mapping={},
-        _dim_group_names=_group_names(mesh, rank),
-        _rank=rank,
-        _coordinate_on_dim=mesh.coordinate(rank),
-        _hash=None,
-    )
-
-
-def _group_names(mesh: Mesh, rank: int) -> list[str]:
-    """Return the names of a rank's process groups, one per mesh dim, as torch 2.13 numbers them.
-
-    ``init_process_group`` creates group 0; ``init_device_mesh`` uses it for a dim of all ranks, and
-    creates for every other dim one group after another, row-major over the other dims.
-    """
-    coordinate = mesh.coordinate(rank) or ()
-    names, first = [], 1
-    for dim, size in enumerate(mesh.shape):
-        strides = row_major_strides(mesh.shape[:dim] + mesh.shape[dim + 1 :], 1)
-        inside = coordinate[:dim] + coordinate[dim + 1 :]
-        group = first + sum(at * step for at, step in zip(inside, strides, strict=True))
-        names.append("0" if size == mesh.size else str(group))
-        first += 0 if size == mesh.size else mesh.size // size
-    return names
-
-
-def _mesh_layout(mesh: Mesh) -> Call:
-    """Return a ``_MeshLayout``: size and stride of each mesh dim, none for a dim of size 1."""
-    cls = Global(_LAYOUT, "_FlatLayout")
-    pairs = zip(mesh.shape, row_major_strides(mesh.shape, 1), strict=True)
-    axes = [((size,), (step,)) if size > 1 else ((), ()) for size, step in pairs]
-    records = [_object(cls, shape=shape, stride=stride) for shape, stride in axes]
-    return _object(Global(_LAYOUT, "_MeshLayout"), axes=tuple(records))

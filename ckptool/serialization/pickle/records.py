@@ -151,3 +151,8 @@ PickleValue: TypeAlias = Union[
     "frozenset[PickleValue]",
 ]
 """The value of a pickle: plain values and containers, and inert records."""
+
+
+def new_object(cls: Global, **attributes: Any) -> Call:
+    """Return an object of a class, created without its ``__init__``."""
+    return Call(cls, (), True, attributes)

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from ckptool.core.catalog import Extent, Record
 from ckptool.core.mesh import Mesh
 from ckptool.errors import CkptoolError, Refusal, coded
-from ckptool.serialization.archive.dtensor import DTensorShare, read_mesh
+from ckptool.serialization.archive.device_mesh import read_mesh
+from ckptool.serialization.archive.dtensor import DTensorShare
 from ckptool.serialization.archive.read import (
     OpenArchive,
     StoredBytes,
@@ -281,7 +282,8 @@ def _moved(known: _Movable, at: Extent, meshes: Sequence[tuple[Mesh, int | None]
     share: DTensorShare = value.share
     dtype, shape, local, placements = share.dtype, share.shape, share.local, share.placements
     mesh, rank = meshes[number]
-    own = DTensorShare(dtype, shape, local, mesh, placements, rank, share.shard_order)
+    order, how = share.shard_order, share.how
+    own = DTensorShare(dtype, shape, local, mesh, placements, rank, order, how)
     return Leaf(leaf.path, ShareLeaf(own, (at,), value.attributes), leaf.rank_state, leaf.note)
 
 

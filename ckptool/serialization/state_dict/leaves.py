@@ -14,6 +14,7 @@ from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh
 from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES
 from ckptool.errors import Damaged, Problem, Refusal, Unsupported, coded
+from ckptool.serialization.archive.device_mesh import OF_TORCH, MeshRecord
 from ckptool.serialization.archive.dtensor import (
     OF_DTENSORS,
     Share,
@@ -112,6 +113,13 @@ class Assembled(Struct):
     problems: list[Problem] = field(default_factory=list)
     conflicts: dict[str, str] = field(default_factory=dict)
     meshes: list[Mesh] = field(default_factory=list)
+    mesh_records: set[MeshRecord] = field(default_factory=set)
+
+    @property
+    def info(self) -> dict[str, str]:
+        """Return the entry of ``Catalog.info`` for how device meshes are recorded, if all alike."""
+        records = [how.value for how in self.mesh_records]
+        return {OF_TORCH: records[0]} if len(records) == 1 else {}
 
     @property
     def refusals(self) -> dict[str, Refusal]:
@@ -126,6 +134,7 @@ class Assembled(Struct):
         self.problems += other.problems
         self.conflicts |= other.conflicts
         self.meshes += other.meshes
+        self.mesh_records |= other.mesh_records
 
     def take_problems(self) -> list[str]:
         """Return and remove the problems, and the conflicts that are not refusals."""

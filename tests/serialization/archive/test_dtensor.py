@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from ckptool.serialization.archive.dtensor import read_mesh
+from ckptool.serialization.archive.device_mesh import read_mesh
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.storage.local import LocalSource
