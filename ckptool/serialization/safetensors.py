@@ -165,10 +165,6 @@ class OutgoingSlice(NamedTuple):
     box: Box
     head: str = ""
 
-    @property
-    def nbytes(self) -> int:
-        return self.box.volume * self.dtype.itemsize
-
     @staticmethod
     def whole(entry: TensorEntry, head: str = "") -> OutgoingSlice:
         """Return all of the catalog's entry."""
