@@ -28,6 +28,7 @@ from ckptool.engine.check.pairs import (
     same_bits,
 )
 from ckptool.engine.check.run_pairs import run_jobs
+from ckptool.engine.read.byte_reader import join
 from ckptool.engine.read.containers import Need
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.segments import (
@@ -302,33 +303,33 @@ def _prove(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[PairTile]:
 
 _Found = tuple[TensorPair, _Run]
 """A run that the output has otherwise."""
+_Read = tuple[_Task, Sequence[memoryview]]
+"""A task, and the bytes of each of its segments."""
 
 
 def _unequal_runs(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_Found]:
     """Yield the runs that the output has otherwise, of those whose segments follow each other."""
     straight = [task for task in tasks if not task.boxes]
     written = readers.bytes[1].read_close([task.segments for task in straight])
-    for (pair, (run,), _, _), data in zip(straight, written, strict=True):
-        if checksum(data) != run.checksum:
+    for (pair, (run,), _, _), parts in zip(straight, written, strict=True):
+        if checksum(join(parts)) != run.checksum:
             yield pair, run
 
 
 def _unequal_stacks(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_Found]:
-    """Yield the same of small tensors: those that are written alike are read as one array."""
-    alike = dict[object, list[_Task]]()
-    for task in tasks:
-        if task.boxes:
-            other = task.pair.other
-            key = chunks_of(other).cut, other.shape, other.dtype
-            alike.setdefault(key, []).append(task)
+    """Yield the same of small tensors: those that are written alike are one array."""
+    small, alike = [task for task in tasks if task.boxes], dict[object, list[_Read]]()
+    written = readers.bytes[1].read_close([task.segments for task in small])
+    for task, parts in zip(small, written, strict=True):
+        other = task.pair.other
+        key = chunks_of(other).cut, other.shape, other.dtype
+        alike.setdefault(key, []).append((task, parts))
     for some in alike.values():
-        from ckptool.engine.read.gather import array, part_of, read_stack
+        from ckptool.engine.read.gather import part_of, stacked
 
-        other = some[0].pair.other
-        stack = array((len(some), *other.shape), other.dtype, memoryview(b""))
-        boxes = chunks_of(other).boxes
-        read_stack(readers.bytes[1], [task.segments for task in some], boxes, stack)
-        for task, values in zip(some, stack, strict=True):
+        other = some[0][0].pair.other
+        stack = stacked([parts for _, parts in some], chunks_of(other).boxes, other)
+        for (task, _), values in zip(some, stack, strict=True):
             for run in task.runs:
                 data = b"".join([part_of(values, box).tobytes() for box in run.boxes])
                 if checksum(data) != run.checksum:

@@ -65,7 +65,7 @@ def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterato
         ones = readers.bytes[0].read_close([one for _, one, _ in runs])
         others = readers.bytes[1].read_close([other for _, _, other in runs])
         both = zip(runs, ones, others, strict=True)
-        left += [pair for (pair, _, _), one, other in both if bytes(one) != bytes(other)]
+        left += [pair for (pair, _, _), one, other in both if b"".join(one) != b"".join(other)]
     except CkptoolError:
         left = [*pairs]
     yield PairTile(sum([pair.nbytes for pair in pairs]) - sum([pair.nbytes for pair in left]))

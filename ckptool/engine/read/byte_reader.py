@@ -29,6 +29,11 @@ class _Window(Struct):
     place: int
 
 
+def join(parts: Sequence[memoryview]) -> memoryview:
+    """Return parts as one, which is not copied if it is the only one."""
+    return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+
+
 class ByteReader:
     """Reads runs of bytes for one thread, into memory that it uses again.
 
@@ -65,8 +70,8 @@ class ByteReader:
         if self._sums is not None:
             self._sums.note(file, offset, buffer)
 
-    def read_close(self, groups: Sequence[Iterable[Segment]]) -> Iterator[memoryview | bytes]:
-        """Yield the bytes of some groups of segments; those close in a file are read together.
+    def read_close(self, groups: Sequence[Iterable[Segment]]) -> Iterator[list[memoryview]]:
+        """Yield the bytes of each segment of some groups; those close in a file are read together.
 
         Those of records are noted. They are in memory that the next call may reuse.
         """
@@ -96,7 +101,7 @@ class ByteReader:
                 parts.append(memory[place : place + nbytes])
                 if record is not None:
                     self.note(record, start, parts[-1])
-            yield parts[0] if len(parts) == 1 else b"".join(parts)
+            yield parts
 
     def read(self, file: str, offset: int, nbytes: int) -> memoryview:
         """Return bytes of a file, valid until the next are read."""

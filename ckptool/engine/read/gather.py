@@ -29,7 +29,7 @@ from ckptool.engine.read.computed import fill_computed, tensors_behind
 from ckptool.engine.read.containers import opened
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.rounding import cast, may_have_lost
-from ckptool.engine.read.segments import Segment, by_stride, run_at, strided_reads
+from ckptool.engine.read.segments import by_stride, run_at, strided_reads
 from ckptool.engine.read.strips import Strip, strip_of
 from ckptool.engine.read.window import Windows
 from ckptool.errors import Damaged
@@ -99,16 +99,15 @@ def cut(values: Array, tile: Tile, buffer: memoryview) -> memoryview:
     return data
 
 
-def read_stack(
-    reader: ByteReader, tensors: Sequence[Sequence[Segment]], boxes: Sequence[Box], whole: Array
-) -> None:
-    """Fill an array of small tensors, along its first dim, which are all cut into the same boxes.
-
-    Each tensor has a segment for each of them. The memory of the reader is used.
-    """
-    for box, data in zip(boxes, reader.read_close([*zip(*tensors, strict=True)]), strict=True):
+def stacked(
+    tensors: Sequence[Sequence[memoryview]], boxes: Sequence[Box], like: TensorEntry
+) -> Array:
+    """Return an array of tensors, along its first dim, from the bytes of each of their boxes."""
+    whole = array((len(tensors), *like.shape), like.dtype, memoryview(b""))
+    for box, each in zip(boxes, zip(*tensors, strict=True), strict=True):
         part = part_of(whole, box)
-        part[...] = np.frombuffer(data, whole.dtype).reshape(part.shape)
+        part[...] = np.frombuffer(b"".join(each), whole.dtype).reshape(part.shape)
+    return whole
 
 
 class Gatherer:

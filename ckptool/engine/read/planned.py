@@ -17,7 +17,7 @@ from ckptool.core.catalog import Chunk, Extent, TensorEntry, stored_places
 from ckptool.core.planning.groups import Tile, are_small
 from ckptool.core.sharding.index import Overlap
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
-from ckptool.engine.read.byte_reader import ByteReader
+from ckptool.engine.read.byte_reader import ByteReader, join
 from ckptool.engine.read.containers import open_chunk, opened
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.segments import Segment, segments_of, segments_of_tensor, tile_needs
@@ -140,10 +140,10 @@ class PlanReader:
                 straight.append(some)
                 rows.append(segments)
         alike = dict[object, list[tuple[list[Tile], memoryview]]]()
-        for some, data in zip(straight, self._bytes.read_close(rows), strict=True):
+        for some, parts in zip(straight, self._bytes.read_close(rows), strict=True):
             entry = some[0].entry
             kind = entry.shape, entry.dtype.name, *(id(tile.pieces) for tile in some)
-            alike.setdefault(kind, []).append((some, memoryview(data)))
+            alike.setdefault(kind, []).append((some, join(parts)))
         found = chain.from_iterable(map(_cut_alike, alike.values()))
         yield from sorted(found, key=lambda each: (each[0].file, each[0].part))
         for some in others:

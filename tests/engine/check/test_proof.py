@@ -161,18 +161,19 @@ def test_the_source_is_not_read_again(tmp_path: Path, counted: list[tuple[str, i
     assert sum(count for _, count in counted) <= (tmp_path / "other" / "data").stat().st_size
 
 
-def test_small_tensors_that_are_cut_alike_are_read_together(
+def test_small_tensors_of_all_cuts_are_read_together(
     tmp_path: Path, counted: list[tuple[str, int]]
 ) -> None:
     rows = [Box((n, 0, 0), (n + 1, 3, 4)) for n in range(5)]
     columns = [Box((0, 0, n), (5, 3, n + 1)) for n in range(4)]
+    middles = [Box((0, n, 0), (5, n + 1, 4)) for n in range(3)]
     pairs, wrong = [], {"b": (4, 2, 3)}
-    for name in "abc":
+    for name, cut in zip("abc", (columns, columns, middles), strict=True):
         values = np.full(SHAPE, ord(name), np.int16)
         one = store(tmp_path / "one", values, rows, name)
         if name in wrong:
             values[wrong[name]] += 1
-        pairs.append(TensorPair(one, store(tmp_path / "other", values, columns, name)))
+        pairs.append(TensorPair(one, store(tmp_path / "other", values, cut, name)))
     sides = LocalSource.folder(tmp_path / "one"), LocalSource.folder(tmp_path / "other")
     sums = ReadSums()
     for pair in pairs:

@@ -37,7 +37,7 @@ def test_runs_that_are_read_together_have_checksums_of_their_own(
     monkeypatch.setattr(byte_reader, "_GAP", 4)
     with closing(ByteReader(source, sums=sums)) as reader:
         segments = [Segment("f", *run, 0, None) for run in runs]
-        found = [bytes(each) for each in reader.read_close([segments[1:], segments[:1]])]
+        found = [b"".join(each) for each in reader.read_close([segments[1:], segments[:1]])]
     assert found == [data[64:100] + data[180:], data[:60]]
     assert reads == [100, 20]
     noted = [(run.offset, run.nbytes, run.checksum) for run in sums.runs("f", 0, 200)]
