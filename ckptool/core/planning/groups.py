@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import add, sub
 
@@ -133,7 +133,7 @@ def group_of_rows(
 
 
 def tiles_of_group(
-    group: Group, entry: TensorEntry, index: ChunkIndex, limit: int
+    group: Group, entry: TensorEntry, index_of: Callable[[TensorEntry], ChunkIndex], limit: int
 ) -> Iterator[list[Tile]]:
     """Yield the tiles of a group, in order; those that are read together at a time."""
     band = group.band
@@ -145,7 +145,7 @@ def tiles_of_group(
     elif band is not None:
         yield from _tiles_of_rows(group, entry, band)
     else:
-        for tile in _tiles_of(group.parts[0], entry, index, limit * group.times):
+        for tile in _tiles_of(group.parts[0], entry, index_of(entry), limit * group.times):
             yield [tile]
 
 

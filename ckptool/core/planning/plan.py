@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
@@ -118,7 +118,7 @@ class Plan:
         its own order, and what a disk reads ahead is used. ``files`` are indices in the layout with
         their parts, ``limit`` the bytes of a tile.
         """
-        by_tensor: dict[str, dict[object, list[LayoutPart]]] = {}
+        by_tensor = defaultdict[str, dict[object, list[LayoutPart]]](lambda: defaultdict(list))
         tensors, small = self.catalog.tensors, dict[str, bool]()
         for number, parts in files:
             offset = 0
@@ -128,8 +128,8 @@ class Plan:
                     place, name = LayoutPart(number, position, offset, part), part.name
                     if name not in small:
                         small[name] = is_small(tensors[name], limit)
-                    by_rows = by_tensor.setdefault(name, {})
-                    by_rows.setdefault(name if small[name] else rows_of(place), []).append(place)
+                    rows = name if small[name] else rows_of(place)
+                    by_tensor[name][rows].append(place)
                 offset += nbytes
         return [
             group
@@ -182,7 +182,7 @@ class Plan:
     def jobs(self, group: Group, limit: int) -> Iterator[list[Tile]]:
         """Yield the tiles of a group, in order; those of one job read the same source rows."""
         entry = self.entry_of(group)
-        return tiles_of_group(group, entry, self.index(entry), limit)
+        return tiles_of_group(group, entry, self.index, limit)
 
     def entry_of(self, group: Group) -> TensorEntry:
         """Return the tensor that a group has parts of."""
