@@ -306,6 +306,7 @@ def test_whole_parts_that_were_frozen_at_first_have_fewer_steps(
         ([7, 7, 7, 7, 7, 3], [[0, 1, 2, 3, 4], [5]], True),  # a group that was added
         ([3, 7, 3, 7, 3, 7], [[0, 1, 2, 3, 4, 5]], False),
         ([3, 7, 7, 7, 7, 7], [[0, 1, 2, 3, 4, 5]], False),
+        ([*[3] * 11, 7], [[*range(12)]], True),
     ],
 )
 def test_numbered_parameters_that_were_frozen_at_first(

@@ -48,9 +48,9 @@ def _parts(values: Values, catalog: Catalog) -> Iterator[Collection[str]]:
     """Yield the counters of each part of a model or an optimizer that may be frozen whole."""
     yield from _option_groups(catalog, values)
     alike: dict[object, list[str]] = defaultdict(list)
-    numbered = sorted((int(of), n) for n in values if (of := _parameter_of(n)).isdigit())
-    for _, run in groupby(numbered, lambda each: values[each[1]]):
-        part = [name for _, name in run]
+    numbered = sorted((len(of), of, n) for n in values if (of := _parameter_of(n)).isdigit())
+    for _, run in groupby(numbered, lambda each: values[each[-1]]):
+        part = [name for *_, name in run]
         alike[part[0], "run"] = part
     shapes = _shapes(catalog) if numbered else {}
     for name in values:
