@@ -22,6 +22,8 @@ from ckptool.errors import Problem
 
 ADAPTER_CONFIG = "adapter_config.json"
 _LORA = "LORA"
+_ADAPTIVE = "ADALORA"
+"""The method that takes all of its rank from a module: matrices of no row or column are left."""
 _DEFAULT_RANK = 8
 _MATRIX = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+?)(?:\.base_layer)*"
@@ -59,7 +61,9 @@ def adapter_problems(
     config: Record, tensors: Mapping[str, TensorEntry], place: str = ADAPTER_CONFIG
 ) -> Iterator[Problem]:
     """Yield where an adapter's config, read from ``place``, contradicts the tensors."""
+    is_adaptive = method_of(config) == _ADAPTIVE
     empty = [name for name, entry in tensors.items() if not entry.elements]
+    empty = [name for name in empty if not is_adaptive or len(tensors[name].shape) == 1]
     if empty:
         shape = list(tensors[empty[0]].shape)
         message = f"empty: {len(empty):,} of {plural(len(tensors), 'tensor')}, such as {empty[0]}"

@@ -63,6 +63,7 @@ def verified(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tens
         ({"peft_type": "LOHA"}, {f"{LAYER}.q.hada_w1_a": torch.ones(3, 5)}),
         ({"peft_type": "VERA", "r": 256}, {f"{LAYER}.q.vera_lambda_b": torch.ones(3)}),
         ({"peft_type": "ADALORA", "rank_pattern": {"q": [True]}}, lora("q", 5)),
+        ({"peft_type": "ADALORA", "rank_pattern": {"q": [False]}}, lora("q", 0)),
         ({"peft_type": "PROMPT_TUNING"}, {"prompt_embeddings": torch.ones(3, 5)}),
     ],
 )  # fmt: skip
@@ -82,6 +83,7 @@ def test_what_peft_saves_is_sound(
          "empty: 4 of 4 tensors, such as"),
         ({}, SOUND | {"base_model.model.lm_head.weight": torch.empty(0)}, "empty: 1 of 5"),
         ({"peft_type": "LOHA"}, {f"{LAYER}.q.hada_w1_a": torch.empty(0)}, "empty: 1 of 1"),
+        ({"peft_type": "ADALORA"}, {f"{LAYER}.q.lora_A": torch.empty(0)}, "empty: 1 of 1"),
         ({"r": 16}, SOUND, "says r 16, but .*q_proj.lora_A.weight has rank 8 .4 tensors in all"),
         ({}, SOUND | lora("mlp.up_proj", 4), "says r 8, but .*up_proj.lora_A.weight has rank 4"),
         ({"rank_pattern": {"q_proj": 4}}, SOUND, "says r 4, but .*q_proj"),
