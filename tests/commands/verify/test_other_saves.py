@@ -1,0 +1,170 @@
+"""Optimizers and records of another save than the model, and what a layer of it lacks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from verify.test_counts import of_trainer, said, with_values
+from verify.verify_runs import checked
+
+from ckptool.commands.model.architectures import HEAD, shapes_of
+from ckptool.commands.open import survey
+from ckptool.commands.verify.checks.meaning.counts import count_problems, optimizer_step_problems
+
+FILE = "model.safetensors"
+KINDS = [("q", "weight"), ("q", "bias"), ("o", "weight")]
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, int])
+@pytest.mark.parametrize(
+    ("taken", "schedule", "expected"),
+    [
+        (9, 9, ""),
+        (10, 9, ""),  # the first of which made the state
+        (6, 6, ""),  # both were begun again
+        (15, 15, ""),  # the trainer's record was
+        (18, 9, ""),  # two in each of the trainer's
+        (6, 9, "counts-apart: optimizer.pt: the optimizer has taken 6 of 9 steps: it was begun"),
+        (15, 9, "counts-differ: optimizer.pt: the optimizer has taken 15 steps, but trainer_state"),
+    ],
+)
+def test_an_optimizer_of_another_save_of_the_trainer(
+    kind: Any, taken: int, schedule: int, expected: str, tmp_path: Path
+) -> None:
+    scheduler = {"last_epoch": schedule}
+    path = of_trainer(tmp_path / "checkpoint-9", 9, scheduler=scheduler, epoch=2.5, ranks=[])
+    state = {
+        n: {"step": kind(count), "exp_avg": torch.ones(2)} for n, count in enumerate([3, taken])
+    }
+    torch.save({"state": state, "param_groups": [{"step": 90}]}, path / "optimizer.pt")
+    found = [f"{each.code}: {each.message}" for each in checked(path).findings]
+    found = [text for text in found if text.startswith(("counts-differ", "counts-apart"))]
+    assert len(found) == bool(expected)
+    assert all(text.startswith(expected) for text in found)
+
+
+@pytest.mark.parametrize(
+    ("taken", "skipped", "expected"),
+    [
+        (5, 0, ""),
+        (6, 0, ""),  # the first of which made the state
+        (2, 3, ""),
+        (2, 0, "counts-apart: the optimizer has taken 2 of 5 steps: it was begun again, or is of"),
+        (9, 0, "counts-differ: the optimizer has taken 9 steps, but global_steps is 5: they are"),
+    ],
+)
+def test_an_optimizer_of_another_save_of_deepspeed(
+    taken: int, skipped: int, expected: str, copy_of: Callable[[str], Path]
+) -> None:
+    root = copy_of("deepspeed_zero_2")
+    counts = {"global_steps": 5, "skipped_steps": skipped, "global_samples": 10}
+    for path in root.rglob("*model_states.pt"):
+        torch.save(torch.load(path, weights_only=False) | counts, path)
+    surveyed = survey(root)
+    problems = optimizer_step_problems(surveyed, surveyed.catalog, taken)
+    found = [f"{each.code}: {each}" for each in problems]
+    assert len(found) == bool(expected)
+    assert all(text.startswith(expected) for text in found)
+    said = [each.message for each in checked(root).findings if each.code == "counts-apart"]
+    read = "the optimizer has taken 1 of"  # what its own files count
+    assert [message.startswith(read) for message in said] == [True]
+
+
+def counted_by_lightning(
+    path: Path, *, head: str = "", manual: int = 0, schedules: int = 1, **other: Any
+) -> list[str]:
+    """What is said of a file after 12 steps of the optimizer and of the scheduler."""
+    loop = f"{head}loops.fit_loop.epoch_loop"
+    steps = "optim_progress.optimizer.step.total.completed"
+    values: dict[str, Any] = {
+        f"{head}global_step": 12,
+        f"{head}epoch": 1,
+        f"{loop}.automatic_optimization.{steps}": 0 if manual else 12,
+        f"{loop}.manual_optimization.optim_step_progress.total.completed": manual,
+        f"{loop}.scheduler_progress.total.completed": 12 * schedules,
+        f"{'optimizer_0' if head else 'optimizer_states.0'}.param_groups.0.lr": 0.5,
+    }
+    for n in range(schedules):
+        one = {"last_epoch": 12, "_step_count": 13, "_last_lr": [0.5]}
+        values |= {f"{head}lr_schedulers.{n}.{key}": value for key, value in one.items()}
+    torch.save({"pytorch-lightning_version": "2.6.6", "state_dict": {}, "w": torch.ones(2)}, path)
+    known = {key: other.pop(key.rpartition(".")[2], value) for key, value in values.items()}
+    return [f"{each.code}: {each}" for each in count_problems(*with_values(path, known))]
+
+
+@pytest.mark.parametrize("head", ["", "meta."])
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ({}, ""),
+        ({"manual": 12}, ""),
+        ({"global_step": 999}, "global_step is 999, but "),
+        ({"last_epoch": 0}, "lr_schedulers.0.last_epoch is 0, as before the first step, but "),
+        ({"last_epoch": 0, "_step_count": 1, "_last_lr": [1.0]}, "lr_schedulers.0.last_epoch is"),
+        ({"last_epoch": 0, "_step_count": 1}, ""),  # a user steps it later
+        ({"last_epoch": 0, "epoch": 0}, ""),  # to the number of the epoch
+        ({"last_epoch": 3}, ""),
+        ({"last_epoch": 0, "schedules": 2}, ""),  # one that steps after epochs
+    ],
+)
+def test_what_lightning_counts(
+    head: str, other: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    found = counted_by_lightning(tmp_path / "epoch=1-step=12.ckpt", head=head, **other)
+    assert len(found) == bool(expected), found
+    assert all(text.startswith(f"counts-differ: {head}{expected}") for text in found)
+
+
+QWEN = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 3,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+    "tie_word_embeddings": True,
+}
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def of_a_model(path: Path, config: dict[str, Any], *lost: str) -> list[str]:
+    """What is said of a model without some of its tensors, and without a head, which is tied."""
+    path.mkdir()
+    shapes = {name: shape for name, shape in (shapes_of(QWEN) or {}).items() if name != HEAD}
+    kept = {name: torch.ones(shape) for name, shape in shapes.items() if name not in lost}
+    save_file(kept | {name: torch.ones(1) for name in config.pop("more", ())}, path / FILE)
+    (path / "config.json").write_text(json.dumps(QWEN | config))
+    return said(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "lost"),
+    [
+        ({}, []),
+        ({"tie_word_embeddings": False, "architectures": ["Qwen2Model"]}, []),
+        ({}, [f"model.layers.{layer}.input_layernorm.weight" for layer in range(3)]),
+        ({}, [f"model.layers.{layer}.input_layernorm.weight" for layer in range(2)]),
+        ({"more": ["model.layers.1.input_scale"]}, [NORM]),  # another's code
+        ({"auto_map": {"AutoModel": "x.X"}}, [NORM]),
+        ({"model_type": "mamba"}, [NORM]),
+    ],
+)
+def test_a_model_that_may_have_no_more(
+    config: dict[str, Any], lost: list[str], tmp_path: Path
+) -> None:
+    assert of_a_model(tmp_path / "m", dict(config), *lost) == []
+
+
+def test_a_layer_that_lacks_what_others_have(tmp_path: Path) -> None:
+    expected = f"config-mismatch: config.json says Qwen2ForCausalLM, but {NORM} not found, which"
+    assert of_a_model(tmp_path / "m", {}, NORM) == [f"{expected} other layers have"]
+    lost = [f"model.layers.2.self_attn.{part}_proj.{kind}" for part, kind in KINDS]
+    (found,) = of_a_model(tmp_path / "n", {}, *lost)
+    assert all(name in found for name in lost)
