@@ -63,11 +63,12 @@ class Moments:
         self._steps = _steps_taken(catalog)
         self._slices = Slices({n: e for n, e in catalog.tensors.items() if _is_moment(n, e)})
         for name in self._slices.names:
-            from ckptool.commands.verify.checks.meaning.moment_bits import Moment
+            if (parsed := parse_moment(name)) is not None:
+                from ckptool.commands.verify.checks.meaning.moment_bits import Moment
 
-            kind, parameter = parse_moment(name) or ("", name)
-            self._names[parameter][kind] = name
-            self._found[name] = Moment(is_square=kind == _SQUARE)
+                kind, parameter = parsed
+                self._names[parameter][kind] = name
+                self._found[name] = Moment(is_square=kind == _SQUARE)
 
     @property
     def probes(self) -> Mapping[str, Probe]:
@@ -77,7 +78,7 @@ class Moments:
     def problems(self, elements: Elements) -> Iterator[Problem]:
         """Yield the moments that no step leaves."""
         for each in self._problems(elements):
-            yield each.of_tensor(self._slices[each.tensor].name) if each.tensor else each
+            yield each.of_tensor(self._slices.tensor(each.tensor)) if each.tensor else each
 
     def _problems(self, elements: Elements) -> Iterator[Problem]:
         """Yield the problems of moments, by the names that they would have alone."""
@@ -85,7 +86,7 @@ class Moments:
         seen = {
             name: moment
             for name, moment in self._found.items()
-            if elements.are_sound(self._slices[name].name)
+            if elements.are_sound(self._slices.tensor(name))
             if moment.elements == math.prod(shape_of(name, located))
         }
         entries = Entries(self._slices, located)
@@ -213,5 +214,6 @@ def _negative(seen: Seen, located: Located) -> Iterator[Problem]:
 
 
 def _is_moment(name: str, entry: TensorEntry) -> bool:
-    is_known = entry.source_dtype.name in _TYPES and entry.elements and parse_moment(name)
-    return bool(is_known) and state_category(entry) == "optimizer"
+    """Return whether a tensor is one, if its name can be parsed."""
+    is_state = _MEAN in name and state_category(entry) == "optimizer"
+    return is_state and entry.source_dtype.name in _TYPES and entry.elements > 0

@@ -51,10 +51,16 @@ class Slices:
     def __init__(self, tensors: Mapping[str, TensorEntry], others: Iterable[Slice] = ()) -> None:
         self._slices = {each.numbered: each for each in chain(_slices_of(tensors), others)}
         stacked = {each.name for each in self._slices.values()}
-        self.names = [*(name for name in tensors if name not in stacked), *self._slices]
+        whole = [name for name in tensors if name not in stacked] if stacked else tensors
+        self.names = [*whole, *self._slices]
 
     def __getitem__(self, name: str) -> Slice:
         return self._slices.get(name) or Slice(name, name)
+
+    def tensor(self, name: str) -> str:
+        """Return the name of the tensor that what has a name is, or is a part of."""
+        each = self._slices.get(name)
+        return name if each is None else each.name
 
     def shape(self, name: str, tensors: Mapping[str, TensorEntry]) -> Index:
         """Return the shape of what has a name."""
@@ -63,6 +69,8 @@ class Slices:
 
     def probes(self, found: Mapping[str, Probe]) -> dict[str, Probe]:
         """Return what looks at each tensor, of what looks at some of the names."""
+        if not self._slices:
+            return dict(found)
         slices = ((self._slices[name], found[name]) for name in found if name in self._slices)
         whole = {name: probe for name, probe in found.items() if name not in self._slices}
         return whole | probes_of((each.name, each.at, probe) for each, probe in slices)

@@ -67,7 +67,7 @@ class Weights:
         tensors = {name: entry for name, entry in catalog.tensors.items() if _is_weight(entry)}
         self._slices = Slices(tensors, _masters_alone(catalog))
         matrices = {
-            name: catalog.tensors[self._slices[name].name].source_dtype
+            name: catalog.tensors[self._slices.tensor(name)].source_dtype
             for name in self._slices.names
             if is_matrix(self._slices.shape(name, catalog.tensors))
         }
@@ -104,19 +104,19 @@ class Weights:
         not_finite = elements.content.read.not_finite
         entries = Entries(self._slices, elements.located)
         for one, other, pairs in _alike_layers(shapes, seen):
-            if any(self._slices[name].name in not_finite for _, name in pairs):
+            if any(self._slices.tensor(name) in not_finite for _, name in pairs):
                 continue  # that has a finding of its own
             both = ((entries[name], entries[like]) for name, like in pairs)
             if all(_are_equal(*each, elements.source) for each in both):
                 message = f"{other[0]}{other[1]}: its {len(pairs):,} matrices are those of"
                 message += f" {one[0]}{one[1]}, bit for bit"
-                yield Problem(message, "layers-equal", tensor=self._slices[pairs[0][1]].name)
+                yield Problem(message, "layers-equal", tensor=self._slices.tensor(pairs[0][1]))
 
     def _shapes(self, elements: Elements) -> dict[str, Shape]:
         """Return the shapes of the weights that were seen whole."""
         shapes: dict[str, Shape] = {}
         for name, weight in self._found.items():
-            if elements.are_sound(self._slices[name].name):
+            if elements.are_sound(self._slices.tensor(name)):
                 shape = self._slices.shape(name, elements.located)
                 if weight.elements == math.prod(shape):
                     shapes[name] = shape
