@@ -150,18 +150,20 @@ def test_the_optimizer_beside_a_model_is_read_too(
     assert ckptool.verify_run(tmp_path, allow_nonfinite=True).steps[0].ok
 
 
-@pytest.mark.parametrize(("taken", "newest"), [(20, 20), (10, 20), (30, 10)])
+@pytest.mark.parametrize(
+    ("taken", "rate", "newest"), [(20, 0.5, 20), (10, 0.5, 20), (30, 0.5, 20), (30, 0.4, 10)]
+)
 def test_the_optimizer_beside_a_model_is_of_the_same_save(
-    taken: int, newest: int, tmp_path: Path
+    taken: int, rate: float, newest: int, tmp_path: Path
 ) -> None:
-    """It may have been begun again, but has not taken more steps."""
+    """It may have been begun again, or have taken steps before, at the rate of its schedule."""
     for step in (10, 20):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         made = {0: {"step": torch.tensor(float(taken if step == 20 else step)), "exp_avg": WEIGHT}}
         save_file({"w": WEIGHT}, folder / "model.safetensors")
-        torch.save({"state": made, "param_groups": []}, folder / "optimizer.pt")
-        torch.save({"last_epoch": step}, folder / "scheduler.pt")
+        torch.save({"state": made, "param_groups": [{"lr": rate}]}, folder / "optimizer.pt")
+        torch.save({"last_epoch": step, "_last_lr": [0.5]}, folder / "scheduler.pt")
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     report = ckptool.verify_run(tmp_path)
     assert report.latest_good is not None

@@ -23,26 +23,27 @@ KINDS = [("q", "weight"), ("q", "bias"), ("o", "weight")]
 
 @pytest.mark.parametrize("kind", [torch.tensor, int])
 @pytest.mark.parametrize(
-    ("taken", "schedule", "expected"),
+    ("taken", "schedule", "rate", "expected"),
     [
-        (9, 9, ""),
-        (10, 9, ""),  # the first of which made the state
-        (6, 6, ""),  # both were begun again
-        (15, 15, ""),  # the trainer's record was
-        (18, 9, ""),  # two in each of the trainer's
-        (6, 9, "counts-apart: optimizer.pt: the optimizer has taken 6 of 9 steps: it was begun"),
-        (15, 9, "counts-differ: optimizer.pt: the optimizer has taken 15 steps, but trainer_state"),
+        (9, 9, 0.5, ""),
+        (10, 9, 0.5, ""),  # the first of which made the state
+        (6, 6, 0.5, ""),  # both were begun again
+        (15, 15, 0.5, ""),  # the trainer's record was
+        (15, 9, 0.5, "counts-apart: optimizer.pt: the optimizer has taken 15 steps, but trainer"),
+        (6, 9, 0.5, "counts-apart: optimizer.pt: the optimizer has taken 6 of 9 steps: it was"),
+        (15, 9, 0.4, "counts-differ: optimizer.pt: the optimizer has taken 15 steps, but trainer"),
     ],
 )
 def test_an_optimizer_of_another_save_of_the_trainer(
-    kind: Any, taken: int, schedule: int, expected: str, tmp_path: Path
+    kind: Any, taken: int, schedule: int, rate: float, expected: str, tmp_path: Path
 ) -> None:
-    scheduler = {"last_epoch": schedule}
+    """A second call of ``train()`` goes on with the optimizer, and begins a schedule for it."""
+    scheduler = {"last_epoch": schedule, "_last_lr": [0.5]}
     path = of_trainer(tmp_path / "checkpoint-9", 9, scheduler=scheduler, epoch=2.5, ranks=[])
     state = {
         n: {"step": kind(count), "exp_avg": torch.ones(2)} for n, count in enumerate([3, taken])
     }
-    torch.save({"state": state, "param_groups": [{"step": 90}]}, path / "optimizer.pt")
+    torch.save({"state": state, "param_groups": [{"step": 90, "lr": rate}]}, path / "optimizer.pt")
     found = [f"{each.code}: {each.message}" for each in checked(path).findings]
     found = [text for text in found if text.startswith(("counts-differ", "counts-apart"))]
     assert len(found) == bool(expected)

@@ -69,7 +69,7 @@ class Trainer(NamedTuple):
     rate: str = ""
     epoch: str = ""
     optimizer: str = ""
-    several: bool = False
+    rates: str = ""
 
 
 _OF_RECORD = f"{TRAINER_STATE}: global_step"
@@ -120,7 +120,7 @@ TRAINERS = (
         epochs=f"{TRAINER_STATE}: epoch",
         engine="global_steps",
         optimizer="scheduler.last_epoch",
-        several=True,
+        rates="scheduler._last_lr",
     ),
     *(
         Trainer(
@@ -151,6 +151,8 @@ _FIRST = 2
 """Steps of which a save is not the first: some trainers count from zero, others from one."""
 _OF_OPTIMIZER = re.compile(r"(?:.+\.)?state\..+\.step|step\..+")
 """Names of values that count the steps of an optimizer's parameters; of groups some begin at 1."""
+_RATE = "param_groups.0.lr"
+"""The learning rate in an optimizer.pt; the optimizer of a second ``train()`` is the first's."""
 _UNCOUNTED = 1 << 53
 """More steps than anything counts one by one in a float."""
 _LONGEST = 64
@@ -187,12 +189,22 @@ def optimizer_step_problems(
         steps, taken = step - (_number(values, trainer.skipped) or 0), max(known)
         if _number(values, trainer.optimizer) != step or not 0 < taken < _UNCOUNTED:
             continue
-        if taken > steps + 1 and not (trainer.several and taken >= 2 * steps):
+        if taken > steps + 1:
             message = f"the optimizer has taken {taken:,g} steps, but {trainer.step} is {step:,}"
-            yield Problem(f"{message}: they are of two saves", "counts-differ")
+            if not trainer.rates or _has_other_rate(optimizer, values.get(trainer.rates)):
+                yield Problem(f"{message}: they are of two saves", "counts-differ")
+            else:
+                message += ": it had taken some before, or takes several at a time"
+                yield Problem(message, "counts-apart")
         elif taken < steps:
             message = f"the optimizer has taken {taken:,g} of {steps:,} steps: it was begun again,"
             yield Problem(f"{message} or is of an earlier save", "counts-apart")
+
+
+def _has_other_rate(optimizer: Catalog, rates: object) -> bool:
+    """Return whether an optimizer's learning rate is none that its scheduler has given last."""
+    rate = optimizer.objects.get(_RATE)
+    return rate is not None and isinstance(rates, list) and rate.value not in rates
 
 
 def _trainers(surveyed: Survey, catalog: Catalog, values: Values) -> Iterator[tuple[Trainer, int]]:
