@@ -188,16 +188,16 @@ def _detect_in_archive(path: Location, archive: PlacedFiles) -> Candidate | None
 def _find_enclosing(path: Location) -> Candidate | None:
     """Find the checkpoint in the file's folder that the file is only a part of."""
     disk, singles = on_disk(path), single_file_suffixes()
-    if disk and path.name.endswith(tuple(singles)):  # it may lie in a home folder, with millions
-        near = _find_in_folder_of(path, LocalSource.folder(disk.parent, near=True))
-        alone = {name for row in singles.values() for name in (row.name, row.detection.folder)}
-        if near is None or (near.named is None and near.format.name in alone):
-            return near
-    try:
-        folder = folder_at(path.parent)
+    near = disk if path.name.endswith(tuple(singles)) else None
+    try:  # it may lie in a home folder, with millions
+        folder = LocalSource.folder(near.parent, near=True) if near else folder_at(path.parent)
     except NotFound:
         return None
-    return _find_in_folder_of(path, folder)
+    found = _find_in_folder_of(path, folder)
+    alone = {name for row in singles.values() for name in (row.name, row.detection.folder)}
+    if near is None or found is None or (found.named is None and found.format.name in alone):
+        return found
+    return _find_in_folder_of(path, folder_at(path.parent))
 
 
 def _find_in_folder_of(path: Location, folder: Files) -> Candidate | None:

@@ -391,6 +391,21 @@ def test_of_one_file_the_folders_far_below_are_not_listed(
     assert "b" not in listed
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+def test_a_file_in_a_folder_that_cannot_be_listed(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Who may enter a folder may read its files, by their names."""
+    save_file({"w": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    torch.save({"w": torch.zeros(2)}, tmp_path / "model.pt")
+
+    def scandir(path: Path) -> Iterator[Any]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert verify(tmp_path / name, VerifyOptions()).ok
+
+
 @pytest.mark.parametrize(
     ("name", "file"),
     [
