@@ -188,6 +188,14 @@ def _join(config: Record) -> str:
     return " and ".join(f"{key} {value}" for key, value in config.items())
 
 
+def shared_names(catalog: Catalog) -> set[str]:
+    """Return the names that headers have beside those of tensors.
+
+    safetensors' ``save_model`` notes there what it left out, as it shares another one's memory.
+    """
+    return {name for texts in catalog.metadata.values() for name in texts}
+
+
 def _compare_layers(config: Record, catalog: Catalog) -> Iterator[Difference]:
     """Count the layers, with or without those that predict further tokens.
 
@@ -196,7 +204,8 @@ def _compare_layers(config: Record, catalog: Catalog) -> Iterator[Difference]:
     (Nemotron-NAS) a layer may do nothing, and then has no tensor.
     """
     counts = {} if "block_configs" in config else _numbers(config, LAYER_COUNTS)
-    matches = [match for name in catalog.tensors if (match := _LAYER.fullmatch(name))]
+    names = {*catalog.tensors, *shared_names(catalog)}
+    matches = [match for match in map(_LAYER.fullmatch, names) if match]
     numbers = {int(match[2]) for match in matches}
     if not counts or len({match[1] for match in matches}) != 1:
         return

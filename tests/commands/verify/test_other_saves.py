@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from verify.test_counts import of_trainer, said, with_values
 from verify.verify_runs import checked
 
@@ -169,3 +169,14 @@ def test_a_layer_that_lacks_what_others_have(tmp_path: Path) -> None:
     lost = [f"model.layers.2.self_attn.{part}_proj.{kind}" for part, kind in KINDS]
     (found,) = of_a_model(tmp_path / "n", {}, *lost)
     assert all(name in found for name in lost)
+
+
+def test_a_layer_that_shares_what_another_has(tmp_path: Path) -> None:
+    """As it is where ``save_model`` of safetensors leaves one of both out."""
+    layer = {name: name.replace(".1.", ".0.") for name in shapes_of(QWEN) or {} if ".1." in name}
+    for number, left_out in enumerate([[NORM], layer]):
+        path = tmp_path / str(number)
+        assert of_a_model(path, {}, *left_out)
+        shared = {name: layer[name] for name in left_out}
+        save_file(load_file(path / FILE), path / FILE, metadata=shared)
+        assert said(path) == []

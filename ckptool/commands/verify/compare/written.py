@@ -42,7 +42,7 @@ def require_written(
 
     Returns how many numbers the casts made infinite. Files that are written ``later`` hold no
     tensors. ``sides`` are the files of the source and of the output; ``sums`` are of what was read
-    to write them, ``how`` is the number of threads, and what is called with bytes. The elements of
+    to write them, ``how`` is the number of threads, and what counts the bytes. The elements of
     the source are those to be written: renamed, cast and dequantized. The output is read where its
     own description says that they are, whatever the plan made of them. Raises NotVerified if it is
     not as planned, and the errors of reading the source.

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ckptool.commands.model.architectures import class_of, shapes_of
+from ckptool.commands.model.config import shared_names
 from ckptool.commands.model.records import CONFIG, Record, arguments_in, read_beside
 from ckptool.commands.open import Survey
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -118,7 +119,7 @@ def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem
     known = {name for name in catalog.tensors if not name.endswith(_COMPUTED)}
     if not known or not known <= expected.keys():
         return
-    lost = expected.keys() - known - catalog.conflicts.keys()
+    lost = expected.keys() - known - catalog.conflicts.keys() - shared_names(catalog)
     having = Counter(m[2] for m in map(_OF_LAYER.fullmatch, known) if m)
     lacking = Counter(m[2] for m in map(_OF_LAYER.fullmatch, lost) if m)
     layers = {m[1] for m in map(_OF_LAYER.fullmatch, known) if m}
