@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from verify.test_counts import of_trainer, said, with_values
 from verify.verify_runs import checked
@@ -72,6 +73,10 @@ def test_an_optimizer_of_another_save_of_deepspeed(
     found = [f"{each.code}: {each}" for each in problems]
     assert len(found) == bool(expected)
     assert all(text.startswith(expected) for text in found)
+    assert surveyed.catalog is not None
+    alone = replace(surveyed.catalog, files={"one.pt": 1})  # a file is of one save
+    problems = optimizer_step_problems(replace(surveyed, catalog=alone), alone, taken)
+    assert [each.code for each in problems] == ["counts-apart"] * bool(expected)
     said = [each.message for each in checked(root).findings if each.code == "counts-apart"]
     read = "the optimizer has taken 1 of"  # what its own files count
     assert [message.startswith(read) for message in said] == [True]

@@ -178,10 +178,12 @@ def optimizer_step_problems(
     """Yield a problem if an optimizer has taken other steps than its trainer counts.
 
     ``optimizer`` is the checkpoint itself, or one beside it, whose tensors count ``most`` steps. It
-    has taken fewer if it was begun again, and one more before the first (DeepSpeed's Adam).
+    has taken fewer if it was begun again, and one more before the first (DeepSpeed's Adam). A file
+    is of one save.
     """
     if surveyed.catalog is None or optimizer is None:
         return
+    are_several = optimizer is not surveyed.catalog or len(optimizer.files) > 1
     counts = [e.value for n, e in optimizer.objects.items() if _OF_OPTIMIZER.fullmatch(n)]
     known = [count for count in (most, *counts) if type(count) in (int, float)]
     values = _values(surveyed.source, surveyed.catalog) if known else {}
@@ -191,7 +193,8 @@ def optimizer_step_problems(
             continue
         if taken > steps + 1:
             message = f"the optimizer has taken {taken:,g} steps, but {trainer.step} is {step:,}"
-            if not trainer.rates or _has_other_rate(optimizer, values.get(trainer.rates)):
+            is_other = not trainer.rates or _has_other_rate(optimizer, values.get(trainer.rates))
+            if are_several and is_other:
                 yield Problem(f"{message}: they are of two saves", "counts-differ")
             else:
                 message += ": it had taken some before, or takes several at a time"
