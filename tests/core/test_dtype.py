@@ -62,3 +62,10 @@ def test_parts_of_a_complex_number_are_of_half_its_size(name: str) -> None:
     part = BY_NAME[name].part
     assert (part.kind, 2 * part.itemsize) == ("float", BY_NAME[name].itemsize)
     assert part.part is part
+
+
+def test_a_signaling_nan_in_a_complex_number_is_read_without_a_warning() -> None:
+    stored = np.array([0x7FA00001, 0], np.uint32).view(np.complex64)
+    with np.errstate(invalid="raise"):
+        (size,) = decode(stored, BY_NAME["complex64"])
+    assert np.isnan(size)

@@ -36,7 +36,8 @@ def is_finite(bits: Array, dtype: DType) -> Array:
 
 
 def _complex(stored: Array) -> Array:
-    parts = stored.view(f"f{stored.itemsize // 2}").astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signaling NaN
+        parts = stored.view(f"f{stored.itemsize // 2}").astype(np.float64)
     return np.hypot(parts[::2], parts[1::2])
 
 
