@@ -101,7 +101,7 @@ class Files(Protocol):
         return lambda: None
 
     def keep(self, nbytes: int) -> None:
-        """Keep at most so many bytes of what was read, or fetched ahead; the kernel may more."""
+        """Keep at most so many bytes that were read, or fetched ahead; the kernel may keep more."""
         return
 
     def reader(self) -> FileReader:
