@@ -35,7 +35,7 @@ from ckptool.formats.base import ScanOptions
 from ckptool.formats.deepspeed.checkpoint import Grid
 from ckptool.formats.deepspeed.flat_runs import Name, RankContents
 from ckptool.serialization.archive.tensors import read_natural, read_sizes
-from ckptool.serialization.pickle.records import Call, Global
+from ckptool.serialization.pickle.records import Call, Global, new_object
 from ckptool.serialization.state_dict.leaves import Assembled
 
 _TIED = "tied_modules."
@@ -323,13 +323,12 @@ def _record_sub_params(parts: Mapping[str, Any], shape: Shape) -> Call:
         )
     count = spec[dim]
     widths = (shape[dim] // count,) * count if isinstance(count, int) and count else count
-    record = Call(_SUB_PARAM_SHAPE, (), is_new=True)
-    record.state = {
-        "patterns": list(parts.get("patterns") or []),
-        "shape": (*spec[:dim], widths, *spec[dim + 1 :]),
-        "partition_dim": dim,
-    }
-    return record
+    return new_object(
+        _SUB_PARAM_SHAPE,
+        patterns=list(parts.get("patterns") or []),
+        shape=(*spec[:dim], widths, *spec[dim + 1 :]),
+        partition_dim=dim,
+    )
 
 
 def count_kept_rows(name: str, shape: Shape, info: Mapping[str, Any]) -> int:

@@ -13,12 +13,12 @@ import struct
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from operator import mul
-from typing import Any, Literal
+from typing import Any
 
-from ckptool.core import layout
 from ckptool.core.box import row_major_strides
 from ckptool.core.catalog import Extent
 from ckptool.core.dtype import BY_NAME
+from ckptool.core.layout import Literal
 from ckptool.core.mesh import Mesh
 from ckptool.errors import Damaged
 from ckptool.serialization.archive.fields import MOST_RANKS, read_fields, read_flat_ints, read_name
@@ -74,7 +74,7 @@ def _mesh_of_layout(
     file: TorchFile,
     source: Source,
 ) -> tuple[Mesh, int | None]:
-    """Read a mesh by layout and rank map, as torch 2.10 to 2.13 records it."""
+    """Read a mesh by layout and rank map, as torch records it from 2.10 on."""
     flat = fields.get("_flatten_rank_map")
     if flat is None:
         _, ranks = _ints(fields["_rank_map"], file, source)
@@ -129,9 +129,10 @@ def _ints(
     itemsize = tensor.dtype.itemsize
     data = source.read(place.file, place.offset, tensor.storage.nbytes - tensor.offset * itemsize)
     starts = _offsets(tensor.shape, place.strides)
-    order: Literal["little", "big"] = "big" if "byteswap" in place.ops else "little"
+    is_big = "byteswap" in place.ops
     pieces = (data[start : start + itemsize] for start in starts)
-    return tensor.shape, tuple(int.from_bytes(piece, order, signed=True) for piece in pieces)
+    values = (int.from_bytes(each, "big" if is_big else "little", signed=True) for each in pieces)
+    return tensor.shape, tuple(values)
 
 
 def record_mesh(mesh: Mesh, rank: int, how: MeshRecord) -> Call:
@@ -147,7 +148,7 @@ def record_mesh(mesh: Mesh, rank: int, how: MeshRecord) -> Call:
         return new_object(
             cls,
             device_type="cpu",
-            mesh=TensorRef(BY_NAME["int32"], mesh.shape, layout.Literal(ranks)),
+            mesh=TensorRef(BY_NAME["int32"], mesh.shape, Literal(ranks)),
             mesh_dim_names=mesh.names,
             _flatten_mesh_list=mesh.ranks,
             _thread_id=None,
@@ -160,7 +161,7 @@ def record_mesh(mesh: Mesh, rank: int, how: MeshRecord) -> Call:
         cls,
         _device_type="cpu",
         _layout=_record_layout(mesh, how),
-        _rank_map=TensorRef(BY_NAME["int32"], (mesh.size,), layout.Literal(ranks)),
+        _rank_map=TensorRef(BY_NAME["int32"], (mesh.size,), Literal(ranks)),
         _mesh_dim_names=mesh.names,
         _root_mesh=None,
         _preserve_rank_order=False,  # torch 2.15 compares it, and has no default for it

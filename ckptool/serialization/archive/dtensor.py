@@ -177,7 +177,7 @@ def _dtensor(
     spec = read_fields(fields.get("_spec"), "DTensorSpec", _SPEC_FIELDS)
     if local is None:
         raise Damaged(f"{file.what}: a DTensor whose local tensor is not a plain tensor")
-    mesh, rank = _mesh_of(spec.get("mesh"), file, source)
+    mesh, rank, how = _mesh_of(spec.get("mesh"), file, source)
     placements = tuple(map(read_placement, spec.get("placements") or ()))
     if len(placements) != len(mesh.shape):
         raise Damaged(
@@ -186,7 +186,6 @@ def _dtensor(
         )
     dtype, shape = read_dtype(arguments[1]), read_sizes(arguments[2])
     order = _shard_order(spec.get("shard_order"))
-    how = MeshRecord.of(read_fields(spec.get("mesh"), "DeviceMesh"))
     return DTensorShare(dtype, shape, local, mesh, placements, rank, order, how)
 
 
@@ -262,9 +261,9 @@ def _shard_box(value: PickleValue) -> tuple[Box, int | None]:
     return box, rank if isinstance(rank, int) else None
 
 
-def _mesh_of(record: Any, file: TorchFile, source: Source) -> tuple[Mesh, int | None]:
-    """Return the mesh, and the rank that pickled it if recorded."""
+def _mesh_of(record: Any, file: TorchFile, source: Source) -> tuple[Mesh, int | None, MeshRecord]:
+    """Return the mesh, the rank that pickled it if recorded, and how it is recorded."""
     fields = read_fields(record, "DeviceMesh")
     if record not in file.meshes:
         file.meshes[record] = read_mesh(fields, file, source)
-    return file.meshes[record]
+    return *file.meshes[record], MeshRecord.of(fields)

@@ -234,7 +234,8 @@ def _merge_dtensor(name: str, leaves: _Leaves, result: Assembled, keep: bool) ->
         message += " stages with names of their own, or replicas that diverged"
         result.conflicts[name] = Problem(message, "replicas-differ", tensor=name)
     result.meshes += meshes
-    result.mesh_records |= {leaf.value.share.how for leaf in leaves.values()} - {None}
+    if first.how is not None:
+        result.mesh_records.add(first.how)
 
 
 def _meshes_of(leaves: _Leaves) -> list[Mesh]:
