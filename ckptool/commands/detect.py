@@ -188,8 +188,9 @@ def _detect_in_archive(path: Location, archive: PlacedFiles) -> Candidate | None
 def _find_enclosing(path: Location) -> Candidate | None:
     """Find the checkpoint in the file's folder that the file is only a part of."""
     disk, singles = on_disk(path), single_file_suffixes()
+    # what lies far below a file by itself is none of it: that may be a home folder's millions
     near = disk if path.name.endswith(tuple(singles)) else None
-    try:  # it may lie in a home folder, with millions
+    try:
         folder = LocalSource.folder(near.parent, near=True) if near else folder_at(path.parent)
     except NotFound:
         return None

@@ -99,3 +99,9 @@ def parse_moment(name: str) -> tuple[str, str] | None:
         return None
     kind = found["first"] or found["inner"] or found["last"]
     return kind, found["of_first"] or found["of_inner"] or found["of_last"]
+
+
+def parameter_of_moment(name: str) -> str:
+    """Return the parameter that a moment is of; what is none is of itself."""
+    _, parameter = parse_moment(name) or ("", name)
+    return parameter

@@ -102,7 +102,9 @@ def _is_stacked(name: str, entry: TensorEntry) -> bool:
 
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _COMPUTED = "rotary_emb.inv_freq"
-_FEW = _PART = 4
+_FEW = 4
+_PART = 4
+"""The share of a model, one in so many, of which more is not lost but left out."""
 
 
 def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
@@ -120,11 +122,12 @@ def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem
     if not known or not known <= expected.keys():
         return
     lost = expected.keys() - known - catalog.conflicts.keys() - shared_names(catalog)
-    having = Counter(m[2] for m in map(_OF_LAYER.fullmatch, known) if m)
-    lacking = Counter(m[2] for m in map(_OF_LAYER.fullmatch, lost) if m)
-    layers = {m[1] for m in map(_OF_LAYER.fullmatch, known) if m}
-    found = (m for m in map(_OF_LAYER.fullmatch, expected) if m and m[0] in lost)
-    names = [m[0] for m in found if m[1] in layers and lacking[m[2]] <= having[m[2]]]
+    places = [match for match in map(_OF_LAYER.fullmatch, expected) if match]
+    layers = {match[1] for match in places if match[0] in known}
+    having = Counter(match[2] for match in places if match[0] in known)
+    lacking = Counter(match[2] for match in places if match[0] in lost)
+    found = (match for match in places if match[0] in lost and match[1] in layers)
+    names = [match[0] for match in found if lacking[match[2]] <= having[match[2]]]
     if 0 < _PART * len(names) <= len(known):
         message = f"{CONFIG} says {class_of(config)}, but {list_some(names, _FEW)} not found, which"
         yield Problem(f"{message} other layers have", "config-mismatch", file=CONFIG)

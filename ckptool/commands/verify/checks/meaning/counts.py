@@ -49,7 +49,8 @@ class Trainer(NamedTuple):
     most one fewer an epoch, whose last batches may be left over. The step is one of ``counts``,
     which a resume goes on from. Where a user may step schedulers otherwise, such as to the number
     of the ``epoch``, the optimizer's ``rate`` must tell that one has stepped. An optimizer has
-    taken as many steps if ``optimizer`` says the step, too, or a multiple of it if ``several``.
+    taken as many steps if ``optimizer`` says the step, too; one of more steps is another save's if
+    its learning rate is none of ``rates``, or where there are none.
     """
 
     source: str
@@ -153,7 +154,7 @@ _OF_OPTIMIZER = re.compile(r"(?:.+\.)?state\..+\.step|step\..+")
 """Names of values that count the steps of an optimizer's parameters; of groups some begin at 1."""
 _RATE = "param_groups.0.lr"
 """The learning rate in an optimizer.pt; the optimizer of a second ``train()`` is the first's."""
-_UNCOUNTED = 1 << 53
+UNCOUNTED = 1 << 53
 """More steps than anything counts one by one in a float."""
 _LONGEST = 64
 """Bytes of a pointer's file."""
@@ -189,7 +190,7 @@ def optimizer_step_problems(
     values = _values(surveyed.source, surveyed.catalog) if known else {}
     for trainer, step in _trainers(surveyed, surveyed.catalog, values) if known else ():
         steps, taken = step - (_number(values, trainer.skipped) or 0), max(known)
-        if _number(values, trainer.optimizer) != step or not 0 < taken < _UNCOUNTED:
+        if _number(values, trainer.optimizer) != step or not 0 < taken < UNCOUNTED:
             continue
         if taken > steps + 1:
             message = f"the optimizer has taken {taken:,g} steps, but {trainer.step} is {step:,}"

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.checks.elements import Elements
+from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED
 from ckptool.commands.verify.checks.meaning.moments_of_layers import Layers, WeightOf
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slices
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.keymap.model import abstract
-from ckptool.core.quantization.master_names import parse_moment
+from ckptool.core.quantization.master_names import parameter_of_moment, parse_moment
 from ckptool.core.state_category import state_category
 from ckptool.core.text import plural
 from ckptool.engine.check.spans import Probe
@@ -39,8 +40,6 @@ _MADE_UP = 0.25
 _STEPS = 2
 """Counted steps after which something has moments: one step without gradients may be that which
 makes the state (DeepSpeed, torch's ``get_optimizer_state_dict``)."""
-_UNCOUNTED = 1 << 53
-"""More steps than anything counts one by one in a float."""
 
 _OF_GROUP = re.compile(r".*\bparam_groups\.\d+\.step")
 _OF_EXPERTS = re.compile("expert|moe")
@@ -104,7 +103,7 @@ class Moments:
     def _all_zero(self, elements: Elements, count: int) -> Iterator[Problem]:
         least = elements.content.counters.least
         steps = self._steps if least is None else least
-        if count > 1 and steps is not None and _STEPS <= steps < _UNCOUNTED:
+        if count > 1 and steps is not None and _STEPS <= steps < UNCOUNTED:
             first = next(iter(self._found))
             message = f"{self._slices[first].label}: all moments of all parameters are zero, but"
             yield Problem(f"{message} {steps:g} steps are counted", "moments-zero", tensor=first)
@@ -178,7 +177,7 @@ def _lost_ranks(seen: Seen, located: Located) -> Iterator[Problem]:
 
 def _kind_of(name: str, entry: TensorEntry) -> str:
     """Return the kind of layer that a moment is of: by its shape where parameters have numbers."""
-    parameter = (parse_moment(name) or ("", name))[1]
+    parameter = parameter_of_moment(name)
     return str(entry.shape) if parameter.isdigit() else abstract(parameter)[0]
 
 

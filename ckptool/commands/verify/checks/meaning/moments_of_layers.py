@@ -21,7 +21,7 @@ from ckptool.commands.verify.checks.meaning.weights import is_matrix, layers_of
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.keymap.model import abstract
-from ckptool.core.quantization.master_names import keys_of, parse_moment
+from ckptool.core.quantization.master_names import keys_of, parameter_of_moment
 from ckptool.core.views import part_at
 from ckptool.errors import Problem
 
@@ -66,7 +66,7 @@ class Layers:
     def _place_of(self, moment: str) -> tuple[str, Sequence[int]]:
         """Return the parameter of a moment, and its index if both are stacked."""
         each = self._slices[moment]
-        return _parameter_of(each.name), each.at
+        return parameter_of_moment(each.name), each.at
 
     def _find(
         self, parameter: str, index: Sequence[int]
@@ -137,7 +137,9 @@ class Layers:
         pairs: dict[object, list[tuple[str, str]]] = defaultdict(list)
         matrices: dict[object, set[str]] = defaultdict(set)
         for one, other in self._alike():
-            (kind, numbers), (_, others) = (abstract(_parameter_of(name)) for name in (one, other))
+            (kind, numbers), (_, others) = (
+                abstract(parameter_of_moment(name)) for name in (one, other)
+            )
             pairs[numbers, others].append((one, other))
             matrices[numbers, others].add(kind)
         for layers, found in pairs.items():
@@ -168,8 +170,3 @@ class Layers:
 
 def _are_alike(one: TensorEntry, other: TensorEntry) -> bool:
     return one.shape == other.shape and one.source_dtype is other.source_dtype
-
-
-def _parameter_of(moment: str) -> str:
-    found = parse_moment(moment)
-    return found[1] if found else moment
