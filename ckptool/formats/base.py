@@ -14,7 +14,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Layout
 from ckptool.core.sharding.placement import PlacedTensors, PlacementRule
 from ckptool.core.sharding.tensor_parallel import NamedRule
-from ckptool.errors import CkptoolError, Problem, Unsupported, damaged
+from ckptool.errors import CkptoolError, Problem, Unrecognized, Unsupported, damaged
 
 if TYPE_CHECKING:
     from ckptool.serialization.source import Source
@@ -243,6 +243,15 @@ class Loading(Struct, frozen=True):
     is_model_folder: bool = False
     companions_in: str = ""
     config: Literal["required", "optional"] | None = None
+
+
+def refusing(what: str, hint: str) -> Reading:
+    """Return how a format is read that is only recognized: not at all, and this is why."""
+
+    def scan(source: Source, options: ScanOptions) -> Catalog:
+        raise Unrecognized(f"{source.root}: {what}", hint=hint)
+
+    return Reading(scan, is_possible=False)
 
 
 class Format(Struct, frozen=True):

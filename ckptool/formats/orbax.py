@@ -6,9 +6,7 @@ that of an item such as ``default/`` or ``state/`` below a step.
 
 from __future__ import annotations
 
-from ckptool.core.catalog import Catalog
-from ckptool.errors import Unrecognized
-from ckptool.formats.base import Detection, Format, Reading, ScanOptions
+from ckptool.formats.base import Detection, Format, refusing
 from ckptool.serialization.source import Source
 
 _MARKS = ("_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA")
@@ -22,19 +20,15 @@ def _probe(source: Source) -> bool:
     )
 
 
-def _scan(source: Source, options: ScanOptions) -> Catalog:
-    raise Unrecognized(
-        f"{source.root}: an Orbax checkpoint of JAX: its arrays are zarr in a key-value store,"
-        " which ckptool does not read",
-        hint="with orbax: tree = orbax.checkpoint.PyTreeCheckpointer().restore(PATH), then"
-        " safetensors.numpy.save_file of its arrays by their paths",
-    )
-
-
 FORMAT = Format(
     "orbax",
     "JAX's Orbax checkpoint, recognized but not read",
     Detection(_probe),
-    Reading(_scan, is_possible=False),
+    refusing(
+        "an Orbax checkpoint of JAX: its arrays are zarr in a key-value store, which ckptool does"
+        " not read",
+        "with orbax: tree = orbax.checkpoint.PyTreeCheckpointer().restore(PATH), then"
+        " safetensors.numpy.save_file of its arrays by their paths",
+    ),
 )
 """Not read: it would need tensorstore."""

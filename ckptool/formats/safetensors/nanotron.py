@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import re
 
-from ckptool.core.catalog import Catalog
-from ckptool.errors import Unrecognized
-from ckptool.formats.base import Detection, Format, Reading, ScanOptions
+from ckptool.formats.base import Detection, Format, refusing
 from ckptool.serialization.source import Source
 
 _METADATA = "checkpoint_metadata.json"
@@ -21,19 +19,15 @@ def _probe(source: Source) -> bool:
     return _METADATA in source.files and any(map(_TENSOR.fullmatch, source.files))
 
 
-def _scan(source: Source, options: ScanOptions) -> Catalog:
-    raise Unrecognized(
-        f"{source.root}: a checkpoint of nanotron: ranks' parts of each tensor in files of their"
-        " own, which ckptool does not put together",
-        hint="with nanotron: torchrun --nproc-per-node 1 examples/llama/convert_nanotron_to_hf.py"
-        " --checkpoint_path PATH --save_path OUT, then read OUT",
-    )
-
-
 FORMAT = Format(
     "nanotron",
     "nanotron's checkpoint, recognized but not read",
     Detection(_probe),
-    Reading(_scan, is_possible=False),
+    refusing(
+        "a checkpoint of nanotron: ranks' parts of each tensor in files of their own, which ckptool"
+        " does not put together",
+        "with nanotron: torchrun --nproc-per-node 1 examples/llama/convert_nanotron_to_hf.py"
+        " --checkpoint_path PATH --save_path OUT, then read OUT",
+    ),
 )
 """Not read: its optimizer's states are flat buffers of data-parallel ranks."""
