@@ -120,6 +120,16 @@ def test_no_finite_step_is_removed_for_one_that_is_not(quick: bool, tmp_path: Pa
     assert names_in(tmp_path) == ["step-2", "step-3", "step-4"]
 
 
+def save_step_of_trainer(run: Path, step: int, model: State, optimizer: State) -> Path:
+    """Save a step as transformers' Trainer does: model, optimizer, and the record of the step."""
+    folder = run / f"checkpoint-{step}"
+    folder.mkdir()
+    save_file(model, folder / "model.safetensors")
+    torch.save(optimizer, folder / "optimizer.pt")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "newest"),
     [
@@ -133,13 +143,10 @@ def test_the_optimizer_beside_a_model_is_read_too(
     kind: str, value: float, newest: int, tmp_path: Path
 ) -> None:
     for step in (1, 2):
-        made, folder = state(), tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
+        made = state()
         if step == 2:
             in_moment(kind, value)(made)
-        save_file(made["model"], folder / "model.safetensors")
-        torch.save(made["optimizer"], folder / "optimizer.pt")
-        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        save_step_of_trainer(tmp_path, step, made["model"], made["optimizer"])
     report = ckptool.verify_run(tmp_path)
     assert report.latest_good is not None
     assert report.latest_good.path.name == f"checkpoint-{newest}"
@@ -158,13 +165,10 @@ def test_the_optimizer_beside_a_model_is_of_the_same_save(
 ) -> None:
     """It may have been begun again, or have taken steps before, at the rate of its schedule."""
     for step in (10, 20):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
         made = {0: {"step": torch.tensor(float(taken if step == 20 else step)), "exp_avg": WEIGHT}}
-        save_file({"w": WEIGHT}, folder / "model.safetensors")
-        torch.save({"state": made, "param_groups": [{"lr": rate}]}, folder / "optimizer.pt")
+        optimizer = {"state": made, "param_groups": [{"lr": rate}]}
+        folder = save_step_of_trainer(tmp_path, step, {"w": WEIGHT}, optimizer)
         torch.save({"last_epoch": step, "_last_lr": [0.5]}, folder / "scheduler.pt")
-        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     report = ckptool.verify_run(tmp_path)
     assert report.latest_good is not None
     assert report.latest_good.path.name == f"checkpoint-{newest}"
