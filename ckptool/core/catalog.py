@@ -121,9 +121,9 @@ class Computed(Struct, frozen=True):
 
     ``part`` is what the chunk consists of, in elements of the whole that ``compute`` computes a box
     of. ``reads`` says which boxes of stored tensors that takes; by default all of each. Quantized
-    numbers have one scale per ``block``, its elements in each dim. A thread that computes a box
-    keeps ``kept`` bytes for the next: if there are any, one had better compute all, in order.
-    Sums of 64 bits may be beyond the range of what they are computed of: ``exceeds`` it.
+    numbers have one scale per ``block``, its elements in each dim. If a thread keeps ``kept`` bytes
+    for the next box, one had better compute all, in order. Sums may be beyond the range of what
+    they are computed of: ``exceeds``. A large box ``in_pieces`` takes little more memory.
     """
 
     stored: tuple[TensorEntry, ...]
@@ -133,6 +133,7 @@ class Computed(Struct, frozen=True):
     reads: Reads | None = None
     kept: int = 0
     exceeds: bool = False
+    in_pieces: bool = False
 
     @property
     def values(self) -> TensorEntry:
@@ -295,10 +296,7 @@ class TensorEntry(Struct, frozen=True):
 
 
 class ObjectEntry(Struct, frozen=True):
-    """A non-tensor value. ``value`` is plain data or holds inert pickle records.
-
-    ``part`` is as a tensor's.
-    """
+    """A non-tensor value, plain data or inert pickle records. ``part`` is as a tensor's."""
 
     name: str
     path: Path

@@ -100,7 +100,15 @@ def computed(
     wide = BY_NAME["float32"]
     stored = tuple(replace(each, dtype=wide) if is_computed(each) else each for each in parts)
     part = StridedPart(like.shape, 0, row_major_strides(like.shape, 1))
-    at = Computed(stored, part, compute, reads=reads, kept=kept, exceeds=exceeds)
+    at = Computed(
+        stored,
+        part,
+        compute,
+        reads=reads,
+        kept=kept,
+        exceeds=exceeds,
+        in_pieces=not kept and not any(map(is_computed, stored)),
+    )
     chunk = Chunk(Box.whole(like.shape), at)
     return replace(like, chunks=(chunk,), placements=None, mesh=None, stored=None)
 

@@ -10,7 +10,7 @@ from operator import add, sub
 from msgspec import Struct
 
 from ckptool.core.box import Box, Piece, hull
-from ckptool.core.casts import is_computed
+from ckptool.core.casts import computed_places
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import Data, ScatteredData, tile_count, tiles
 from ckptool.core.sharding.index import ChunkIndex, Overlap
@@ -20,8 +20,8 @@ _SMALL = 1 << 18
 """Bytes of a tensor up to which it is read whole for all of its parts, with others."""
 _BAND = 4 << 20
 """Bytes of the source's rows that are read at once to cut columns out of them."""
-_STRAIGHT = 4
-"""Times as large as other tiles are those of whole rows, which are copied piece by piece."""
+_LARGE = 4
+"""Times as large as others are tiles of whole rows, copied or computed piece by piece."""
 
 
 class Tile(Struct, frozen=True):
@@ -156,7 +156,9 @@ def group_parts(
 
     Or one for each part that has chunks of its own, or if a row of the chunks is more than a tile.
     """
-    is_moved = entry.source_dtype == entry.dtype and not is_computed(entry)
+    computed = computed_places(entry)
+    is_moved = entry.source_dtype == entry.dtype and not computed
+    in_pieces = computed and all(at.in_pieces for at in computed)
     straight = entry.shape[1:] if is_moved and index.whole_rows else None
     most = min(4 * limit, _BAND) if is_moved else limit
     itemsize = max(entry.source_dtype.itemsize, entry.dtype.itemsize)
@@ -167,8 +169,8 @@ def group_parts(
             groups.append(Group(tuple(some), most // row, band))
             continue
         for place in some:
-            times = _STRAIGHT if place.part.shape[1:] == straight else 1
-            groups.append(Group((place,), times=times))
+            is_large = in_pieces or place.part.shape[1:] == straight
+            groups.append(Group((place,), times=_LARGE if is_large else 1))
     return groups
 
 

@@ -44,6 +44,8 @@ from ckptool.errors import Unsupported, damaged
 
 _BATCH = 16
 """Files of which the parts exist at the same time, unless more are made of the same rows."""
+_PIECES = 12 << 20
+"""Bytes that a tile which is computed in pieces takes more than others."""
 
 
 class Plan:
@@ -286,5 +288,6 @@ def _memory_of(at: Place) -> _Memory:
         return _Memory(at.size, at.nbytes)
     if isinstance(at, Computed):
         found = [_memory_of_tensor(entry) for entry in at.stored]
-        return _Memory(at.kept + sum(one.kept for one in found), max(one.packed for one in found))
+        own = at.kept + (_PIECES if at.in_pieces else 0)
+        return _Memory(own + sum(one.kept for one in found), max(one.packed for one in found))
     return _Memory()

@@ -157,12 +157,25 @@ def _products(
         columns, own_columns = _common(start, stop, box.lo[-1], box.hi[-1])
         bits = gather(right, _within(outer, (0, start), (rank, stop))).reshape(rank, stop - start)
         of_cells = factor(_in_cells(as_doubles(bits, right.source_dtype)), 1)
-        for row in range(top, bottom, height):
-            of_cell = as_doubles(of_rows[row - top : row - top + height], left.source_dtype)
-            rows, own_rows = _common(row, row + len(of_cell), box.lo[-2], box.hi[-2])
-            product = np.empty((len(of_cell), len(of_cells.high), _CELL))
-            multiply(factor(of_cell, 1), of_cells, product.swapaxes(0, 1))
-            yield (own_rows, own_columns), product.reshape(len(of_cell), -1)[rows, columns]
+        for row, count in _rows_at_once(top, bottom, height, _PART // (stop - start)):
+            of_blocks = as_doubles(of_rows[row - top :][:count], left.source_dtype)
+            blocks = of_blocks.reshape(-1, min(count, height), rank)
+            product = np.empty((*blocks.shape[:2], len(of_cells.high), _CELL))
+            multiply(factor(blocks, 2), of_cells, np.moveaxis(product, 2, 0))
+            rows, own_rows = _common(row, row + count, box.lo[-2], box.hi[-2])
+            yield (own_rows, own_columns), product.reshape(count, -1)[rows, columns]
+
+
+def _rows_at_once(top: int, bottom: int, height: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield where rows begin, and how many, that are computed at a time: whole cells.
+
+    The last rows, which may be a lower cell, are computed by themselves.
+    """
+    whole, step = top + (bottom - top) // height * height, max(1, most // height) * height
+    for row in range(top, whole, step):
+        yield row, min(step, whole - row)
+    if whole < bottom:
+        yield whole, bottom - whole
 
 
 def _in_cells(columns: Array) -> Array:

@@ -50,7 +50,7 @@ def split(matrix: Array, rank_dim: int) -> Factor:
 def multiply(left: Factor, right: Factor, products: Array) -> None:
     """Fill arrays with the products of a matrix and each of several, all in the same dims."""
     if left.low is None or right.low is None:
-        np.matmul(left.whole, right.whole, out=products)
+        np.matmul(left.whole, right.whole[:, None], out=products)
         return
     for high, low, product in zip(right.high, right.low, products, strict=True):
         total = left.high @ high

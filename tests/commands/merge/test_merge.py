@@ -245,7 +245,7 @@ def test_what_a_recipe_made_is_proved_later(places: list[str], tmp_path: Path) -
     assert "DIFFERENT" in result.output
 
 
-@pytest.mark.parametrize("how", [("--workers", "1"), ("--budget", "16MiB"), ("--workers", "4")])
+@pytest.mark.parametrize("how", [("--workers", "1"), ("--budget", "28MiB"), ("--workers", "4")])
 def test_bits_do_not_depend_on_tiles_and_workers(
     places: list[str], tmp_path: Path, how: tuple[str, ...]
 ) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckptool.core.box import Box, BoxTable, row_major_strides
-from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Computed, Extent, StridedPart, TensorEntry
 from ckptool.core.chunks import ChunkTable, ItemTable, LateChunks
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Layout, Literal
@@ -147,6 +147,15 @@ def test_tiles_are_counted_without_being_made(
         for number, count in group.tile_counts(limit):
             counted[number] += count
     assert +counted == Counter(tile.file for tile in tiles_of(plan, limit))
+
+
+@pytest.mark.parametrize(("in_pieces", "tiles"), [(True, 2), (False, 8)])
+def test_tiles_are_larger_if_they_are_computed_in_pieces(in_pieces: bool, tiles: int) -> None:
+    one = entry((8, 4), [Box.whole((8, 4))])
+    part = StridedPart(one.shape, 0, row_major_strides(one.shape, 1))
+    computed = Computed((one,), part, lambda *_: np.zeros(0), in_pieces=in_pieces)
+    plan = plan_of(replace(one, chunks=(Chunk(Box.whole(one.shape), computed),)))
+    assert len(list(tiles_of(plan, 16))) == tiles
 
 
 def groups_of(plan: Plan, limit: int) -> list[Group]:
