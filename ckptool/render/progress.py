@@ -97,8 +97,9 @@ class _Bar:
         if progress.since != self._since:
             self._since = progress.since
             self._bars.reset(self._task, total=progress.total)
+        self._bars.update(self._task, completed=progress.done)
         self._bars.start()
-        self._bars.update(self._task, completed=progress.done, refresh=True)
+        self._bars.refresh()
 
     def close(self) -> None:
         """Take the bar away."""

@@ -90,6 +90,20 @@ def test_a_log_has_lines_unless_they_are_not_wanted(name: str, tmp_path: Path) -
     assert not LINE.search(errors("two", "--no-progress"))
 
 
+def test_the_first_frame_of_the_bar_shows_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(progress_module, "console", lambda **_: terminal)
+    progress = Progress()
+    progress.begin(100 << 20)
+    progress.add(25 << 20)
+    bar = progress_module._Bar(progress)
+    bar.look()
+    bar.close()
+    assert "25.0/100.0 MiB" in screen.getvalue()
+    assert "\x1b[32m0.0/" not in screen.getvalue()
+
+
 @pytest.mark.usefixtures("no_wait")
 def test_colors_are_as_asked() -> None:
     path = str(case("dcp_base").path)
