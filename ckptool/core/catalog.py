@@ -209,10 +209,10 @@ class Chunk(Struct, frozen=True):
         """The rank that wrote it, then those that wrote its copies."""
         return (self.rank, *[copy.rank for copy in self.copies])
 
-    def map_places(self, move: Callable[[Place], Place]) -> Chunk:
-        """Return the chunk with ``move`` applied to its place, and to each copy's."""
-        copies = tuple([Copy(move(copy.at), copy.rank) for copy in self.copies])
-        return Chunk(self.box, move(self.at), self.rank, copies)
+    def at_places(self, places: Sequence[Place]) -> Chunk:
+        """Return the chunk with other ``places`` for its bytes: its own, then each copy's."""
+        copies = map(Copy, places[1:], [copy.rank for copy in self.copies])
+        return Chunk(self.box, places[0], self.rank, tuple(copies))
 
 
 class Index(Struct, frozen=True):

@@ -107,7 +107,7 @@ def take(entry: TensorEntry, wanted: Sequence[Pick]) -> TensorEntry:
             continue
         part = _part(replace(chunk, copies=()), common, wanted)
         whole = common.volume == chunk.box.volume
-        chunks.append(part if whole else part.map_places(_without_record))
+        chunks.append(part if whole else part.at_places([*map(_without_record, part.places)]))
     return with_chunks(entry, shape, chunks)
 
 

@@ -118,7 +118,8 @@ def _locate(catalog: Catalog, skeletons: _Skeletons, options: ScanOptions) -> Ca
 def _chunks(entry: TensorEntry, skeletons: _Skeletons) -> tuple[Chunk, ...]:
     with coded("item-mismatch", tensor=entry.name):
         return tuple(
-            chunk.map_places(partial(_place, entry, chunk, skeletons)) for chunk in entry.chunks
+            chunk.at_places([_place(entry, chunk, skeletons, at) for at in chunk.places])
+            for chunk in entry.chunks
         )
 
 

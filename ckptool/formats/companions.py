@@ -106,8 +106,11 @@ def _names_a_file(note: str) -> TypeGuard[Problem]:
 
 
 def _relocated_entry(entry: TensorEntry, folder: str) -> TensorEntry:
-    move = partial(_relocated_place, folder)
-    return replace(entry, chunks=tuple(chunk.map_places(move) for chunk in entry.chunks))
+    chunks = (
+        chunk.at_places([_relocated_place(folder, at) for at in chunk.places])
+        for chunk in entry.chunks
+    )
+    return replace(entry, chunks=tuple(chunks))
 
 
 def _relocated_place(folder: str, at: Place) -> Place:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from typing import Any, Protocol
 
+from ckptool.core.catalog import Container
 from ckptool.errors import Damaged, Denied, NotFound, Problem
 from ckptool.serialization.file_kinds import HEAD, detect_placeholder
 
@@ -138,9 +139,9 @@ def expect_heads(source: Source, files: Iterable[str]) -> None:
     source.expect((file, 0, min(sizes[file], _HEAD)) for file in files if file in sizes)
 
 
-def expect_edges(source: Source, places: Iterable[tuple[str, int, int]]) -> None:
-    """Announce that both ends of small archives are read next: file, offset and bytes of each."""
-    source.expect(span for place in places for span in edge_spans(*place))
+def expect_items(source: Source, items: Iterable[Container]) -> None:
+    """Announce that items, small archives in files, are opened next: both ends of each are read."""
+    source.expect(span for at in items for span in edge_spans(at.file, at.offset, at.nbytes))
 
 
 def expect_archives(source: Source, files: Iterable[str]) -> None:

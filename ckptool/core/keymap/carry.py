@@ -166,7 +166,7 @@ def _add(entry: TensorEntry, add: int) -> TensorEntry:
 
     if entry.source_dtype.kind != "float" or entry.source_dtype.itemsize == 1:
         raise Unsupported(f"{entry.name}: {add} cannot be added to {entry.source_dtype}")
-    return replace(entry, chunks=tuple(chunk.map_places(added) for chunk in entry.chunks))
+    return replace(entry, chunks=tuple(c.at_places([*map(added, c.places)]) for c in entry.chunks))
 
 
 def one_value(names: Sequence[str], entries: Sequence[TensorEntry]) -> list[CarriedTensor]:

@@ -42,7 +42,7 @@ from ckptool.formats.dcp.items import locate, read_values
 from ckptool.formats.dcp.metadata import DcpMetadata, SavePlan
 from ckptool.formats.dcp.tables import DATA
 from ckptool.formats.lightning import META, WRITER
-from ckptool.serialization.source import Source, expect_edges
+from ckptool.serialization.source import Source, expect_items
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.flat_params import HINT, find_members, is_flat, unflatten
 from ckptool.serialization.state_dict.leaves import Assembled, read_file_leaves
@@ -102,7 +102,7 @@ def _add_values(
     source: Source, options: ScanOptions, inventory: Inventory, contents: Assembled
 ) -> None:
     items = [item for items in inventory.values.values() for _, item in items]
-    expect_edges(source, ((item.file, item.offset, item.nbytes) for item in items))
+    expect_items(source, items)
     for name, of_ranks in inventory.values.items():
         work = partial(read_values, source, name, of_ranks, inventory.path(name))
         _add(contents, options.attempt(work))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 
 from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Container, Path, Place, TensorEntry, merge_copies
-from ckptool.core.chunks import ChunkTable, LateChunks, RecordTable
+from ckptool.core.chunks import ChunkTable, Joined, LateChunks, RecordTable
 from ckptool.errors import (
     UNCODED,
     UNREAD,
@@ -33,7 +32,7 @@ from ckptool.formats.dcp.opening import (
     part_of_item,
 )
 from ckptool.serialization.archive.sharded_state import is_optimizer_state, place_part
-from ckptool.serialization.source import Source, expect_edges
+from ckptool.serialization.source import Source, expect_items
 from ckptool.serialization.state_dict.assemble import assemble
 from ckptool.serialization.state_dict.leaves import (
     Assembled,
@@ -102,7 +101,7 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
     contents = Assembled()
     found = catalog.tensors.items()
     closed = {n: e for n, e in found if not isinstance(e.chunks, LateChunks | RecordTable)}
-    expect_edges(source, chain.from_iterable(map(_spans_of, closed.values())))
+    expect_items(source, Joined([_closed_items(entry) for entry in closed.values()]))
     tables = locate_tables(source, closed.values())
     tensors = catalog.tensors | {n: replace(closed[n], chunks=t) for n, t in tables.items()}
     chunks_of = {name: tuple(e.chunks) for name, e in closed.items() if name not in tables}
@@ -157,7 +156,9 @@ def _locate_chunks(
 def _open_chunk(source: Source, entry: TensorEntry, known: AlikePlaces, chunk: Chunk) -> Chunk:
     """Open the items of a chunk of a tensor."""
     try:
-        return chunk.map_places(partial(_locate_place, source, entry, chunk.box, known))
+        return chunk.at_places(
+            [_locate_place(source, entry, chunk.box, known, at) for at in chunk.places]
+        )
     except CkptoolError as error:
         error.message.tensor = entry.name
         raise
@@ -210,12 +211,11 @@ def _read_sharded_state(source: Source, entry: TensorEntry) -> Assembled | None:
     return found
 
 
-def _spans_of(entry: TensorEntry) -> Iterable[tuple[str, int, int]]:
-    """Return the file, the offset and the bytes of each unopened item of a tensor."""
+def _closed_items(entry: TensorEntry) -> Sequence[Container]:
+    """Return the unopened items of a tensor."""
     if isinstance(entry.chunks, ChunkTable):
-        return entry.chunks.items.spans()
-    items = _items_of((entry, chunk) for chunk in entry.chunks)
-    return ((item.at.file, item.at.offset, item.at.nbytes) for item in items)
+        return entry.chunks.items
+    return [item.at for item in _items_of((entry, chunk) for chunk in entry.chunks)]
 
 
 def _items_of(some: Iterable[tuple[TensorEntry, Chunk]]) -> Iterator[Item]:

@@ -38,7 +38,7 @@ from ckptool.serialization.archive.tensors import (
     read_outer,
     read_tensor,
 )
-from ckptool.serialization.source import Source, edge_spans, expect_edges
+from ckptool.serialization.source import Source, edge_spans, expect_items
 from ckptool.serialization.state_dict.values import type_name
 from ckptool.serialization.zip import item_region
 
@@ -207,7 +207,7 @@ class Openings:
         several = [first[kind] for kind, count in counts.items() if count > 1]
         some = (_late_item(entry, entry.chunks[at]) for entry, at in several)
         models = [item for item in some if item is not None]
-        expect_edges(source, ((i.at.file, i.at.offset, i.at.nbytes) for i in models))
+        expect_items(source, (item.at for item in models))
         found = [(item.kind, _find_start(source, item)) for item in models]
         self._starts = {kind: start for kind, start in found if start is not None}
 

@@ -31,7 +31,7 @@ from ckptool.engine.read.tensors import TensorSource, TensorTile, place_job
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import Format
-from ckptool.serialization.source import expect_edges
+from ckptool.serialization.source import expect_items
 from ckptool.storage.files import Files
 
 _TILE = 1 << 20
@@ -50,7 +50,7 @@ def located(
     bare = replace(catalog, objects={})
     kept = {name: _chosen_of(entry, chosen) for name, entry in catalog.tensors.items()}
     wanted = (at for entry in kept.values() for at in places(entry) if isinstance(at, Container))
-    expect_edges(source, ((at.file, at.offset, at.nbytes) for at in wanted))
+    expect_items(source, wanted)
     try:
         return _opened(locate, bare.with_tensors(kept))
     except CkptoolError:

@@ -18,7 +18,7 @@ from ckptool.serialization.archive.read import is_legacy, is_zip, read_torch_fil
 from ckptool.serialization.archive.recover import find_archives
 from ckptool.serialization.pickle.records import Global, Names
 from ckptool.serialization.safetensors import read_safetensors
-from ckptool.serialization.source import LARGEST_IN_ROWS, Source, expect_edges, read_metadata
+from ckptool.serialization.source import LARGEST_IN_ROWS, Source, expect_items, read_metadata
 from ckptool.storage.files import Files
 
 _LEGACY_HEAD = 1 << 24
@@ -133,7 +133,7 @@ class FileCheck:
     def look_at_items(self, items: Iterable[Container]) -> None:
         """Check some archives inside larger files at the positions in the metadata."""
         chosen = sorted(filter(self._chosen, items), key=attrgetter("file", "offset"))
-        expect_edges(self._source, ((item.file, item.offset, item.nbytes) for item in chosen))
+        expect_items(self._source, chosen)
         self._unreadable |= {item.file for item in chosen if not self.archives.look_at(item)}
 
     def look_beside_items(self, items: Iterable[Container]) -> None:
