@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -14,7 +14,8 @@ from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, RankStep, Te
 from ckptool.core.views import unstack
 from ckptool.errors import Problem, UsageError
 
-AnyEntry = TypeVar("AnyEntry", TensorEntry, ObjectEntry)
+AnyEntry = TensorEntry | ObjectEntry
+Entry = TypeVar("Entry", bound=AnyEntry)
 
 
 def meant_by(patterns: Collection[str], names: Container[str]) -> Callable[[str], bool]:
@@ -123,24 +124,22 @@ def drop(catalog: Catalog, patterns: Sequence[str], others: Container[str] = ())
 
     ``others`` are names that the catalog had before, which a pattern may be, too.
     """
-    chosen = _chosen(catalog, patterns, others, "--drop")
-    return keep_names(catalog, lambda name: not chosen(name))
+    return drop_names(catalog, _chosen(catalog, patterns, others, "--drop"))
 
 
 def drop_names(catalog: Catalog, names: Iterable[str]) -> Catalog:
-    """Drop these tensors and values."""
-    dropped = set(names)
-    return keep_names(catalog, lambda name: name not in dropped)
+    """Drop these tensors, values and conflicts."""
+    return keep_names(catalog, {*names_of(catalog)}.difference(names))
 
 
 def _chosen(
     catalog: Catalog, patterns: Sequence[str], others: Container[str], option: str
-) -> Callable[[str], bool]:
+) -> set[str]:
     known = names_of(catalog)
     for pattern in patterns:
         if not is_used(pattern, known, others):
             raise unmatched(option, pattern, known)
-    return meant_by(patterns, {p for p in patterns if p in known or p in others})
+    return {*filter(meant_by(patterns, {p for p in patterns if p in known or p in others}), known)}
 
 
 def names_of(catalog: Catalog) -> Collection[str]:
@@ -149,13 +148,13 @@ def names_of(catalog: Catalog) -> Collection[str]:
     return dict.fromkeys((*catalog.tensors, *catalog.objects, *catalog.conflicts, *unread))
 
 
-def keep_names(catalog: Catalog, keep: Callable[[str], bool]) -> Catalog:
+def keep_names(catalog: Catalog, names: Container[str]) -> Catalog:
     """Keep only the tensors, values and conflicts with these names."""
     return replace(
         catalog,
-        tensors={name: entry for name, entry in catalog.tensors.items() if keep(name)},
-        objects={name: entry for name, entry in catalog.objects.items() if keep(name)},
-        conflicts={name: why for name, why in catalog.conflicts.items() if keep(name)},
+        tensors={name: entry for name, entry in catalog.tensors.items() if name in names},
+        objects={name: entry for name, entry in catalog.objects.items() if name in names},
+        conflicts={name: why for name, why in catalog.conflicts.items() if name in names},
     )
 
 
@@ -173,47 +172,42 @@ def rename(catalog: Catalog, change: Callable[[str], str]) -> Catalog:
                 " '(a|b)=new.\\1'; or --drop one",
             )
         former[new] = name
-    new_names = {name: new for new, name in former.items()}
-
-    def changed(entry: AnyEntry) -> AnyEntry:
-        return rename_entry(entry, new_names[entry.name])
-
-    return with_entries(catalog, changed)
+    named = zip(entries_of(catalog), former, strict=True)
+    return with_entries(catalog, (rename_entry(entry, new) for entry, new in named))
 
 
-class EntryChange(Protocol):
-    """Returns a changed entry."""
-
-    def __call__(self, entry: AnyEntry, /) -> AnyEntry: ...
-
-
-def with_entries(catalog: Catalog, change: EntryChange) -> Catalog:
-    """Change every tensor and value, keyed by their new names."""
-    tensors = [change(entry) for entry in catalog.tensors.values()]
-    objects = [change(entry) for entry in catalog.objects.values()]
+def with_entries(catalog: Catalog, entries: Iterable[AnyEntry]) -> Catalog:
+    """Replace all tensors and values by these, keyed by their names."""
+    found = [*entries]
     return replace(
         catalog,
-        tensors={entry.name: entry for entry in tensors},
-        objects={entry.name: entry for entry in objects},
+        tensors={entry.name: entry for entry in found if isinstance(entry, TensorEntry)},
+        objects={entry.name: entry for entry in found if isinstance(entry, ObjectEntry)},
     )
 
 
-def rename_entry(entry: AnyEntry, name: str) -> AnyEntry:
+def rename_entry(entry: Entry, name: str) -> Entry:
     """Return a tensor or value under another name, its path renamed alike."""
     return replace(entry, name=name, path=renamed_path(entry.path, name))
 
 
 def without_rank(catalog: Catalog, names: set[str]) -> Catalog:
     """Rename ``NAME@rankR`` back to ``NAME`` for these names, at its old path."""
+    return with_entries(
+        catalog,
+        (_without_rank(entry) if entry.name in names else entry for entry in entries_of(catalog)),
+    )
 
-    def restored(entry: AnyEntry) -> AnyEntry:
-        if entry.name not in names:
-            return entry
-        *outer, last = entry.path
-        path = (*outer, last.step) if isinstance(last, RankStep) else entry.path
-        return replace(entry, name=flat_name(path), path=path)
 
-    return with_entries(catalog, restored)
+def _without_rank(entry: AnyEntry) -> AnyEntry:
+    *outer, last = entry.path
+    path = (*outer, last.step) if isinstance(last, RankStep) else entry.path
+    return replace(entry, name=flat_name(path), path=path)
+
+
+def without_first_step(catalog: Catalog) -> Catalog:
+    """Return the catalog of what is below the first step of all paths, under the same names."""
+    return with_entries(catalog, (replace(e, path=e.path[1:]) for e in entries_of(catalog)))
 
 
 def renamed_path(path: Path, new: str) -> Path:
@@ -251,18 +245,18 @@ def with_loadable_paths(catalog: Catalog) -> Catalog:
     broken = {head for head, seen in positions.items() if not head or seen != set(range(len(seen)))}
     if not broken and all(flat_name(entry.path) == entry.name for entry in entries):
         return catalog
-
-    def loadable(entry: AnyEntry) -> AnyEntry:
-        path = entry.path
-        if flat_name(path) != entry.name:
-            return replace(entry, path=(entry.name,))
-        steps = (str(s) if path[:at] in broken else s for at, s in enumerate(path))
-        return replace(entry, path=tuple(steps))
-
-    return with_entries(catalog, loadable)
+    return with_entries(catalog, (_at_loadable_path(entry, broken) for entry in entries))
 
 
-def entries_of(catalog: Catalog) -> list[TensorEntry | ObjectEntry]:
+def _at_loadable_path(entry: AnyEntry, broken: Container[Path]) -> AnyEntry:
+    path = entry.path
+    if flat_name(path) != entry.name:
+        return replace(entry, path=(entry.name,))
+    steps = (str(s) if path[:at] in broken else s for at, s in enumerate(path))
+    return replace(entry, path=tuple(steps))
+
+
+def entries_of(catalog: Catalog) -> list[AnyEntry]:
     """Return all tensors and values."""
     return [*catalog.tensors.values(), *catalog.objects.values()]
 
@@ -300,15 +294,15 @@ def strip_prefixes(catalog: Catalog, prefixes: Sequence[str]) -> Catalog:
 
 def with_prefix(catalog: Catalog, prefix: str) -> Catalog:
     """Put ``prefix`` as the first step before every path."""
-
-    def prefixed(entry: AnyEntry) -> AnyEntry:
-        return replace(entry, name=f"{prefix}.{entry.name}", path=(prefix, *entry.path))
-
+    entries = (
+        replace(entry, name=f"{prefix}.{entry.name}", path=(prefix, *entry.path))
+        for entry in entries_of(catalog)
+    )
     conflicts = {
         f"{prefix}.{name}": why.of_tensor(f"{prefix}.{name}") if isinstance(why, Problem) else why
         for name, why in catalog.conflicts.items()
     }
-    return replace(with_entries(catalog, prefixed), conflicts=conflicts)
+    return replace(with_entries(catalog, entries), conflicts=conflicts)
 
 
 def substitution(rule: str) -> Callable[[str], str]:

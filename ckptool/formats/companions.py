@@ -13,11 +13,10 @@ from msgspec.structs import replace
 from ckptool.core.catalog import Catalog, Computed, Extent, ObjectEntry, Place, TensorEntry
 from ckptool.core.mesh import Shard
 from ckptool.core.selection import (
-    AnyEntry,
     entries_of,
     keep_names,
     strip_prefix,
-    with_entries,
+    without_first_step,
 )
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.formats.base import ScanOptions
@@ -175,11 +174,7 @@ def component(catalog: Catalog, folder: str) -> Catalog:
     """Return the part of a pipeline in one component, with its paths there."""
     head = f"{folder}/"
     names = {entry.name for entry in entries_of(catalog) if entry.path[0] == folder}
-
-    def alone(entry: AnyEntry) -> AnyEntry:
-        return replace(entry, path=entry.path[1:])
-
-    part = with_entries(keep_names(catalog, names.__contains__), alone)
+    part = without_first_step(keep_names(catalog, names))
     files = {n.removeprefix(head): s for n, s in catalog.files.items() if n.startswith(head)}
     return replace(part, files=files, companions={})
 

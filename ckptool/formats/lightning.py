@@ -14,7 +14,14 @@ from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Index, Path, flat_name
 from ckptool.core.layout import FileLayout
-from ckptool.core.selection import AnyEntry, entries_of, keep_names, with_entries
+from ckptool.core.selection import (
+    AnyEntry,
+    drop_names,
+    entries_of,
+    keep_names,
+    with_entries,
+    without_first_step,
+)
 from ckptool.errors import Unsupported
 from ckptool.formats.writing import nest_state
 from ckptool.serialization.archive.write import ROOT, archive_file
@@ -34,14 +41,10 @@ def split_meta(catalog: Catalog) -> tuple[Catalog, list[FileLayout]]:
     names = _meta_names(catalog)
     if not names:
         return catalog, []
-
-    def lifted(entry: AnyEntry) -> AnyEntry:
-        return replace(entry, path=entry.path[1:])
-
-    meta = with_entries(keep_names(catalog, names.__contains__), lifted)
+    meta = without_first_step(keep_names(catalog, names))
     state = nest_state(list(meta.tensors.values()), list(meta.objects.values()))
     file = archive_file(META, state, root=ROOT)
-    return keep_names(catalog, lambda name: name not in names), [file]
+    return drop_names(catalog, names), [file]
 
 
 def as_one_file(catalog: Catalog) -> Catalog:
@@ -70,17 +73,15 @@ def as_one_file(catalog: Catalog) -> Catalog:
             return replace(entry, path=("optimizer_states", Index(int(number[1])), *inner))
         return entry
 
-    return with_entries(catalog, placed)
+    return with_entries(catalog, [placed(entry) for entry in entries_of(catalog)])
 
 
 def named_as_one_file(catalog: Catalog) -> Catalog:
     """Return the catalog with the names that its entries have in a checkpoint of one file."""
     one = as_one_file(catalog)
-    return one if one is catalog else with_entries(one, _named_by_path)
-
-
-def _named_by_path(entry: AnyEntry) -> AnyEntry:
-    return replace(entry, name=flat_name(entry.path))
+    if one is catalog:
+        return catalog
+    return with_entries(one, (replace(e, name=flat_name(e.path)) for e in entries_of(one)))
 
 
 def _meta_names(catalog: Catalog) -> set[str]:

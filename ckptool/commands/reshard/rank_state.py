@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry, Path, RankStep, TensorEntry
 from ckptool.core.mesh import Mesh
-from ckptool.core.selection import AnyEntry, drop_names, with_entries, without_rank
+from ckptool.core.selection import AnyEntry, drop_names, entries_of, with_entries, without_rank
 from ckptool.core.state_category import state_category_of_name
 from ckptool.core.text import list_some, plural, ranges
 from ckptool.errors import Unsupported, UsageError
@@ -61,7 +61,7 @@ def resolve_rank_state(
     nothing. Raises Unsupported, with the list, for state that is neither kept nor dropped;
     UsageError if the given rank has none. Unreadable state that is kept is refused elsewhere.
     """
-    catalog = with_entries(catalog, _with_rank_step)
+    catalog = with_entries(catalog, [_with_rank_step(entry) for entry in entries_of(catalog)])
     states = _list_states(catalog)
     readable = [name for name, ranks in states.items() if not all(map(_is_refused, ranks.values()))]
     if what.isdecimal():

@@ -43,11 +43,11 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         _require_place(entry.name, entry.path)
     families = {entry.name: str(entry.path[0]) for entry in entries_of(catalog)}
     beside = {name for name, family in families.items() if family not in _FOLDERS}
-    files, notes = _files_beside(keep_names(catalog, beside.__contains__), mesh)
+    files, notes = _files_beside(keep_names(catalog, beside), mesh)
     files = [*lay_out_companions(catalog, of_trainer=True), *files]
     for family, folder in _FOLDERS.items():
         names = {name for name, other in families.items() if other == family}
-        part = keep_names(catalog, names.__contains__)
+        part = keep_names(catalog, names)
         if part.tensors or part.objects:
             inner = FORMATS["dcp"].lay_out(replace(part, companions={}), request)
             files += [file.within(folder) for file in inner.files]

@@ -21,7 +21,7 @@ from ckptool.core.casts import can_cast, stored_tensors
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.quantization.names import is_plain
-from ckptool.core.selection import keep_names, meant_by
+from ckptool.core.selection import keep_names, meant_by, names_of
 from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.core.state_category import state_category, state_category_of_name, weights
 from ckptool.core.text import plural
@@ -59,7 +59,7 @@ def counterpart(
     similar, names = catalog, {name: name for name in catalog.tensors}
     if model_only:
         similar, names = _model_like(catalog, wanted)
-    kept = keep_names(similar, lambda name: name in wanted or is_selected(name))
+    kept = keep_names(similar, {*wanted, *filter(is_selected, names_of(similar))})
     names = {name: names[name] for name in kept.tensors}
     chosen = set(names.values())
     rest = tuple(entry for name, entry in catalog.tensors.items() if name not in chosen)
