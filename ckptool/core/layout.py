@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -98,41 +99,28 @@ class FileLayout:
     """One output file: its path relative to the target folder, and its parts in order.
 
     ``rank`` is the rank whose data it holds, None if it belongs to all. Files with the same
-    ``unit`` are made of the same rows of the source: one process writes them. The parts of a lazy
-    file are made on each access, so that a plan of millions of chunks stays small. So are the
-    ``decisive`` ones: all but those of tensors, or the data that those are made from.
+    ``unit`` are made of the same rows of the source: one process writes them. A format that may cut
+    tensors into millions of chunks has a class of its own, which makes the parts on each access.
     """
 
-    __slots__ = ("_make", "_make_decisive", "nbytes", "path", "rank", "unit")
+    __slots__ = ("_parts", "nbytes", "path", "rank", "unit")
 
-    def __init__(self, path: str, parts: tuple[Part, ...], rank: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        parts: Sequence[Part],
+        rank: int | None = None,
+        nbytes: int | None = None,
+    ) -> None:
         self.path = path
         self.rank = rank
         self.unit: object = path
-        self.nbytes = sum(part.nbytes for part in parts)
-        self._make: Callable[[], tuple[Part, ...]] = lambda: parts
-        self._make_decisive: Callable[[], Iterable[Part]] | None = None
-
-    @classmethod
-    def lazy(
-        cls,
-        path: str,
-        nbytes: int,
-        make: Callable[[], tuple[Part, ...]],
-        rank: int | None,
-        decisive: Callable[[], Iterable[Part]] | None = None,
-        unit: object = None,
-    ) -> FileLayout:
-        """Make a file of ``nbytes`` bytes whose parts and ``decisive`` ones are made late."""
-        file = cls(path, (), rank)
-        file.nbytes = nbytes
-        file.unit = unit or path
-        file._make, file._make_decisive = make, decisive
-        return file
+        self.nbytes = sum(part.nbytes for part in parts) if nbytes is None else nbytes
+        self._parts = (*parts,)
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return self._make()
+        return self._parts
 
     @property
     def decisive(self) -> Iterable[Part]:
@@ -140,12 +128,13 @@ class FileLayout:
 
         These parts themselves or, if they are large, the data from which ckptool makes them.
         """
-        return self.parts if self._make_decisive is None else self._make_decisive()
+        return self.parts
 
     def within(self, folder: str) -> FileLayout:
         """Return the file in a folder of the target."""
-        path, unit = f"{folder}/{self.path}", (folder, self.unit)
-        return FileLayout.lazy(path, self.nbytes, self._make, self.rank, self._make_decisive, unit)
+        file = copy(self)
+        file.path, file.unit = f"{folder}/{self.path}", (folder, self.unit)
+        return file
 
 
 class WrittenCut(Struct, frozen=True, eq=False, dict=True):

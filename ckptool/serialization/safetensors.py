@@ -201,8 +201,8 @@ def lay_out_safetensors(
     text = _encode("{" + ",".join(header) + "}")
     text += b" " * (-len(text) % 8)
     _require_readable(text, path)
-    parts: tuple[Part, ...] = (Literal(len(text).to_bytes(8, "little") + text), *data)
-    return FileLayout.lazy(path, 8 + len(text) + position, lambda: parts, rank)
+    parts: list[Part] = [Literal(len(text).to_bytes(8, "little") + text), *data]
+    return FileLayout(path, parts, rank, 8 + len(text) + position)
 
 
 def _require_readable(text: bytes, path: str) -> None:

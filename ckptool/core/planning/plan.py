@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
@@ -93,16 +93,11 @@ class Plan:
         """
         return max((sum(_memory_of_tensor(entry)) for entry in self.entries), default=0)
 
-    def batches(self, numbers: Sequence[int]) -> Iterator[list[tuple[int, tuple[Part, ...]]]]:
-        """Yield files of the layout with their parts, a few files at a time.
+    def batches(self, numbers: Iterable[int]) -> Iterator[list[int]]:
+        """Yield files of the layout, a few at a time, whose parts are to exist together.
 
-        The parts of one batch exist together; columns of the same rows share them in a batch.
+        Those that are made of the same rows are in one batch.
         """
-        for batch in self._batches(numbers):
-            yield [(number, self.layout.files[number].parts) for number in batch]
-
-    def _batches(self, numbers: Iterable[int]) -> Iterator[list[int]]:
-        """Cut numbers of files into batches, those of files of the same rows into none."""
         batch: list[int] = []
         for _, some in groupby(numbers, lambda number: self.layout.files[number].unit):
             unit = [*some]
@@ -113,7 +108,7 @@ class Plan:
         if batch:
             yield batch
 
-    def groups(self, files: Iterable[tuple[int, Sequence[Part]]], limit: int) -> list[Group]:
+    def groups(self, files: Mapping[int, Sequence[Part]], limit: int) -> list[Group]:
         """Group the tensor parts of some files: those that share the rows of a tensor.
 
         One tensor comes after the other, whatever files its rows go to: the source is then read in
@@ -122,7 +117,7 @@ class Plan:
         """
         by_tensor = defaultdict[str, dict[object, list[LayoutPart]]](lambda: defaultdict(list))
         tensors, small = self.catalog.tensors, dict[str, bool]()
-        for number, parts in files:
+        for number, parts in files.items():
             offset = 0
             for position, part in enumerate(parts):
                 nbytes = part.nbytes
@@ -159,7 +154,7 @@ class Plan:
     @cached_property
     def _batch_of(self) -> dict[int, int]:
         """The batch that each file is in, if one process writes all of them."""
-        batches = enumerate(self._batches(range(len(self.layout.files))))
+        batches = enumerate(self.batches(range(len(self.layout.files))))
         return {number: batch for batch, numbers in batches for number in numbers}
 
     def _groups(self, places: list[LayoutPart], limit: int, *, at_once: bool) -> list[Group]:

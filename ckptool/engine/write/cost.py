@@ -30,7 +30,8 @@ def bytes_to_read(plan: Plan, source: Files) -> int:
         tile = source.policy.tile
         return sum(_table_bytes(plan, name, tables[name], tile, known, opened) for name in tables)
     for batch in plan.batches(range(len(plan.layout.files))):
-        groups = plan.groups(batch, source.policy.tile)
+        parts = {number: plan.layout.files[number].parts for number in batch}
+        groups = plan.groups(parts, source.policy.tile)
         if not source.policy.by_request:
             total += sum(_group_bytes(plan, group, known, opened) for group in groups)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
@@ -130,15 +130,15 @@ class _PlanWriter:
     def _write_jobs(self, todo: Sequence[int]) -> Iterator[list[Tile]]:
         """Yield the jobs of all files, one batch of files after the other; make these files."""
         for batch in self._plan.batches(todo):
-            for number, _ in batch:
+            for number in batch:
                 self._create(self._files[number])
-            yield from self._jobs(batch)
+            yield from self._jobs({number: self._files[number].parts for number in batch})
 
-    def _jobs(self, batch: list[tuple[int, tuple[Part, ...]]]) -> Iterator[list[Tile]]:
+    def _jobs(self, files: Mapping[int, tuple[Part, ...]]) -> Iterator[list[Tile]]:
         """Yield the jobs of some files with their parts, and count the tiles of each file."""
         tile = self._source.policy.tile
-        groups = self._plan.groups(batch, tile)
-        for number, parts in batch:
+        groups = self._plan.groups(files, tile)
+        for number, parts in files.items():
             self._unfinished[number] = UnfinishedFile(parts)
         for group in groups:
             for number, count in group.tile_counts(tile):

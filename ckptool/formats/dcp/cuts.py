@@ -7,7 +7,7 @@ only when the file is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +16,7 @@ from msgspec import Struct
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.layout import Data, Literal, Part, WrittenChunks, WrittenCut
+from ckptool.core.layout import Data, FileLayout, Literal, Part, WrittenChunks, WrittenCut
 from ckptool.serialization.archive.write import lay_out_archive
 from ckptool.serialization.pickle.write import TensorRef
 
@@ -169,6 +169,30 @@ class WrittenItems:
         rows = self._order[self._edges[file] : self._edges[file + 1]]
         numbers = np.searchsorted(self.firsts, rows, side="right") - 1
         return zip(numbers.tolist(), (rows - self.firsts[numbers]).tolist(), strict=True)
+
+
+class ItemFile(FileLayout):
+    """A file of items, by its number: those of ``values``, then those of chunks.
+
+    Its parts are made on each access, so that a plan of millions of chunks stays small.
+    """
+
+    __slots__ = ("_items", "_number")
+
+    def __init__(self, items: WrittenItems, number: int, values: Sequence[Part]) -> None:
+        split = items.split
+        rank, nbytes = number // split.count, int(items.nbytes[number])
+        super().__init__(split.path(number), values, rank, nbytes)
+        self.unit = split.unit(number)
+        self._items, self._number = items, number
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self._items.parts(self._number, self._parts)
+
+    @property
+    def decisive(self) -> Iterable[Part]:
+        return self._parts
 
 
 @lru_cache(maxsize=4096)

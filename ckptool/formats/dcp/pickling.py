@@ -35,6 +35,24 @@ class WrittenAt(NamedTuple):
 WrittenValue = tuple[ObjectEntry, WrittenAt]
 
 
+class MetadataFile(FileLayout):
+    """The file; its bytes, hundreds of MB for a large mesh, are made when they are written."""
+
+    __slots__ = ("_pickler",)
+
+    def __init__(self, pickler: MetadataPickler) -> None:
+        super().__init__(".metadata", (), nbytes=pickler.nbytes)
+        self._pickler = pickler
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Literal(self._pickler.dump()),)
+
+    @property
+    def decisive(self) -> Iterable[Part]:
+        return self._pickler.decisive()
+
+
 class MetadataPickler:
     """Writes opcodes of protocol 4. A method that returns bytes returns those that push a value."""
 
@@ -46,17 +64,18 @@ class MetadataPickler:
         self._lists: dict[int, bytes] = {}
         self._files: Any = None
 
-    def lay_out(self) -> FileLayout:
-        """Lay out the file; its bytes, hundreds of MB for a large mesh, are made when written."""
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the pickle."""
         body = sum(map(len, self._body()))  # fills the head
-        nbytes = sum(map(len, self._head)) + body
-        return FileLayout.lazy(".metadata", nbytes, self._parts, None, self._decisive)
+        return sum(map(len, self._head)) + body
 
-    def _parts(self) -> tuple[Part, ...]:
+    def dump(self) -> bytes:
+        """Return the pickle."""
         body = b"".join(self._body())
-        return (Literal(b"".join([*self._head, body])),)
+        return b"".join([*self._head, body])
 
-    def _decisive(self) -> Iterator[Part]:
+    def decisive(self) -> Iterator[Part]:
         """Yield what decides this file and, except for values, the files with chunks."""
         yield from map(Literal, self._chunks.decisive())
         yield Literal(repr([(v.name, v.path, at) for v, at in self._values]).encode())

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from itertools import chain
 
 from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.layout import Data, FileLayout, Layout, Part, ScatteredData
+from ckptool.core.layout import Data, Layout, Part, ScatteredData
 from ckptool.core.selection import root_problem, with_loadable_paths
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
-from ckptool.formats.dcp.cuts import FileSplit, ItemBoxes, WrittenItems
-from ckptool.formats.dcp.pickling import MetadataPickler, WrittenAt, WrittenValue
+from ckptool.formats.dcp.cuts import FileSplit, ItemBoxes, ItemFile, WrittenItems
+from ckptool.formats.dcp.pickling import MetadataFile, MetadataPickler, WrittenAt, WrittenValue
 from ckptool.formats.dcp.splits import split_files
 from ckptool.formats.lightning import split_meta
 from ckptool.formats.writing import CARRIED, WriterAssignment, lay_out_companions, note_tied
@@ -47,13 +46,10 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         nbytes += length
     foreign = sorted({*chain(*(made_of[name] for name in held))} - {NUMPY})
     chunks = WrittenItems(cuts, nbytes, split)
+    files = sorted({*chunks.written, *([0] if values else [])}, key=split.unit)
     layouts = [*lay_out_companions(catalog), *beside]
-    for file in sorted({*chunks.written, *([0] if values else [])}, key=split.unit):
-        own = () if file else parts
-        make, decisive = partial(chunks.parts, file, own), partial(iter, own)
-        rank, path, nbytes = file // split.count, split.path(file), int(chunks.nbytes[file])
-        layouts.append(FileLayout.lazy(path, nbytes, make, rank, decisive, split.unit(file)))
-    layouts.append(MetadataPickler(chunks, values).lay_out())
+    layouts += [ItemFile(chunks, file, () if file else parts) for file in files]
+    layouts.append(MetadataFile(MetadataPickler(chunks, values)))
     notes = [*([changed_root] if changed_root else []), *note_tied(catalog)]
     if foreign:
         notes.append(f"{CARRIED}: {', '.join(foreign)}")

@@ -159,7 +159,7 @@ def test_tiles_are_larger_if_they_are_computed_in_pieces(in_pieces: bool, tiles:
 
 
 def groups_of(plan: Plan, limit: int) -> list[Group]:
-    files = [(number, file.parts) for number, file in enumerate(plan.layout.files)]
+    files = {number: file.parts for number, file in enumerate(plan.layout.files)}
     return plan.groups(files, limit)
 
 
@@ -213,7 +213,7 @@ def test_a_small_tensor_is_read_once_for_all_that_is_written_of_it() -> None:
     larger = groups_of(plan, 63)
     assert [(len(group.parts), group.at_once) for group in larger] == [(2, False)]
     part = plan_of(entry((4, 4), rows), cut=columns, files=2).groups(
-        [(0, plan.layout.files[0].parts)], 64
+        {0: plan.layout.files[0].parts}, 64
     )
     assert not part[0].at_once, "half of it would be read in vain"
     alone = plan_of(entry((4, 4), rows))

@@ -109,7 +109,7 @@ def test_any_cut_is_read_from_any_other(
         source = LocalSource(Path(folder), {})
         with closing(PlanReader(source, records)) as reader:
             for batch in plan.batches(range(len(files))):
-                for group in plan.groups(batch, limit):
+                for group in plan.groups({n: files[n].parts for n in batch}, limit):
                     for tiles in plan.jobs(group, limit):
                         for piece in reader.pieces(tiles):
                             start = piece.tile.offset + piece.skip
@@ -143,7 +143,7 @@ def test_small_tensors_of_several_kinds_are_cut_in_the_order_of_files(
                 expected[number] = expected.get(number, b"") + image.tobytes()
         files = tuple(FileLayout(f"o{n}", tuple(parts)) for n, parts in contents.items())
         plan = Plan(Catalog("test", tensors, {}, {}), Layout(files, folder=True))
-        made = plan.groups([(n, file.parts) for n, file in enumerate(files)], 1 << 20)
+        made = plan.groups({n: file.parts for n, file in enumerate(files)}, 1 << 20)
         tiles = [t for group in made for job in plan.jobs(group, 1 << 20) for t in job]
         with closing(PlanReader(LocalSource.folder(Path(folder)), RecordCheck())) as reader:
             pieces = [(p.tile.file, p.tile.offset, bytes(p.data)) for p in reader.pieces(tiles)]
@@ -163,7 +163,7 @@ def test_rows_are_read_once_for_all_their_columns(tmp_path: Path) -> None:
     _, entry = stored(values, halves, 9)
     files = tuple(FileLayout(f"o{n}", (Data("t", box, 2),)) for n, box in enumerate(wanted))
     plan = Plan(Catalog("test", {"t": entry}, {}, {}), Layout(files, folder=True))
-    found = plan.groups(next(plan.batches(range(3))), 12)
+    found = plan.groups({n: file.parts for n, file in enumerate(files)}, 12)
     assert [(len(group.parts), group.rows, group.band) for group in found] == [
         (2, 4, halves[0]),
         (1, 0, None),
@@ -181,7 +181,7 @@ def test_some_jobs_are_planned_before_the_first_is_read(monkeypatch: pytest.Monk
     halves = [Box((0, lo), (8, lo + 2)) for lo in (0, 2)]
     files = tuple(FileLayout(f"o{n}", (Data("t", box, 2),)) for n, box in enumerate(halves))
     plan = Plan(Catalog("test", {"t": entry}, {}, {}), Layout(files, folder=True))
-    (group,) = plan.groups(next(plan.batches(range(2))), 4)
+    (group,) = plan.groups({n: file.parts for n, file in enumerate(files)}, 4)
     cut: list[Sequence[Tile]] = []
 
     def wanted() -> Iterator[Sequence[Tile]]:
