@@ -233,23 +233,28 @@ def _run(
         stands.append(planned.standing)
         return report
     from ckptool.render.messages import show_notes, show_obstacle
-    from ckptool.render.progress import is_live, show_estimate, shown_progress
-
-    def begun() -> None:
-        if quiet:
-            return
-        show_notes(planned.report.notes)
-        if ranks.size == 1 and (dry_run or is_live(quiet=quiet) is not None):
-            show_estimate(planned.estimate())
+    from ckptool.render.progress import is_live, shown_progress
 
     if dry_run:
-        begun()
         if not quiet:
+            _show_plan(planned, timed=ranks.size == 1)
             show_obstacle(planned.obstacle())
         planned.require_possible(ranks)
         return planned.with_costs()
     with shown_progress(quiet=False) as progress:
-        report = planned.run(progress, ranks, begun)
+        stage = planned.open_stage(ranks)
+        _show_plan(planned, timed=ranks.size == 1 and is_live(quiet=False) is not None)
+        report = planned.run_on(stage, progress, ranks)
         stands.append(planned.standing)
     show_notes(report.notes[len(planned.report.notes) :])
     return report
+
+
+def _show_plan(planned: Transfer[Report], *, timed: bool) -> None:
+    """Show the notes of a plan and, if it is to be ``timed``, an estimate of how long it takes."""
+    from ckptool.render.messages import show_notes
+    from ckptool.render.progress import show_estimate
+
+    show_notes(planned.report.notes)
+    if timed:
+        show_estimate(planned.estimate())

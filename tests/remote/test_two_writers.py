@@ -20,6 +20,8 @@ from test_s3 import big, files_of, resharded
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
+from ckptool.engine.progress import Progress
+from ckptool.engine.ranks import Ranks
 from ckptool.errors import Changed, Damaged, NotFound, TransferError, Unsupported
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.url import location
@@ -141,17 +143,16 @@ def test_what_a_run_left_that_began_and_ended_meanwhile_is_not_taken_for_a_check
     options = replace(options, transfer=TransferOptions(overwrite=True))
     prepared = prepare(out / "s.pt", location(s3.url("m")), options)
 
-    def another_comes() -> None:
-        empty(s3)
-        noted(s3, note, host="elsewhere")
-        s3.write(f"m/{left}", bytes(9))
-
+    stage = prepared.open_stage(Ranks())
+    empty(s3)
+    noted(s3, note, host="elsewhere")
+    s3.write(f"m/{left}", bytes(9))
     if left in whole:
-        prepared.run(begun=another_comes)
+        prepared.run_on(stage, Progress(), Ranks())
         assert s3.get("m") == whole
         return
     with pytest.raises(Unsupported, match=f"speaks of {left}.* nothing was removed"):
-        prepared.run(begun=another_comes)
+        prepared.run_on(stage, Progress(), Ranks())
     assert s3.get("m").keys() == {UNFINISHED, left}
 
 

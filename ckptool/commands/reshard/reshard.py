@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -41,9 +41,10 @@ from ckptool.core.quantization.names import is_plain
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.sharding.placement import POLICIES, Choice, PlacedTensors, Placer
 from ckptool.core.text import one_of
-from ckptool.engine.progress import UNWATCHED, Progress
+from ckptool.engine.progress import Progress
 from ckptool.engine.ranks import Ranks
 from ckptool.engine.write.run import peak_memory
+from ckptool.engine.write.stage import Stage
 from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, targets
 from ckptool.formats.base import Format, Request
@@ -115,16 +116,14 @@ class Reshard(Transfer[ReshardReport], frozen=True, kw_only=True):
     placed: PlacedTensors
     check: bool
 
-    def run(
-        self,
-        progress: Progress = UNWATCHED,
-        ranks: Ranks | None = None,
-        begun: Callable[[], None] = lambda: None,
-    ) -> ReshardReport:
-        """Write the target as a transfer does, and load it if requested."""
-        ranks = ranks or Ranks()
+    def open_stage(self, ranks: Ranks) -> Stage | None:
+        """Create the stage as a transfer does, if these ranks can do what is requested."""
         self.require_possible(ranks)
-        report = Transfer.run(self, progress, ranks, begun)
+        return Transfer.open_stage(self, ranks)
+
+    def run_on(self, stage: Stage | None, progress: Progress, ranks: Ranks) -> ReshardReport:
+        """Write the target as a transfer does, and load it if requested."""
+        report = Transfer.run_on(self, stage, progress, ranks)
         if self.check:
             from ckptool.commands.reshard.load_check import check_loads
 

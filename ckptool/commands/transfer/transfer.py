@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from msgspec import Struct
@@ -138,21 +138,41 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
     def require_possible(self, ranks: Ranks) -> None:
         """Raise Unsupported if these ``ranks`` cannot do what was requested; any can transfer."""
 
-    def run(
-        self,
-        progress: Progress = UNWATCHED,
-        ranks: Ranks | None = None,
-        begun: Callable[[], None] = lambda: None,
-    ) -> AnyReport:
-        """Write the layout at the target, all of it or nothing, shared with ``ranks``.
-
-        ``begun`` is called once the target is found free. Returns the report, with notes on how it
-        was put in place. Raises Damaged if the source contradicts itself, Changed if it is not the
-        one that was planned for, TransferError if writing fails or the output is not as planned.
-        """
+    def run(self, progress: Progress = UNWATCHED, ranks: Ranks | None = None) -> AnyReport:
+        """Find the target free, and write there, shared with ``ranks``; return the report."""
         ranks = ranks or Ranks()
-        stage = self._open_stage(ranks)
-        begun()
+        return self.run_on(self.open_stage(ranks), progress, ranks)
+
+    def open_stage(self, ranks: Ranks) -> Stage | None:
+        """Create the stage of this rank; None if an earlier run wrote all that is requested.
+
+        Raises Damaged if replicas differ or files of ranks are identical, Unsupported if plans
+        differ or the target is taken.
+        """
+        if ranks.size > 1 and self.options.part is not None:
+            raise UsageError("--part: torchrun shares the work among its ranks by itself")
+        with ranks.together():
+            plan = plan_digest(self.plan, self.opened.source, self.decided)
+            options = self._stage_options(plan)
+        if len(set(ranks.gather((plan, options.source)))) > 1:
+            raise Unsupported("ranks see different sources or made different plans")
+        stage = stage_at(self.target, self.plan.layout, options)
+        if _is_finished_by(stage, ranks):
+            return None
+        with ranks.together():
+            if ranks.rank == 0:
+                stage.require_possible()
+        with ranks.together():
+            self._require_equal_replicas(ranks)
+        return stage
+
+    def run_on(self, stage: Stage | None, progress: Progress, ranks: Ranks) -> AnyReport:
+        """Write the layout on an open stage, all of it or nothing, shared with ``ranks``.
+
+        Returns the report, with notes on how it was put in place. Raises Damaged if the source
+        contradicts itself, Changed if it is not the one that was planned for, TransferError if
+        writing fails or the output is not as planned.
+        """
         progress.begin(self.nbytes)
         if stage is None:
             return self._written((_FINISHED,), whole=True)
@@ -225,29 +245,6 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
     def _is_in_memory(self) -> bool:
         """Whether the source is memory, which nothing tells of changes: only reading it again."""
         return isinstance(self.opened.source, MemoryFiles)
-
-    def _open_stage(self, ranks: Ranks) -> Stage | None:
-        """Create the stage of this rank; None if an earlier run wrote all that is requested.
-
-        Raises Damaged if replicas differ or files of ranks are identical, Unsupported if plans
-        differ.
-        """
-        if ranks.size > 1 and self.options.part is not None:
-            raise UsageError("--part: torchrun shares the work among its ranks by itself")
-        with ranks.together():
-            plan = plan_digest(self.plan, self.opened.source, self.decided)
-            options = self._stage_options(plan)
-        if len(set(ranks.gather((plan, options.source)))) > 1:
-            raise Unsupported("ranks see different sources or made different plans")
-        stage = stage_at(self.target, self.plan.layout, options)
-        if _is_finished_by(stage, ranks):
-            return None
-        with ranks.together():
-            if ranks.rank == 0:
-                stage.require_possible()
-        with ranks.together():
-            self._require_equal_replicas(ranks)
-        return stage
 
     def _require_equal_replicas(self, ranks: Ranks) -> None:
         share = self.options.part or Share(ranks.rank, ranks.size)

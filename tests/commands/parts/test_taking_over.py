@@ -140,7 +140,7 @@ def test_a_part_that_begins_while_others_are_removed_ends_the_new_run(
     def meanwhile(*words: Any) -> None:
         real(*words)
         part = planned(source, target, asked("2/3"))
-        stage = part._open_stage(Ranks())
+        stage = part.open_stage(Ranks())
         stage.begin()
         opened.append(stage)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -78,17 +78,12 @@ class Salvage(Transfer[SalvageReport], frozen=True, kw_only=True):
 
     listing: Listing
 
-    def run(
-        self,
-        progress: Progress = UNWATCHED,
-        ranks: Ranks | None = None,
-        begun: Callable[[], None] = lambda: None,
-    ) -> SalvageReport:
+    def run(self, progress: Progress = UNWATCHED, ranks: Ranks | None = None) -> SalvageReport:
         """Write the target, completely or not at all, then the list beside it."""
         late: Committed | None = None
         report = self.report
         try:
-            report = Transfer.run(self, progress, ranks, begun)
+            report = Transfer.run(self, progress, ranks)
         except Committed as error:
             late = error
         except TransferError as error:
