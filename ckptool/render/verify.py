@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ckptool.commands.runs.assessment import RunReport, StepReport
     from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.compare.coverage import Coverage
-    from ckptool.commands.verify.compare.difference import DifferingTensor
     from ckptool.commands.verify.salvage.salvage import SalvageReport
+    from ckptool.engine.check.difference import DifferingTensor
 
 _COLORS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
 _MOST_FINDINGS = 8

@@ -21,6 +21,7 @@ from ckptool.commands.options.run import RunOptions, workers_option
 from ckptool.commands.options.target import TransferOptions, overwrite_option
 
 if TYPE_CHECKING:
+    from ckptool.engine.check.difference import Tolerance
     from ckptool.engine.share import Share
     from ckptool.storage.url import Location
 
@@ -112,9 +113,13 @@ class CompareOptions(OptionSet):
     )
 
     @property
-    def as_numbers(self) -> bool:
-        """Return whether numbers are compared, not bits."""
-        return self.rtol is not None or self.atol is not None
+    def tolerance(self) -> Tolerance | None:
+        """By how much numbers may differ; None if bits are compared."""
+        from ckptool.engine.check.difference import Tolerance
+
+        if self.rtol is None and self.atol is None:
+            return None
+        return Tolerance(self.rtol or 0, self.atol or 0)
 
 
 class LikeOptions(OptionSet):

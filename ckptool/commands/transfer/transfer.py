@@ -316,7 +316,7 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         if self.options.part is not None:
             return stage.commit()
         if self.options.verify and (self.options.finish or not share.is_all):
-            from ckptool.commands.verify.compare.complete import require_complete
+            from ckptool.engine.check.complete import require_complete
 
             require_complete(self.plan)
         if self.options.finish:
@@ -364,7 +364,7 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         """
         if not numbers:
             return Counter()
-        from ckptool.commands.verify.compare.written import require_written
+        from ckptool.engine.check.written import require_written
 
         source, staged = self.opened.source, stage.target.written
         workers = workers_within_budget(self.plan, self.options.run, source, staged)

@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool.commands.options.verify import CompareOptions
-from ckptool.commands.verify.compare.tensors import TensorComparison, note_differences
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.check.pairs import PairSource, TensorPair
 from ckptool.engine.check.proof import proof_jobs
+from ckptool.engine.check.tensors import TensorComparison
 from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.sums import ReadSums
@@ -89,7 +88,7 @@ def prove(
     read_tiles(
         source,
         proof_jobs(pairs, sums, sides, RangeCheck()),
-        note_differences(found, CompareOptions()),
+        found.look,
         1,
     )
     return found

@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ckptool.commands.options.verify import CompareOptions
-from ckptool.commands.verify.compare import tensors
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, Record, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.check import pairs as pairs_module
-from ckptool.engine.check import run_pairs
+from ckptool.engine.check import run_pairs, tensors
 from ckptool.engine.check.pairs import TensorPair
 from ckptool.engine.checksum import crc32
 from ckptool.engine.progress import Progress
@@ -93,7 +91,7 @@ def test_what_differs_or_cannot_be_read_is_found_for_each_tensor(
     read = [TensorSource(LocalSource.folder(side)) for side in sides]
     progress = Progress()
     with compared_in_tiles(tile):
-        found = tensors.compare(pairs, (read[0], read[1]), CompareOptions(), 1, progress)
+        found = tensors.compare(pairs, (read[0], read[1]), None, 1, progress)
     assert found.unreadable.keys() == cut_off
     assert {side for side, _ in found.unreadable.values()} <= {1}
     firsts = {name: d.first for name, d in found.differences.items()}
@@ -118,7 +116,7 @@ def test_memory_is_bounded_whatever_lies_between(
         return kept[-1]
 
     monkeypatch.setattr(ByteReader, "memory", memory)
-    found = tensors.compare(pairs, (TensorSource(source),) * 2, CompareOptions(), 1)
+    found = tensors.compare(pairs, (TensorSource(source),) * 2, None, 1)
     assert not found.differences
     assert sizes == [4 * 24 + 3 * 4000] * 4
 
@@ -143,7 +141,7 @@ def test_checksums_of_records_are_noted_by_whoever_reads_their_runs(
         files = LocalSource.folder(tmp_path)
         sides = TensorSource(files), CheckedSource(files)
         with compared_in_tiles(7):
-            found = tensors.compare([pair], sides, CompareOptions(), 1)
+            found = tensors.compare([pair], sides, None, 1)
         assert bool(found.differences) is not is_equal
         assert len(sides[1].problems_so_far([pair.other])) == problems
         assert sides[1].problems_so_far([pair.other]) == sides[1].problems([pair.other], 1)

@@ -26,7 +26,6 @@ from ckptool.commands.verify.compare.coverage import (
     list_unread,
     rewritten_coverage,
 )
-from ckptool.commands.verify.compare.difference import DifferingTensor, differing_tensor
 from ckptool.commands.verify.compare.names import (
     common_values,
     differing_companions,
@@ -37,7 +36,6 @@ from ckptool.commands.verify.compare.names import (
     readable,
     stored_problems,
 )
-from ckptool.commands.verify.compare.tensors import cast_text, compare
 from ckptool.commands.verify.compare.values import Unfolded, unfolded
 from ckptool.commands.verify.findings import (
     SIDES,
@@ -50,7 +48,9 @@ from ckptool.commands.verify.verify import changes
 from ckptool.core.casts import RangeCounts, as_type, is_computed
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import plural
+from ckptool.engine.check.difference import DifferingTensor, differing_tensor
 from ckptool.engine.check.pairs import TensorPair
+from ckptool.engine.check.tensors import cast_text, compare
 from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import UNREAD, Damaged, Hostile, Problem, UsageError
@@ -294,7 +294,7 @@ class Comparison:
         workers = self._options.workers or max(each.source.policy.workers for each in opened)
         reads = (CheckedSource(opened[0].source), CheckedSource(opened[1].source))
         progress.begin(self._nbytes)
-        result = compare(self.pairs, reads, self._comparing, workers, progress)
+        result = compare(self.pairs, reads, self._comparing.tolerance, workers, progress)
         self._beyond = result.ranges.counts
         for name, (number, error) in result.unreadable.items():
             problems = (p if p.tensor else p.within(name, tensor=name) for p in error.problems)
@@ -390,7 +390,7 @@ class Comparison:
 
     def _what(self) -> str:
         """Return what is equal, and how it was compared."""
-        how = "within the tolerance" if self._comparing.as_numbers else "bit by bit"
+        how = "bit by bit" if self._comparing.tolerance is None else "within the tolerance"
         different = {tensor.name for tensor in self.differing}
         equal = [pair for pair in self.pairs if pair.one.name not in different]
         compared, once = sum(pair.one.nbytes for pair in equal), cast_text(equal)

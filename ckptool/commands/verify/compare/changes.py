@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from ckptool.commands.verify.compare.difference import DifferingTensor
-from ckptool.commands.verify.compare.elements import numbers_of
+from ckptool.engine.check.difference import DifferingTensor
+from ckptool.engine.check.elements import numbers_of
 from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, pair_jobs
 from ckptool.engine.progress import Progress
 from ckptool.engine.read.numbers import Array

@@ -13,12 +13,11 @@ from msgspec.structs import replace
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
-from ckptool.commands.options.verify import CompareOptions, LikeOptions, VerifyOptions
+from ckptool.commands.options.verify import LikeOptions, VerifyOptions
 from ckptool.commands.verify.compare.lineup import LineUp, line_up
 from ckptool.commands.verify.compare.model import is_model, open_other
 from ckptool.commands.verify.compare.modules import count_modules, lost_modules, numbers_of
 from ckptool.commands.verify.compare.names import readable
-from ckptool.commands.verify.compare.tensors import compare
 from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.severity import Severity
 from ckptool.commands.verify.verify import Verification, examine
@@ -26,7 +25,9 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.selection import tensors_named
 from ckptool.core.state_category import model_prefixes
 from ckptool.core.text import plural
+from ckptool.engine.check.difference import Tolerance
 from ckptool.engine.check.pairs import TensorPair
+from ckptool.engine.check.tensors import compare
 from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import Damaged, Hostile, Problem, UsageError
@@ -202,9 +203,9 @@ def _differing(
     reads = CheckedSource(sides[0].source), CheckedSource(sides[1].source)
     progress.begin(sum(pair.nbytes for pair in pairs))
     differing: set[str] = set()
-    for how in (CompareOptions(), CompareOptions(rtol=0.0)):
-        some = [p for p in pairs if (p.one.dtype is p.other.dtype) != how.as_numbers]
-        result = compare(some, reads, how, workers, progress)
+    for tolerance in (None, Tolerance()):
+        some = [p for p in pairs if (p.one.dtype is p.other.dtype) == (tolerance is None)]
+        result = compare(some, reads, tolerance, workers, progress)
         differing |= result.differences.keys()
         for name, (_, error) in result.unreadable.items():
             problems += [problem.of_tensor(name) for problem in error.problems]

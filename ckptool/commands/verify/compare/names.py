@@ -146,7 +146,9 @@ def differing_type(one: TensorEntry, other: TensorEntry, options: CompareOptions
         message = f"{one.name}: shape A {list(one.shape)}, B {list(other.shape)}"
         return Problem(message, "shape-differs", tensor=one.name)
     types = one.dtype, other.dtype
-    if types[0] == types[1] or (options.as_numbers and all(each.is_numeric for each in types)):
+    if types[0] == types[1]:
+        return None
+    if options.tolerance is not None and all(each.is_numeric for each in types):
         return None
     if options.cast and differ_in_type_alone(one, other):
         return None

@@ -17,12 +17,13 @@ from verify.compare.compared import against, codes, state
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.verify.compare.against import against as run_against
-from ckptool.commands.verify.compare.tensors import compare
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.casts import Casts
 from ckptool.core.catalog import Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
+from ckptool.engine.check.difference import Tolerance
 from ckptool.engine.check.pairs import TensorPair
+from ckptool.engine.check.tensors import compare
 from ckptool.engine.read.tensors import CheckedSource
 from ckptool.storage.local import LocalSource
 
@@ -160,7 +161,7 @@ def test_tolerance_means_what_torch_means(
     seed: int, other: int, first: str, second: str, rtol: float, atol: float
 ) -> None:
     one, two = random_tensor(seed, first), random_tensor(other, second)
-    found = compared(one, two, CompareOptions(rtol=rtol, atol=atol))
+    found = compared(one, two, Tolerance(rtol, atol))
     wide = torch.complex128 if "complex64" in (first, second) else torch.float64
     a, b = one.to(wide), two.to(wide)
     if wide is torch.complex128:
@@ -169,7 +170,7 @@ def test_tolerance_means_what_torch_means(
     assert found == int((~near).sum())
 
 
-def compared(one: torch.Tensor, other: torch.Tensor, options: CompareOptions) -> int:
+def compared(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerance) -> int:
     """How many elements of two tensors differ, compared as files."""
     import tempfile
 
@@ -185,5 +186,5 @@ def compared(one: torch.Tensor, other: torch.Tensor, options: CompareOptions) ->
             )
         source = LocalSource(Path(folder), {})
         reads = CheckedSource(source), CheckedSource(source)
-        found = compare([TensorPair(entries[0], entries[1])], reads, options, 1)
+        found = compare([TensorPair(entries[0], entries[1])], reads, tolerance, 1)
         return found.differences["t"].elements if found.differences else 0

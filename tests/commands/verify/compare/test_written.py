@@ -16,10 +16,10 @@ from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.transfer.transfer import Transfer
-from ckptool.commands.verify.compare import written
 from ckptool.core.casts import parse_casts
 from ckptool.core.layout import Data, Literal, ScatteredData, Verbatim, written_entries
 from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.check import written
 from ckptool.engine.progress import Progress
 from ckptool.engine.write import disk_target
 from ckptool.engine.write.run import run as run_engine

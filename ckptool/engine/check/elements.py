@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckptool.commands.options.verify import CompareOptions
-from ckptool.commands.verify.compare.difference import Difference
 from ckptool.core.box import Box
 from ckptool.core.casts import coarser
 from ckptool.core.dtype import DType
+from ckptool.engine.check.difference import Difference, Tolerance
 from ckptool.engine.check.pairs import PairTile, same_bits
 from ckptool.engine.read.gather import raw
 from ckptool.engine.read.numbers import Array, decode
@@ -20,7 +19,7 @@ _AT_ONCE = 1 << 18
 
 
 def find_difference(
-    tile: PairTile, options: CompareOptions, ranges: RangeCheck
+    tile: PairTile, tolerance: Tolerance | None, ranges: RangeCheck
 ) -> Difference | None:
     """Return how a tile of a pair differs, None if it does not."""
     pair, *stored = tile.require()
@@ -37,19 +36,23 @@ def find_difference(
     for start in range(0, one.size, _AT_ONCE):
         part = slice(start, start + _AT_ONCE)
         flat = one.reshape(-1)[part], other.reshape(-1)[part]
-        differ = _differ(flat, types, options, is_cast=pair.is_cast)
+        differ = _differ(flat, types, tolerance, is_cast=pair.is_cast)
         part_found = _describe(flat, types, differ, tile.box, start)
         found = found.plus(part_found) if found and part_found else found or part_found
     return found
 
 
 def _differ(
-    flat: tuple[Array, Array], types: tuple[DType, DType], options: CompareOptions, *, is_cast: bool
+    flat: tuple[Array, Array],
+    types: tuple[DType, DType],
+    tolerance: Tolerance | None,
+    *,
+    is_cast: bool,
 ) -> Array:
     """Return whether each element of two flat arrays differs."""
-    if options.as_numbers and all(each.is_numeric for each in types):
-        numbers = _numbers(flat, types)
-        return are_apart(*numbers, rtol=options.rtol or 0, atol=options.atol or 0)
+    if tolerance is not None and all(each.is_numeric for each in types):
+        one, other = _numbers(flat, types)
+        return are_apart(one, other, tolerance)
     differ = _bits(*flat)
     if is_cast and types[1].is_numeric:
         differ &= ~both_nan(*_numbers(flat, types))
@@ -107,11 +110,11 @@ def _is_nan(values: Array) -> Array:
     return np.isnan(values) if values.dtype.kind == "f" else np.zeros(values.shape, bool)
 
 
-def are_apart(one: Array, other: Array, *, rtol: float, atol: float) -> Array:
+def are_apart(one: Array, other: Array, tolerance: Tolerance) -> Array:
     """Return whether elements differ by more than allowed; equal infinities and NaN do not."""
     with np.errstate(invalid="ignore", over="ignore"):
         size = np.abs(other.astype(np.float64))
-        near = _distance(one, other) <= atol + rtol * size
+        near = _distance(one, other) <= tolerance.atol + tolerance.rtol * size
         near &= np.isfinite(size)
     near |= one == other
     near |= _is_nan(one) & _is_nan(other)

@@ -7,19 +7,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptool.commands.options.verify import CompareOptions
-from ckptool.commands.verify.compare.complete import kept_rows, not_verified, require_none_missing
-from ckptool.commands.verify.compare.difference import differing_tensor
-from ckptool.commands.verify.compare.tensors import TensorComparison, note_differences
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import written_entries
 from ckptool.core.planning.plan import Plan
 from ckptool.core.text import plural
+from ckptool.engine.check.complete import kept_rows, not_verified, require_none_missing
+from ckptool.engine.check.difference import differing_tensor
 from ckptool.engine.check.pairs import PairSource, TensorPair
 from ckptool.engine.check.proof import proof_jobs
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.engine.check.rest import Rest
+from ckptool.engine.check.tensors import TensorComparison
 from ckptool.engine.progress import Progress
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.sums import ReadSums
@@ -100,12 +99,11 @@ def _read_back(
     how: tuple[int, Progress],
 ) -> None:
     """Read some files once, and collect their differences in ``found`` and ``rest``."""
-    look = note_differences(found, CompareOptions())
 
     def sink(subject: str | None, tiles: Iterator[Any]) -> None:
         if subject is not None:
             rest.look(subject, tiles)
         else:
-            look(subject, tiles)
+            found.look(subject, tiles)
 
     read_tiles(source, jobs, sink, *how)

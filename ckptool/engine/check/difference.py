@@ -10,6 +10,13 @@ from ckptool.engine.check.pairs import TensorPair
 from ckptool.errors import Problem
 
 
+class Tolerance(Struct, frozen=True):
+    """By how much numbers may differ: ``|a - b| <= atol + rtol * |b|``."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+
 class Difference(Struct, frozen=True):
     """How two tensors differ.
 

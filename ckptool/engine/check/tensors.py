@@ -1,0 +1,79 @@
+"""Compare pairs of tensors, whatever their storage. Without numpy, unless elements are compared."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct, field
+
+from ckptool.core.dtype import short_name
+from ckptool.engine.check.difference import Difference, Tolerance
+from ckptool.engine.check.pairs import Failure, PairSource, PairTile, TensorPair
+from ckptool.engine.check.run_pairs import run_jobs
+from ckptool.engine.progress import UNWATCHED, Progress
+from ckptool.engine.read.range_check import RangeCheck
+from ckptool.engine.read.tensors import TensorSource
+from ckptool.engine.read.tiles import read_tiles
+
+
+class TensorComparison(Struct):
+    """What was found of pairs of tensors, by the first one's name, on any of several threads.
+
+    Bits are compared, or numbers within a ``tolerance``. ``unreadable`` are those of which a side
+    cannot be read. ``ranges`` counts numbers that casts changed to infinity, or saturated: the same
+    on both sides.
+    """
+
+    tolerance: Tolerance | None = None
+    differences: dict[str, Difference] = field(default_factory=dict)
+    unreadable: dict[str, Failure] = field(default_factory=dict)
+    ranges: RangeCheck = field(default_factory=RangeCheck)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def look(self, subject: None, tiles: Iterator[PairTile]) -> None:
+        """Note the differences in a job's tiles."""
+        for tile in tiles:
+            if tile.pair is not None and tile.pair.one.name not in self.unreadable:
+                self._look_at(tile.pair.one.name, tile)
+
+    def _look_at(self, name: str, tile: PairTile) -> None:
+        from ckptool.engine.check.elements import find_difference
+
+        if tile.failure is not None:
+            with self._lock:
+                self.unreadable.setdefault(name, tile.failure)
+        elif (difference := find_difference(tile, self.tolerance, self.ranges)) is not None:
+            with self._lock:
+                known = self.differences.get(name)
+                self.differences[name] = known.plus(difference) if known else difference
+
+
+def compare(
+    pairs: Sequence[TensorPair],
+    reads: tuple[TensorSource, TensorSource],
+    tolerance: Tolerance | None,
+    workers: int,
+    progress: Progress = UNWATCHED,
+) -> TensorComparison:
+    """Compare all pairs on a few threads, with a few MiB of memory each.
+
+    Bit by bit without a tolerance: equal NaN patterns are equal, 0.0 and -0.0 are not; after a cast
+    any NaN equals any other. With one, NaN equals NaN. The chunks of every tensor must tile it
+    exactly. Raises Unsupported if a cast needs torch and torch is missing.
+    """
+    found = TensorComparison(tolerance)
+    source = PairSource(*reads)
+    read_tiles(source, run_jobs(pairs, source.sides), found.look, workers, progress)
+    return found
+
+
+def cast_text(pairs: Sequence[TensorPair]) -> str:
+    """Return the words on how many of equal pairs were cast before they were compared."""
+    both = sum(pair.is_cast for pair in pairs)
+    if both:
+        return f", {both:,} of them cast to the coarser type of both"
+    cast = (pair.one for pair in pairs if pair.one.dtype != pair.one.source_dtype)
+    counts = Counter(short_name(entry.dtype.name) for entry in cast)
+    return "".join(f", {n:,} of them after a cast to {name}" for name, n in counts.items())
