@@ -8,15 +8,18 @@ why.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from ckptool.core.catalog import Extent, Record, TensorEntry
 from ckptool.core.chunks import ChunkTable, RecordTable
 from ckptool.core.dtype import DType
 from ckptool.errors import CkptoolError
-from ckptool.formats.dcp.opening import Item, locate_item, plain_start
+from ckptool.formats.dcp.opening import Item, closed_items, locate_item, plain_start
 from ckptool.serialization.archive.read import find_template
 from ckptool.serialization.archive.templates import ArchiveTemplate
 from ckptool.serialization.source import Source, SpanReader, edge_spans
@@ -28,89 +31,88 @@ _AT_ONCE = 256
 
 Kind = tuple[int, DType, tuple[int, ...]]
 """Bytes of an item, and the type and shape that the metadata says it has."""
-AlikePlaces = dict[tuple[str, int, Kind], Extent]
-"""The places of items' elements, by file, offset and kind."""
 
 
-def kind_of(item: Item) -> Kind:
-    """Return the kind that items must share to be similar."""
+class AlikeItems:
+    """The unopened items of tensors that are similar to one of their kind, which is opened."""
+
+    def __init__(self, source: Source, entries: Iterable[TensorEntry]) -> None:
+        self._kinds: dict[Kind, _Alike] = {}
+        self._cuts: dict[object, list[_Alike]] = {}
+        for entry in entries:
+            if isinstance(entry.chunks, ChunkTable):
+                kinds = self._kinds_of(entry, entry.chunks)
+                for alike, (file, at, _) in zip(kinds, entry.chunks.items.spans(), strict=True):
+                    alike.offsets[file].append(at)
+                continue
+            for item in closed_items(entry):
+                if not item.at.transforms:
+                    self._kind(item).offsets[item.at.file].append(item.at.offset)
+        for alike in self._kinds.values():
+            alike.match(source)
+
+    def _kind(self, item: Item) -> _Alike:
+        return self._kinds.setdefault(_kind_of(item), _Alike(item))
+
+    def _kinds_of(self, entry: TensorEntry, table: ChunkTable) -> list[_Alike]:
+        """Return the kind of each item of a table, found once for tensors that are cut alike."""
+        cut = id(table.boxes), entry.source_dtype.name, table.items.lengths.tobytes()
+        if cut not in self._cuts:
+            pairs = zip(table.boxes, table.items, strict=True)
+            self._cuts[cut] = [self._kind(Item.of(entry, box, at)) for box, at in pairs]
+        return self._cuts[cut]
+
+    def place(self, item: Item) -> Extent | None:
+        """Return where the elements of an item are; None if it is similar to none."""
+        alike, at = self._kinds.get(_kind_of(item)), (item.at.file, item.at.offset)
+        if alike is None or alike.model is None or at not in alike.sums:
+            return None
+        return alike.model.place_at(*at, alike.sums[at])
+
+    def table(self, entry: TensorEntry) -> RecordTable | None:
+        """Return the chunks of a tensor as a table, of which each is all of its item's record.
+
+        None if they are in no table, or one is no such.
+        """
+        table, records = entry.chunks, list[tuple[int, int]]()
+        if not isinstance(table, ChunkTable):
+            return None
+        kinds = self._kinds_of(entry, table)
+        for alike, (file, at, _) in zip(kinds, table.items.spans(), strict=True):
+            if alike.start is None or (file, at) not in alike.sums:
+                return None
+            records.append((at + alike.start, alike.sums[file, at]))
+        import numpy as np
+
+        offsets, crcs = np.array(records, np.int64).reshape(-1, 2).T
+        return RecordTable(table, offsets, crcs, entry.source_dtype.itemsize)
+
+
+def _kind_of(item: Item) -> Kind:
     return item.at.nbytes, item.dtype, item.shape
 
 
-class _Alike:
-    """Items of one kind: the ``first`` of them, and the offsets of all in each file."""
+class _Alike(Struct, eq=False):
+    """Items of one kind: the ``first`` of them, and the ``offsets`` of all in each file.
 
-    def __init__(self, first: Item) -> None:
-        self._first = first
-        self._offsets: dict[str, list[int]] = {}
-
-    def add(self, file: str, offset: int) -> None:
-        """Add an item, which may be known already."""
-        self._offsets.setdefault(file, []).append(offset)
-
-    def open_model(self, source: Source) -> _Model | None:
-        """Open the first if there are many; None if it is not plain, or damaged."""
-        is_many = sum(map(len, self._offsets.values())) >= _FEWEST
-        return _open_model(source, self._first) if is_many else None
-
-    def match(self, source: Source, model: _Model) -> Iterator[tuple[str, int, int]]:
-        """Yield the items that are similar to the model: file, offset, and CRC-32 of the record."""
-        for file, offsets in self._offsets.items():
-            yield from model.match(source, file, sorted({*offsets}))
-
-
-def locate_alike(source: Source, items: Iterable[Item]) -> AlikePlaces:
-    """Return the places of the elements of items that are similar to an opened one."""
-    kinds: dict[Kind, _Alike] = {}
-    for item in items:
-        if not item.at.transforms:
-            kinds.setdefault(kind_of(item), _Alike(item)).add(item.at.file, item.at.offset)
-    places: AlikePlaces = {}
-    for kind, alike in kinds.items():
-        if (model := alike.open_model(source)) is not None:
-            for file, at, crc in alike.match(source, model):
-                places[file, at, kind] = model.place_at(file, at, crc)
-    return places
-
-
-def locate_tables(source: Source, entries: Iterable[TensorEntry]) -> dict[str, RecordTable]:
-    """Return the chunks of tensors, by name, all of whose items are similar to opened ones.
-
-    Those are in a table, and each is all of its item's only record.
+    ``sums`` has the CRC-32 of the record of each that is similar to the first, the ``model``.
+    Elements that are all of the record, in order, begin at byte ``start`` of each.
     """
-    kinds: dict[Kind, _Alike] = {}
-    cuts: dict[object, list[_Alike]] = {}
-    tables = [(e, e.chunks) for e in entries if isinstance(e.chunks, ChunkTable)]
-    for entry, table in tables:
-        cut = id(table.boxes), entry.source_dtype.name, table.items.lengths.tobytes()
-        if cut not in cuts:
-            pairs = zip(table.boxes, table.items, strict=True)
-            items = [Item.of(entry, box, at) for box, at in pairs]
-            cuts[cut] = [kinds.setdefault(kind_of(item), _Alike(item)) for item in items]
-        for alike, (file, at, _) in zip(cuts[cut], table.items.spans(), strict=True):
-            alike.add(file, at)
-    found: dict[tuple[str, int], tuple[int, int]] = {}
-    for alike in kinds.values():
-        model = alike.open_model(source)
-        if model is not None and model.is_plain:
-            start = model.place.offset - model.offset
-            found |= {(file, at): (at + start, crc) for file, at, crc in alike.match(source, model)}
-    made = ((entry.name, _record_table(entry, table, found)) for entry, table in tables)
-    return {name: chunks for name, chunks in made if chunks is not None}
 
+    first: Item
+    offsets: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    model: _Model | None = None
+    start: int | None = None
+    sums: dict[tuple[str, int], int] = field(default_factory=dict)
 
-def _record_table(
-    entry: TensorEntry, table: ChunkTable, found: Mapping[tuple[str, int], tuple[int, int]]
-) -> RecordTable | None:
-    """Return a table of the records ``found`` by file and offset of items; None if one is not."""
-    import numpy as np
-
-    records = [found.get((file, at)) for file, at, _ in table.items.spans()]
-    known = [record for record in records if record is not None]
-    if len(known) < len(records):
-        return None
-    offsets, crcs = np.array(known, np.int64).reshape(-1, 2).T
-    return RecordTable(table, offsets, crcs, entry.source_dtype.itemsize)
+    def match(self, source: Source) -> None:
+        """Open the first if there are many, and compare the others with it."""
+        is_many = sum(map(len, self.offsets.values())) >= _FEWEST
+        model = self.model = _open_model(source, self.first) if is_many else None
+        if model is not None:
+            self.start = model.place.offset - model.offset if model.is_plain else None
+            for file, offsets in self.offsets.items():
+                self.sums |= model.match(source, file, sorted({*offsets}))
 
 
 def _open_model(source: Source, item: Item) -> _Model | None:
@@ -155,8 +157,8 @@ class _Model(NamedTuple):
 
     def match(
         self, source: Source, file: str, offsets: Sequence[int]
-    ) -> Iterator[tuple[str, int, int]]:
-        """Yield the file, the offset and the CRC-32 of those items at offsets that are similar."""
+    ) -> Iterator[tuple[tuple[str, int], int]]:
+        """Yield those items at offsets that are similar: file and offset, and the CRC-32."""
         (stored,) = self.template.storages.values()
         number = self.template.own.index(stored)
         last = source.files.get(file, 0) - self.nbytes
@@ -171,7 +173,7 @@ class _Model(NamedTuple):
                 found = map(self.template.sums_in, self.template.template.match_each(data))
                 for at, sums in zip(batch, found, strict=True):
                     if sums and sums[number]:
-                        yield file, at, sums[number]
+                        yield (file, at), sums[number]
 
     def _read(self, reader: SpanReader, file: str, offsets: Sequence[int]) -> bytes:
         """Return what is read of each item to open it, one after another; what adjoins at once."""

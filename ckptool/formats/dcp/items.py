@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from msgspec.structs import replace
@@ -21,12 +21,13 @@ from ckptool.errors import (
     damaged,
     refused,
 )
-from ckptool.formats.dcp.alike import AlikePlaces, kind_of, locate_alike, locate_tables
+from ckptool.formats.dcp.alike import AlikeItems
 from ckptool.formats.dcp.inventory import DAMAGE_HINT
 from ckptool.formats.dcp.opening import (
     Item,
     NoPlainTensor,
     Openings,
+    closed_items,
     locate_item,
     open_item,
     part_of_item,
@@ -101,20 +102,20 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
     contents = Assembled()
     found = catalog.tensors.items()
     closed = {n: e for n, e in found if not isinstance(e.chunks, LateChunks | RecordTable)}
-    expect_items(source, Joined([_closed_items(entry) for entry in closed.values()]))
-    tables = locate_tables(source, closed.values())
-    tensors = catalog.tensors | {n: replace(closed[n], chunks=t) for n, t in tables.items()}
-    chunks_of = {name: tuple(e.chunks) for name, e in closed.items() if name not in tables}
-    known = locate_alike(source, _items_of((closed[n], c) for n in chunks_of for c in chunks_of[n]))
-    for name, entry in tensors.items():
-        if name not in chunks_of:
+    expect_items(source, Joined([_closed_places(entry) for entry in closed.values()]))
+    alike, alone = AlikeItems(source, closed.values()), AlikeItems(source, ())
+    for name, entry in catalog.tensors.items():
+        if name not in closed:
             contents.tensors[name] = entry
             continue
+        if (records := alike.table(entry)) is not None:
+            contents.tensors[name] = replace(entry, chunks=records)
+            continue
         try:
-            chunks: Sequence[Chunk] = _locate_chunks(source, entry, chunks_of[name], known)
+            chunks: Sequence[Chunk] = _locate_chunks(source, entry, alike)
             table = whole.tensors[name].chunks
             if isinstance(table, ChunkTable):
-                opens = partial(_open_chunk, source, entry, known)
+                opens = partial(_open_chunk, source, entry, alone)
                 chunks = LateChunks(table, opens, dict(enumerate(chunks)))
             contents.tensors[name] = replace(entry, chunks=chunks)
         except NoPlainTensor as error:
@@ -135,15 +136,13 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
     return replace(catalog, tensors=contents.tensors, objects=objects, notes=notes)
 
 
-def _locate_chunks(
-    source: Source, entry: TensorEntry, closed: Sequence[Chunk], known: AlikePlaces
-) -> tuple[Chunk, ...]:
-    """Open a tensor's chunks whose items are not ``known``; raise one error for all that fail."""
+def _locate_chunks(source: Source, entry: TensorEntry, alike: AlikeItems) -> tuple[Chunk, ...]:
+    """Open a tensor's chunks; raise one error for all that fail."""
     chunks: list[Chunk] = []
     problems: list[Problem] = []
-    for chunk in closed:
+    for chunk in entry.chunks:
         try:
-            chunks.append(_open_chunk(source, entry, known, chunk))
+            chunks.append(_open_chunk(source, entry, alike, chunk))
         except NoPlainTensor:
             raise
         except CkptoolError as error:
@@ -153,11 +152,11 @@ def _locate_chunks(
     return tuple(chunks)
 
 
-def _open_chunk(source: Source, entry: TensorEntry, known: AlikePlaces, chunk: Chunk) -> Chunk:
-    """Open the items of a chunk of a tensor."""
+def _open_chunk(source: Source, entry: TensorEntry, alike: AlikeItems, chunk: Chunk) -> Chunk:
+    """Open the items of a chunk of a tensor, but for those that are ``alike``."""
     try:
         return chunk.at_places(
-            [_locate_place(source, entry, chunk.box, known, at) for at in chunk.places]
+            [_locate_place(source, entry, chunk.box, alike, at) for at in chunk.places]
         )
     except CkptoolError as error:
         error.message.tensor = entry.name
@@ -211,26 +210,18 @@ def _read_sharded_state(source: Source, entry: TensorEntry) -> Assembled | None:
     return found
 
 
-def _closed_items(entry: TensorEntry) -> Sequence[Container]:
-    """Return the unopened items of a tensor."""
+def _closed_places(entry: TensorEntry) -> Sequence[Container]:
+    """Return the unopened items of a tensor, as they are in files."""
     if isinstance(entry.chunks, ChunkTable):
         return entry.chunks.items
-    return [item.at for item in _items_of((entry, chunk) for chunk in entry.chunks)]
-
-
-def _items_of(some: Iterable[tuple[TensorEntry, Chunk]]) -> Iterator[Item]:
-    """Yield the unopened items of chunks, which come with their tensors."""
-    for entry, chunk in some:
-        for at in (chunk.at, *(copy.at for copy in chunk.copies)):
-            if isinstance(at, Container) and at.opening is None:
-                yield Item.of(entry, chunk.box, at)
+    return [item.at for item in closed_items(entry)]
 
 
 def _locate_place(
-    source: Source, entry: TensorEntry, box: Box, known: AlikePlaces, at: Place
+    source: Source, entry: TensorEntry, box: Box, alike: AlikeItems, at: Place
 ) -> Place:
     if not isinstance(at, Container) or at.opening is not None:
         return at
     item = Item.of(entry, box, at)
-    place = known.get((at.file, at.offset, kind_of(item))) or locate_item(source, item)
+    place = alike.place(item) or locate_item(source, item)
     return place if at.part is None else part_of_item(item, place, at.part, box.shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -84,6 +84,14 @@ class Item(NamedTuple):
     def kind(self) -> ItemKind:
         """The kind of items whose elements begin at the same place, for one writer."""
         return self.at.nbytes - self.data_nbytes, self.data_nbytes % _ALIGNMENT
+
+
+def closed_items(entry: TensorEntry) -> Iterator[Item]:
+    """Yield the unopened items of a tensor, those of copies included."""
+    for chunk in entry.chunks:
+        for at in chunk.places:
+            if isinstance(at, Container) and at.opening is None:
+                yield Item.of(entry, chunk.box, at)
 
 
 def open_item(source: Source, item: Container, what: str, limit: int, edge: int) -> TorchFile:
