@@ -178,11 +178,11 @@ class DiskTarget(Target):
         journals.require_idle()
         if not self._options.verify:
             journals.require_untouched(state, journals.there())
-        head, first = self._first_head(), journals.hold(0)
-        first.resume(head, journals.there().values())
-        first.close()
+        head = self._first_head()
+        journals.hold(0).resume(head, journals.there().values())
         journals.require_idle()  # no part begins from here on
         self._require_no_link()
+        require_no_foreign(self.folder, self._sizes)
 
     def _begin_part(self, part: Share) -> None:
         """Open the part's journal, new or as an earlier run left it, and make the folder."""
@@ -197,21 +197,18 @@ class DiskTarget(Target):
         self._require_no_link()
 
     def join(self, rank: int) -> None:
-        """Open the journal of a rank that shares the whole output; a part's is open."""
+        """Open the journal of a rank that shares the whole output; what was claimed is open."""
         if self._role != WHOLE:
             return
-        journals, is_first = self._journals, rank == 0
-        if is_first and self.is_new:
+        journals = self._journals
+        if rank == 0:
             self._journal = journals.held[0]
             return
         self._journal = journals.hold(rank)
-        if not self._options.resume:
+        if self._options.resume:
+            self._journal.resume(self._head(), journals.there().values())
+        else:
             self._journal.begin(self._head())
-            return
-        head = self._head(files=self._sizes if is_first else None)
-        self._journal.resume(head, journals.there().values())
-        if is_first:
-            require_no_foreign(self.folder, self._sizes)
 
     def _first_head(self, **more: Any) -> JournalHead:
         """Return the first line of the journal of a run's first process, or of a part."""
