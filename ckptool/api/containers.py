@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ckptool.commands.open import OpenedCheckpoint
+from ckptool.commands.open import OpenedCheckpoint, Opens
 from ckptool.core.catalog import Catalog, Chunk, TensorEntry
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.errors import Unsupported
@@ -65,7 +65,7 @@ class Containers:
             for n, e in tensors.items()
         }
         catalog = self._catalog.with_tensors(alone)
-        located = self._opened.open_containers(catalog, defers=True).tensors
+        located = self._opened.open_containers(catalog, Opens.LATE_IN_STORES).tensors
         for name in alone:
             if name not in located:
                 raise Unsupported(

@@ -83,7 +83,7 @@ def _convert_steps(
             "under torchrun, the ranks share one checkpoint: convert steps in one process"
         )
     notify, noted = (show_step, show_notes) if not screen.quiet else (lambda text: None,) * 2
-    with _noting_what_stands(), shown_progress(quiet=screen.quiet) as progress:
+    with shown_progress(quiet=screen.quiet) as progress:
         report = convert_run(*places, steps, options, notify, progress, noted)
     if screen.as_json:
         print_json(report.to_dict())

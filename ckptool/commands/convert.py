@@ -27,7 +27,7 @@ from ckptool.commands.open import (
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, SaveOptions
 from ckptool.commands.rewrite import RewriteResult, rewrite
-from ckptool.commands.transfer.overwrite import may_open_late
+from ckptool.commands.transfer.overwrite import when_to_open
 from ckptool.commands.transfer.report import not_carried
 from ckptool.commands.transfer.rewritten import RewrittenReport, rewriting
 from ckptool.commands.transfer.target import require_apart, resolve_target
@@ -68,9 +68,7 @@ def prepare(
     rewritten = rewrite(
         opened,
         options.rewrite,
-        locate=True,
-        defers=may_open_late(target, overwrites=options.transfer.overwrite),
-        shared=options.transfer.is_shared(ranks),
+        opens=when_to_open(target, options.transfer, ranks),
         check=require_some,
     )
     return plan_conversion(opened, rewritten, writer, target, options)

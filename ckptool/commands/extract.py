@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from ckptool.commands.open import (
     PART_NAMED,
     OpenedCheckpoint,
+    Opens,
     no_collecting,
     open_checkpoint,
     require_agreement,
@@ -184,7 +185,8 @@ def _take(
 ) -> Catalog:
     """Return a catalog of only the wanted elements; containers without any are not opened."""
     needed = {n: without_other_chunks(catalog.tensors[n], at) for n, at in wanted.items()}
-    located = opened.open_containers(replace(catalog, tensors=needed, objects={}), defers=True)
+    wanted_alone = replace(catalog, tensors=needed, objects={})
+    located = opened.open_containers(wanted_alone, Opens.LATE_IN_STORES)
     for name in wanted:
         if name not in located.tensors:
             raise Unsupported(

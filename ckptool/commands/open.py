@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -74,6 +75,18 @@ def scan_options(
     )
 
 
+class Opens(Enum):
+    """When containers are opened: at once, or late, by whoever reads their elements.
+
+    Those of a disk need not be opened by all if several processes have a share each; in a store
+    each would cost requests of its own.
+    """
+
+    AT_ONCE = auto()
+    LATE_IN_STORES = auto()
+    LATE = auto()
+
+
 class OpenedCheckpoint(Struct, frozen=True):
     """A checkpoint that was detected: ``path`` is its place, ``catalog`` its contents."""
 
@@ -82,18 +95,16 @@ class OpenedCheckpoint(Struct, frozen=True):
     format: Format
     catalog: Catalog
 
-    def open_containers(
-        self, catalog: Catalog, *, defers: bool = False, shared: bool = False
-    ) -> Catalog:
+    def open_containers(self, catalog: Catalog, opens: Opens = Opens.AT_ONCE) -> Catalog:
         """Open every container of a (rewritten) catalog of this checkpoint.
 
-        If it ``defers``, containers may get an opening instead, to be opened by their readers: a
-        store's always, a disk's if the readers each have a share of them.
+        Those that are opened late may get an opening instead.
         """
         locate = self.format.reading.locate
         if locate is None:
             return catalog
-        defers = defers and (shared or self.source.policy.by_request)
+        in_store = self.source.policy.by_request
+        defers = opens is Opens.LATE or (opens is Opens.LATE_IN_STORES and in_store)
         return run_bounded(self.path, lambda: locate(self.source, catalog, defers=defers))
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.model.assets import quantization_config, require_unquantized
 from ckptool.commands.model.peft import adapter_of
-from ckptool.commands.open import OpenedCheckpoint, require_readable
+from ckptool.commands.open import OpenedCheckpoint, Opens, require_readable
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
 from ckptool.core.box import Box
 from ckptool.core.casts import Casts, cast, needs_torch, require_scales
@@ -84,18 +84,15 @@ def rewrite(
     options: RewriteOptions,
     *,
     selected: Selected | None = None,
-    locate: bool = False,
-    defers: bool = True,
-    shared: bool = False,
+    opens: Opens | None = None,
     check: Callable[[OpenedCheckpoint, Catalog], None] = require_readable,
 ) -> RewriteResult:
     """Select, rename, map and cast a checkpoint's contents. No tensor byte is read.
 
     ``selected`` is the selection, if it is made already. ``check`` raises if the selection is
-    unsuitable. With ``locate`` every container is opened; if it ``defers``, its reader may open it,
-    or has a share of work that is ``shared``; a key map needs this. Raises UsageError or
-    Unsupported if it cannot be done as requested, and as ``check`` does: Damaged if part of the
-    selection cannot be read, Hostile if it must not be.
+    unsuitable. ``opens`` says when containers are; without it they stay closed, unless a key map
+    needs them. Raises UsageError or Unsupported if it cannot be done as requested, and as ``check``
+    does: Damaged if part of the selection cannot be read, Hostile if it must not be.
     """
     casts, selection, cast_counts = options.casts, options.selection, dict[str, int]()
     report: MapReport | None = None
@@ -113,9 +110,10 @@ def rewrite(
         require_scales(source.catalog, kept, casts)
     options.map.require_asked()
     catalog, whole = kept, not (selection.select or selection.drop)
-    if locate or options.map.is_asked:
-        how = {"defers": defers, "shared": shared}
-        catalog, report = open_mapped(opened, kept, options.map, whole=whole, **how)
+    if opens is None and options.map.is_asked:
+        opens = Opens.LATE_IN_STORES
+    if opens is not None:
+        catalog, report = open_mapped(opened, kept, options.map, opens, whole=whole)
     if casts is not None:
         catalog, cast_counts = cast_catalog(opened, catalog, casts, options.map.assets)
     if catalog.metadata or options.drop_metadata or options.metadata:
@@ -254,25 +252,23 @@ def open_mapped(
     opened: OpenedCheckpoint,
     kept: Catalog,
     options: MapOptions,
+    opens: Opens,
     *,
     whole: bool,
-    defers: bool,
-    shared: bool,
 ) -> tuple[Catalog, MapReport | None]:
     """Open a catalog's containers; return it under the key map, if any, and the map's report.
 
-    If it ``defers``, readers open items of a store themselves, except those of which the map's
-    result depends on the order of their elements; without a map, and if work is ``shared``, also
-    items of a disk. ``whole`` means that the catalog should contain the entire model. Raises
+    Under a map only those of stores are opened late, and none of which the result depends on the
+    order of its elements. ``whole`` means that the catalog should contain the entire model. Raises
     UsageError or Unsupported if that is not possible.
     """
-    shared = shared and not options.is_asked
-    located = opened.open_containers(kept, defers=defers, shared=shared)
     if not options.is_asked:
-        return located, None
+        return opened.open_containers(kept, opens), None
     from ckptool.commands.keymap.maps import map_checkpoint
 
-    if defers:
+    opens = Opens.AT_ONCE if opens is Opens.AT_ONCE else Opens.LATE_IN_STORES
+    located = opened.open_containers(kept, opens)
+    if opens is not Opens.AT_ONCE:
         with suppress(Unsupported):  # as nothing is added to an unopened tensor
             catalog, report = map_checkpoint(opened, located, options, whole=whole)
             chunks = (chunk for entry in catalog.tensors.values() for chunk in entry.chunks)

@@ -13,7 +13,7 @@ from msgspec import Struct, StructMeta, field
 from msgspec.structs import replace
 
 from ckptool.commands.document import Report
-from ckptool.commands.open import OpenedCheckpoint
+from ckptool.commands.open import OpenedCheckpoint, Opens
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.quantization.names import packed_names
 from ckptool.core.selection import tensors_named
@@ -196,9 +196,8 @@ def stats(
         raise damaged(problems, subject=str(opened.path))
     packed = packed_names(catalog)
     numeric = {n: e for n, e in wanted.items() if e.source_dtype.is_numeric and n not in packed}
-    located = opened.open_containers(
-        replace(catalog, tensors=numeric, objects={}), defers=True
-    ).tensors
+    numbers = replace(catalog, tensors=numeric, objects={})
+    located = opened.open_containers(numbers, Opens.LATE_IN_STORES).tensors
     entries = [located[name] for name in wanted if name in located]
     progress.begin(sum(entry.elements * entry.source_dtype.itemsize for entry in entries))
     measured = _measure(entries, opened.source, progress)

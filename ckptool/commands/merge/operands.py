@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.merge.recipe import Recipe
 from ckptool.commands.merge.rewriter import Rewriter
-from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, require_agreement
+from ckptool.commands.open import OpenedCheckpoint, Opens, open_checkpoint, require_agreement
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.rewrite import RewriteResult, rewrite
@@ -89,7 +89,7 @@ def _open_delta(place: Location, label: str) -> Operand:
     # an index alone, of a version in which nothing changed, is taken for no checkpoint
     read = ReadOptions(from_format="hf" if place.is_dir() else None)
     opened = open_checkpoint(place, read, whole=False, placements=False)
-    as_is = rewrite(opened, RewriteOptions(), locate=True, defers=False, check=require_agreement)
+    as_is = rewrite(opened, RewriteOptions(), opens=Opens.AT_ONCE, check=require_agreement)
     notes = [note for note in as_is.catalog.notes if note not in delta_notes(opened.catalog.info)]
     return Operand(label, opened, as_is, replace(as_is.catalog, notes=tuple(notes)))
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from ckptool.commands.convert import require_some
-from ckptool.commands.open import OpenedCheckpoint
+from ckptool.commands.open import OpenedCheckpoint, Opens
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.core.quantization.apply import NoneQuantized
@@ -34,7 +34,7 @@ class Rewriter:
         self._unmatched.append(unmatched)
         while True:
             try:
-                return rewrite(opened, options, locate=True, defers=False, check=require_some)
+                return rewrite(opened, options, opens=Opens.AT_ONCE, check=require_some)
             except NoneQuantized:
                 self._plain.append(str(opened.path))
                 options = dataclasses.replace(options, dequantize=False)

@@ -29,7 +29,7 @@ from ckptool.commands.reshard.rank_state import (
     resolve_rank_state,
 )
 from ckptool.commands.rewrite import RewriteResult, Selected, rewrite, select_entries
-from ckptool.commands.transfer.overwrite import may_open_late
+from ckptool.commands.transfer.overwrite import when_to_open
 from ckptool.commands.transfer.rewritten import RewrittenReport, rewriting
 from ckptool.commands.transfer.target import require_apart, resolve_target
 from ckptool.commands.transfer.transfer import Transfer
@@ -243,9 +243,7 @@ def _rewrite(
         opened,
         options.rewrite,
         selected=kept,
-        locate=True,
-        defers=may_open_late(target, overwrites=options.transfer.overwrite),
-        shared=options.transfer.is_shared(ranks),
+        opens=when_to_open(target, options.transfer, ranks),
     )
 
 

@@ -11,6 +11,8 @@ from pathlib import Path, PurePosixPath
 
 from msgspec.structs import replace
 
+from ckptool.commands.open import Opens
+from ckptool.commands.options.target import TransferOptions
 from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.core.text import list_some
 from ckptool.engine.write.existing import kept_entries
@@ -231,9 +233,11 @@ def _unknown(target: Location, error: Exception) -> Unsupported:
     )
 
 
-def may_open_late(target: Location, *, overwrites: bool) -> bool:
-    """Return whether items may be opened while they are read, so that damage may show late.
+def when_to_open(target: Location, options: TransferOptions, ranks: int) -> Opens:
+    """Return when a transfer opens containers: the later, the later damage shows.
 
-    False if the checkpoint at the target is removed first, as in stores, which cannot rename.
+    At once if the checkpoint at the target is removed first, as in stores, which cannot rename.
     """
-    return on_disk(target) is not None or not overwrites
+    if options.overwrite and on_disk(target) is None:
+        return Opens.AT_ONCE
+    return Opens.LATE if options.is_shared(ranks) else Opens.LATE_IN_STORES

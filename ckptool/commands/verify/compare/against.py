@@ -10,7 +10,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from ckptool.commands.document import Report, document, plain
-from ckptool.commands.open import PART_NAMED, OpenedCheckpoint, open_checkpoint
+from ckptool.commands.open import PART_NAMED, OpenedCheckpoint, Opens, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
@@ -169,7 +169,7 @@ class Side:
             return Catalog("", {}, {}, {})
         chosen = {name: self.catalog.tensors[name] for name in names}
         chosen_catalog = replace(self.catalog, tensors=chosen, objects={})
-        catalog, lost = readable(self.opened, chosen_catalog, defers=True)
+        catalog, lost = readable(self.opened, chosen_catalog, Opens.LATE_IN_STORES)
         self.problems += map(_as_error, lost.values())
         return catalog
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.model.assets import QUANTIZATION_FILES, QUANTIZATION_KEYS, assets_in
 from ckptool.commands.model.records import CONFIG, DTYPE_KEYS, parse_object
-from ckptool.commands.open import OpenedCheckpoint
+from ckptool.commands.open import OpenedCheckpoint, Opens
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.verify import CompareOptions
 from ckptool.commands.rewrite import only_model
@@ -207,18 +207,17 @@ def common_values(mine: Catalog, theirs: Catalog) -> list[str]:
 
 
 def readable(
-    opened: OpenedCheckpoint, catalog: Catalog, *, defers: bool = False
+    opened: OpenedCheckpoint, catalog: Catalog, opens: Opens = Opens.AT_ONCE
 ) -> tuple[Catalog, dict[str, Problem]]:
     """Return the catalog's tensors with containers opened, and why others cannot be read.
 
-    ``catalog`` is that of ``opened``, rewritten or not. No tensor byte is read. If it ``defers``,
-    items of a store that their readers can open stay unopened.
+    ``catalog`` is that of ``opened``, rewritten or not. No tensor byte is read.
     """
     gaps = {entry.name: coverage_problem(entry) for entry in catalog.tensors.values()}
     lost = {name: problem for name, problem in gaps.items() if problem is not None}
     tiled = {name: entry for name, entry in catalog.tensors.items() if name not in lost}
     try:
-        return opened.open_containers(catalog.with_tensors(tiled), defers=defers), lost
+        return opened.open_containers(catalog.with_tensors(tiled), opens), lost
     except (Unsupported, Damaged, Hostile):
         pass  # then each tensor by itself, to find those that cannot be opened
     tensors: dict[str, TensorEntry] = {}
