@@ -208,7 +208,11 @@ class Gatherer:
 
         Raises Unsupported if that needs torch and torch is missing.
         """
-        stored, types = self.read_stored(entry, box), (entry.source_dtype, entry.dtype)
+        return self.convert(entry, self.read_stored(entry, box))
+
+    def convert(self, entry: TensorEntry, stored: Array) -> Array:
+        """Return elements of a tensor in the type that a rewrite requests, given as stored."""
+        types = entry.source_dtype, entry.dtype
         made = cast(stored, *types)
         if self._beyond is not None and types[0] != types[1]:
             self._beyond.note(entry.name, stored, types[0], made, types[1])

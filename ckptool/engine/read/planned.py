@@ -205,15 +205,12 @@ class PlanReader:
     def _gather(self, tile: Tile, found: Sequence[Overlap]) -> memoryview:
         """Return the bytes of a tile in the form to be written."""
         from ckptool.engine.read.gather import array, part_of, raw
-        from ckptool.engine.read.rounding import cast
 
         entry, stored = tile.entry, tile.entry.source_dtype
         memory = self._bytes.memory(math.prod(tile.shape) * stored.itemsize)
         values = array(tile.shape, stored, memory)
         self._gatherer.fill(values, entry, found)
-        made = cast(values, stored, entry.dtype)
-        if self._beyond is not None and stored != entry.dtype:
-            self._beyond.note(entry.name, values, stored, made, entry.dtype)
+        made = self._gatherer.convert(entry, values)
         self._note_made(entry, ((each.box, part_of(made, each.where)) for each in found))
         return raw(made)
 
