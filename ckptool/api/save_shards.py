@@ -62,8 +62,8 @@ class ShardsTransfer(Transfer[ConvertReport], frozen=True, kw_only=True):
 
     def require_possible(self, ranks: Ranks) -> None:
         """Raise Unsupported if a file consists of bytes of several ranks."""
-        for number, file in enumerate(self.plan.layout.files):
-            if any(chunk.rank != (file.rank or 0) for _, chunk in self.plan.chunks([number])):
+        for file in self.plan.layout.files:
+            if any(chunk.rank != (file.rank or 0) for _, chunk in self.plan.chunks(file.parts)):
                 kind = self.report.target_format
                 raise Unsupported(
                     f"{kind}: {file.path} would hold shards of several ranks", hint=TO_SAVE_SHARDS

@@ -77,7 +77,8 @@ def checked_chunks(
     seen: set[object] = set()
     mine, shared = frozenset(numbers), _shared_places(plan)
     names = {entry.name for entry in plan.entries if not chunks_of(entry).bare}
-    for entry, chunk in plan.chunks(numbers, names):
+    parts = (part for number in numbers for part in plan.layout.files[number].parts)
+    for entry, chunk in plan.chunks(parts, names):
         place = _place(chunk.at)
         some = shared.get(place, [(entry, chunk)])
         first = some[0]

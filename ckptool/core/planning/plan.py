@@ -186,20 +186,19 @@ class Plan:
         return self.catalog.tensors[group.parts[0].part.name]
 
     def chunks(
-        self, numbers: Iterable[int], names: Container[str] | None = None
+        self, parts: Iterable[Part], names: Container[str] | None = None
     ) -> Iterator[tuple[TensorEntry, Chunk]]:
-        """Yield the chunks, with their tensors, that some files of the layout are made from.
+        """Yield the chunks, with their tensors, that some parts of files are made from.
 
         Of all tensors, or those of ``names``.
         """
-        for number in numbers:
-            for part in self.layout.files[number].parts:
-                if isinstance(part, Data | ScatteredData) and (names is None or part.name in names):
-                    entry = self.catalog.tensors[part.name]
-                    index = self.index(entry)
-                    yield from (
-                        (entry, found.chunk) for box, _ in part.pieces for found in index.find(box)
-                    )
+        for part in parts:
+            if isinstance(part, Data | ScatteredData) and (names is None or part.name in names):
+                entry = self.catalog.tensors[part.name]
+                index = self.index(entry)
+                yield from (
+                    (entry, found.chunk) for box, _ in part.pieces for found in index.find(box)
+                )
 
     def files_with(self, entry: TensorEntry, box: Box) -> list[int]:
         """Return the files, by index in the layout, that contain part of a box."""

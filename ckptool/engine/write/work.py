@@ -58,7 +58,9 @@ class Work(Struct, frozen=True):
         """
         records = joined or RecordCheck(shared=not self.share.is_all)
         if self.share.is_all:
-            self._touch(self.plan.chunks(finished), records)
+            files = self.plan.layout.files
+            parts = (part for number in finished for part in files[number].parts)
+            self._touch(self.plan.chunks(parts), records)
             return records
         cut: CutChunks = []
         wanted = checked_chunks(self.plan, self.numbers, None if joined is None else cut)
