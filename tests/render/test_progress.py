@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from conftest import case
-from rich.console import Console
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
@@ -17,6 +16,7 @@ from ckptool.core.text import duration
 from ckptool.engine.progress import Progress
 from ckptool.render import progress as progress_module
 from ckptool.render.progress import INTERVAL, Log
+from ckptool.render.screen import Console
 
 GIB = 1 << 30
 
@@ -30,15 +30,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_line_comes_ten_seconds_after_the_last_one(clock: list[float]) -> None:
-    screen = Console(file=io.StringIO(), width=200)
+    stream = io.StringIO()
     progress = Progress()
-    log = Log(progress, screen)
+    log = Log(progress, Console(stream))
     progress.begin(40 * GIB)
     for _ in range(400):
         clock[0] += 0.1
         progress.add(GIB // 10)
         log.look()
-    lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = stream.getvalue().splitlines()
     assert lines[0] == "25% of 40.0 GiB, 1.00 GiB/s, 30 s left"
     assert 3 <= len(lines) <= 40 / INTERVAL
 

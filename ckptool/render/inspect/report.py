@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.text import Text
-
 from ckptool.commands.document import plain
 from ckptool.commands.inspect import InspectReport
 from ckptool.commands.options.inspect import OVERVIEW, InspectOptions
@@ -32,8 +29,9 @@ from ckptool.render.inspect.overview import (
     sorted_modules,
 )
 from ckptool.render.inspect.shards import chunk_locations, shard_lines
-from ckptool.render.text import console as standard_console
-from ckptool.render.text import emit, size
+from ckptool.render.screen import Console, Text, say
+from ckptool.render.screen import console as standard_console
+from ckptool.render.text import size
 
 if TYPE_CHECKING:
     from ckptool.commands.inspect.stats import TensorStats
@@ -67,7 +65,7 @@ def show(
         views.append([*value_lines(catalog, console), *metadata_lines(catalog, console)])
     if not views:
         views.append(overview(report, console, sort))
-    emit(console, [line for view in views for line in (*view, Text())][:-1])
+    console.emit([line for view in views for line in (*view, Text())][:-1])
 
 
 def _apart(catalog: Catalog, patterns: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -88,7 +86,7 @@ def show_traffic(report: InspectReport) -> None:
     if report.traffic is not None:
         read = size(report.traffic.received)
         text = f"{plural(report.traffic.requests, 'request')}, {read} read"
-    standard_console(stderr=True).print(text, highlight=False)
+    say(standard_console(stderr=True), text)
 
 
 def inspect_json(
@@ -152,4 +150,4 @@ def require_exportable(path: Path) -> None:
 
 def export_screen(screen: Console) -> bytes:
     """Return what ``screen`` recorded as SVG."""
-    return screen.export_svg(title="ckptool").encode()
+    return screen.rich().export_svg(title="ckptool").encode()
