@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from msgspec import Struct
@@ -171,7 +171,7 @@ def _require_alike(
         )
 
 
-class _Mismatch(NamedTuple):
+class _Mismatch(Struct, frozen=True):
     message: str
     hint: str | None = None
 
@@ -215,7 +215,7 @@ def cast_hint(entry: TensorEntry, wanted: str) -> str:
 # Filling
 
 
-class Target(NamedTuple):
+class Target(Struct, frozen=True):
     """``box`` of a tensor of the checkpoint goes into ``tensor``, which has its shape and type."""
 
     entry: TensorEntry

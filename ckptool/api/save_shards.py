@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.commands.convert import ConvertReport, prepare_save
@@ -34,7 +34,7 @@ TO_SAVE_SHARDS = (
 _TO_NAME_APART = "use a different name on each rank for values that differ, such as rng.0 on rank 0"
 
 
-class LocalState(NamedTuple):
+class LocalState(Struct, frozen=True):
     """The state in one rank's memory; ``buffers`` are its bytes, by the names that chunks use."""
 
     tensors: dict[str, TensorEntry]
@@ -42,7 +42,7 @@ class LocalState(NamedTuple):
     buffers: dict[str, memoryview]
 
 
-class _StateDescription(NamedTuple):
+class _StateDescription(Struct, frozen=True):
     """A rank's state as sent to the others: all but the bytes. ``token`` identifies its memory."""
 
     tensors: dict[str, TensorEntry]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 from ckptool.api.checkpoint import Checkpoint
 from ckptool.commands.rewrite import only_model
 from ckptool.commands.verify.compare.fit import Prefix, prefix_changes
@@ -13,7 +15,7 @@ from ckptool.core.selection import substitution
 from ckptool.errors import CkptoolError, Unsupported, UsageError
 
 
-class StateLeaf(NamedTuple):
+class StateLeaf(Struct, frozen=True):
     """A value, and the container that holds it under a key or index."""
 
     container: Any

@@ -13,6 +13,7 @@ from shlex import quote
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from msgspec.structs import replace
 
 from ckptool.cli.completion import complete_from, complete_names
 from ckptool.cli.usage import RENAMED, show_all_help
@@ -36,7 +37,7 @@ def with_options(command: Command) -> tuple[Command, dict[str, int]]:
         hint = hints[parameter.name]
         kind, *how = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         if is_dataclass(kind):
-            group = (how[0] if how else OptionGroup())._replace(kind=kind)
+            group = replace(how[0] if how else OptionGroup(), kind=kind)
             groups[parameter.name] = group
             parameters += map(_parameter, options_of(group))
         else:

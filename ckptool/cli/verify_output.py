@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from msgspec import Struct
+
 from ckptool.cli.page import write_page
 from ckptool.cli.parameters import parse_form
 from ckptool.commands.options.question import FORMS
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from ckptool.render.ci import Suite
 
 
-class Answer(NamedTuple):
+class Answer(Struct, frozen=True):
     """An answer: ``show`` prints it for people, ``content`` builds the one JSON object.
 
     ``data``, such as a path, has stdout for itself, even with --quiet.

@@ -74,7 +74,7 @@ class Patch(NamedTuple):
     back: int
 
 
-class Literal(NamedTuple):
+class Literal(Struct, frozen=True):
     """Bytes the writer knows: headers, pickles, zip records, padding."""
 
     data: bytes
@@ -85,7 +85,7 @@ class Literal(NamedTuple):
         return len(self.data)
 
 
-class Verbatim(NamedTuple):
+class Verbatim(Struct, frozen=True):
     """A whole file of the source, unchanged."""
 
     file: str

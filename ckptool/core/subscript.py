@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from types import EllipsisType
-from typing import NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.box import Box
@@ -19,7 +19,7 @@ Subscript = tuple[int | slice | EllipsisType, ...]
 _ITEM = re.compile(r"(-?\d{1,18})|(-?\d{1,18})?\s*:\s*(-?\d{1,18})?(?:\s*:\s*(-?\d{1,18})?)?")
 
 
-class Pick(NamedTuple):
+class Pick(Struct, frozen=True):
     """The wanted indices of one dim, ascending; ``is_one`` drops the dim."""
 
     indexes: range

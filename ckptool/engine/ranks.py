@@ -7,7 +7,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec import Struct
 
 from ckptool.engine.share import Share
 from ckptool.errors import (
@@ -29,7 +31,7 @@ MEETING = 120.0
 _TO_WORK_ALONE = "torchrun sets it; to work alone, unset RANK and WORLD_SIZE"
 
 
-class Launch(NamedTuple):
+class Launch(Struct, frozen=True):
     """The position of a process among the ranks of a job, and where they meet (host:port)."""
 
     rank: int
@@ -204,7 +206,7 @@ def _no_meeting(launch: Launch, why: str) -> Unsupported:
     )
 
 
-class NodeRanks(NamedTuple):
+class NodeRanks(Struct, frozen=True):
     """The ranks that write into the same place as this one, out of all ``places``.
 
     All ranks do on a shared disk, else those of one machine.

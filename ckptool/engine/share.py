@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from ckptool.core.catalog import Extent
 from ckptool.core.chunks import chunks_of
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from ckptool.core.planning.plan import Plan
 
 
-class Share(NamedTuple):
+class Share(Struct, frozen=True):
     """One of ``size`` shares of work, counted from 0; the only one if nothing is shared."""
 
     position: int = 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from ckptool.commands.verify.codes import ALWAYS, CHECKS, CODES
 from ckptool.commands.verify.findings import Finding, VerifyReport
@@ -22,7 +24,7 @@ MOST_ANNOTATIONS = 10
 """GitHub shows no more of each level for a step."""
 
 
-class Suite(NamedTuple):
+class Suite(Struct, frozen=True):
     """The findings for one checkpoint, by check; ``asked`` are the checks besides the usual ones.
 
     ``reasons`` say why it fails beyond that.

@@ -8,7 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from shlex import quote
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.errors import Damaged, Problem, Unrecognized
 
@@ -20,7 +23,7 @@ HEAD = 512
 _LONGEST_LINE = 60
 
 
-class FileKind(NamedTuple):
+class FileKind(Struct, frozen=True):
     """What a file is, and the step that leads to a readable one.
 
     A file is of this kind if ``head`` matches its beginning and ``name`` its whole name.
@@ -181,7 +184,7 @@ def detect_placeholder(head: bytes) -> FileKind | None:
     kind = _first_match(_PLACEHOLDERS, head, "")
     size = re.search(rb"\nsize ([0-9]{1,18})", head) if kind is _LFS else None
     if size is not None:
-        return _LFS._replace(what=_LFS.what.replace(",", f" of {int(size[1]):,} bytes,"))
+        return replace(_LFS, what=_LFS.what.replace(",", f" of {int(size[1]):,} bytes,"))
     return kind
 
 

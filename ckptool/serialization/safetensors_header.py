@@ -12,9 +12,10 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
+from msgspec import Struct
 
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Extent
@@ -38,7 +39,7 @@ _LONG_NUMBER = b"0" * (_MOST_DIGITS + 1)
 """Matches a number with too many digits, or a name, once all digits are zeros."""
 
 
-class _Kind(NamedTuple):
+class _Kind(Struct, frozen=True):
     """The properties of tensors of one element type and shape: their bytes, strides and box."""
 
     dtype: DType

@@ -16,7 +16,7 @@ import pytest
 from ckptool.cli import _run
 from ckptool.cli.process import _writes_to_sockets
 from ckptool.commands import detect as detect_checkpoint
-from ckptool.engine.ranks import read_launch
+from ckptool.engine.ranks import Launch, read_launch
 from ckptool.errors import UsageError
 
 DCP = Path(__file__).parents[2] / "fixtures" / "dcp_base" / "ckpt"
@@ -140,7 +140,7 @@ def test_what_torchrun_sets_is_checked(changes: dict[str, str], message: str) ->
 
 def test_a_process_by_itself_is_not_a_rank() -> None:
     assert read_launch({"WORLD_SIZE": "2"}) is None
-    assert read_launch(JOB) == (0, 2, 0, "localhost:1")
+    assert read_launch(JOB) == Launch(0, 2, 0, "localhost:1")
     with pytest.raises(UsageError, match="MASTER_PORT is not"):
         read_launch({name: JOB[name] for name in JOB if name != "MASTER_PORT"})
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.core.dtype import BY_NAME
@@ -18,7 +19,7 @@ _STEP = 8
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class TensorSpec(NamedTuple):
+class TensorSpec(Struct, frozen=True):
     """A tensor to save: its path in the state dict, its shape, its element type's name."""
 
     path: tuple[str, ...]

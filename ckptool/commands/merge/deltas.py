@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.commands.merge.expressions import Computation, Expression, computed
@@ -34,7 +34,7 @@ _REACH = 1 << 32
 """Bytes that positions of 32 bits reach."""
 
 
-class _Link(NamedTuple):
+class _Link(Struct, frozen=True):
     """A delta of a chain, and what it says of itself."""
 
     operand: Operand

@@ -15,7 +15,10 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from keyword import iskeyword
 from types import MappingProxyType
-from typing import Any, NamedTuple, dataclass_transform
+from typing import Any, dataclass_transform
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.errors import UsageError
 
@@ -102,7 +105,7 @@ class OptionSet:
         return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in vars(self).items())})"
 
 
-class Kind(NamedTuple):
+class Kind(Struct, frozen=True):
     """Values of an option: their types on the command line and as a keyword, and how to parse both.
 
     ``keyword`` is source text, for the generated signatures. ``parse`` is called with a value of
@@ -148,7 +151,7 @@ RARE = "Rarely needed"
 RUNS = "Runs (folders of steps)"
 
 
-class Option(NamedTuple):
+class Option(Struct, frozen=True):
     """One option. ``shown`` is the default as displayed, ``former`` the flag's old name.
 
     ``choices`` returns its named values, for completion, which otherwise ``completes_names`` of the
@@ -204,7 +207,7 @@ def option(
     return field(default=kind.default if default is ... else default, metadata=metadata)
 
 
-class OptionGroup(NamedTuple):
+class OptionGroup(Struct, frozen=True):
     """A nested class of options: its help panel, omitted keywords, defaults that differ."""
 
     kind: Any = None
@@ -230,13 +233,13 @@ def options_of(part: OptionGroup) -> Iterator[Option]:
         declared: Option | None = each.metadata.get("option")
         if inner is not None:
             without = {*part.without, *inner.without}
-            yield from options_of(inner._replace(panel=part.panel or inner.panel, without=without))
+            yield from options_of(replace(inner, panel=part.panel or inner.panel, without=without))
         elif declared is not None:
             default = part.defaults.get(each.name, _default(each))
-            known = declared._replace(field=each.name, default=default)
+            known = replace(declared, field=each.name, default=default)
             if known.keyword not in part.without:
                 last = known.panel in (SPEED, RARE)
-                yield known if last else known._replace(panel=part.panel or known.panel)
+                yield known if last else replace(known, panel=part.panel or known.panel)
 
 
 def build(part: OptionGroup, values: Mapping[str, Any], /, **given: Any) -> Any:
@@ -250,7 +253,7 @@ def build(part: OptionGroup, values: Mapping[str, Any], /, **given: Any) -> Any:
         if inner is not None:
             made[each.name] = build(inner, values)
         elif declared is not None:
-            keyword = declared._replace(field=each.name).keyword
+            keyword = replace(declared, field=each.name).keyword
             if keyword in values:
                 made[each.name] = values[keyword]
     return part.kind(**made)

@@ -7,7 +7,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import accumulate
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from ckptool.commands.transfer.report import TransferReport
 from ckptool.errors import CkptoolError
@@ -24,7 +25,7 @@ _SLOWER = 3
 """How many times longer all may well take on a busy machine, or where the target is slower."""
 
 
-class Estimate(NamedTuple):
+class Estimate(Struct, frozen=True):
     """``least`` to ``most`` seconds for the bytes ``moved``, at a ``rate`` in bytes a second."""
 
     least: float

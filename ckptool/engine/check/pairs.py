@@ -69,7 +69,7 @@ class Failure(NamedTuple):
     error: CkptoolError
 
 
-class PairTile(NamedTuple):
+class PairTile(Struct, frozen=True):
     """The elements of one box of a pair on both sides; ``nbytes`` counts those read from both.
 
     ``pair`` is None if all are the same. If a side cannot be read there is a ``failure``, and what
@@ -114,7 +114,7 @@ PairJob = Job[Any, SideReaders, PairTile]
 """Reads tiles of a pair, or of several. Its subject tells it from other jobs: it is None."""
 
 
-class PairSource(NamedTuple):
+class PairSource(Struct, frozen=True):
     """Both sides, to read from."""
 
     one: TensorSource

@@ -12,6 +12,8 @@ from functools import partial
 from operator import add
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from ckptool.core.box import Box, flat_range, hull, overlapping_pair
 from ckptool.core.casts import is_computed
 from ckptool.core.catalog import Container, TensorEntry
@@ -55,7 +57,7 @@ _BAND = 8 << 20
 """Bytes of rows that are read at once to cut columns out of them."""
 
 
-class _Run(NamedTuple):
+class _Run(Struct, frozen=True):
     """Elements ``start`` to ``stop`` of a chunk's ``box``, in its order, with their checksum.
 
     They were read at an ``offset`` of a ``file`` of the source; without a file they were cast or

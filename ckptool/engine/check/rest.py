@@ -7,7 +7,9 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
+
+from msgspec import Struct
 
 from ckptool.core.layout import FileLayout, Literal, Verbatim
 from ckptool.engine.check.pairs import PairJob, SideReaders
@@ -27,7 +29,7 @@ _Sum = tuple[int, int]
 """The offset of a checksum, and the number of its part."""
 
 
-class RestRun(NamedTuple):
+class RestRun(Struct, frozen=True):
     """Non-tensor bytes of a file, and small tensors between them.
 
     ``made`` is what they should be; for a store, its digest. ``holes`` are the offsets and sizes of
@@ -49,7 +51,7 @@ class RestRun(NamedTuple):
         return self.offset + self.nbytes
 
 
-class _Copy(NamedTuple):
+class _Copy(Struct, frozen=True):
     """A file of the source that was copied into another unchanged.
 
     ``runs`` are what was read of it to copy it; none if not all of it is known.
@@ -91,7 +93,7 @@ class _Rest:
             self.data += bytes(offset - end)
 
 
-class RestTile(NamedTuple):
+class RestTile(Struct, frozen=True):
     """How non-tensor bytes differ from what was written; None if they do not."""
 
     problem: str | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from msgspec import Struct, field
 
@@ -79,7 +79,7 @@ class Packing(Struct, frozen=True):
     codec: str
 
 
-class SpanTile(NamedTuple):
+class SpanTile(Struct, frozen=True):
     """Bytes of a span from ``start`` on; or of a file, outside its spans."""
 
     span: ByteSpan | None

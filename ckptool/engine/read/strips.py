@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from ckptool.core.box import Box
 from ckptool.core.catalog import Extent, TensorEntry
 from ckptool.core.sharding.index import Overlap
@@ -23,7 +25,7 @@ class _Piece(NamedTuple):
     inside: tuple[slice, ...]
 
 
-class Strip(NamedTuple):
+class Strip(Struct, frozen=True):
     """All rows of ``box`` along ``dim``, of which each chunk has one run of bytes."""
 
     entry: TensorEntry

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ckptool.engine.read.range_check import RangeCheck
 
 
-class TensorTile(NamedTuple):
+class TensorTile(Struct, frozen=True):
     """The elements of a box of a tensor, in an array of the box's shape.
 
     ``nbytes`` are those of the elements as stored.

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 from msgspec import Struct, field
 
@@ -30,7 +29,7 @@ _MOST_OPEN = 32
 """File descriptors of one thread."""
 
 
-class WrittenRun(NamedTuple):
+class WrittenRun(Struct, frozen=True):
     """Bytes of a file of the layout that were written at once: where, and their CRC-32.
 
     ``crcs`` are those of the parts among them that are no literals, ``tiles`` their number, and

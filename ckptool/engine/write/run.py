@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from ckptool.core.casts import is_in_order
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
@@ -272,7 +273,7 @@ class _WritingReader(PlanReader):
             super().close()
 
 
-class _PlanTiles(NamedTuple):
+class _PlanTiles(Struct, frozen=True):
     """The files to read the tiles of a plan from, and those that the same threads write."""
 
     files: Files

@@ -9,6 +9,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from ckptool.core.layout import Data, Literal, ScatteredData, Verbatim
 from ckptool.core.planning.groups import Group, LayoutPart, Tile
 from ckptool.core.planning.plan import Plan
@@ -111,7 +113,7 @@ def within_budget(
     return Capacity(files, 1 + readers, 1 + parts)
 
 
-class _FileContents(NamedTuple):
+class _FileContents(Struct, frozen=True):
     """The contents of a layout's files; their reader has ``readers`` threads of its own."""
 
     plan: Plan

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from msgspec import Struct, field
 
@@ -134,7 +135,7 @@ def _open_model(source: Source, item: Item) -> _Model | None:
     return _Model(template, place, place.record, offset, nbytes, edges, is_plain)
 
 
-class _Model(NamedTuple):
+class _Model(Struct, frozen=True):
     """An opened item: what others match, and the place and record of its elements.
 
     ``edges`` is what is read of an item to compare it: where it begins, and its bytes. The elements

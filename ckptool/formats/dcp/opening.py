@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -55,7 +55,7 @@ class NoPlainTensor(Unsupported):
     """An item contains a tensor of another kind; the metadata has only its type and shape."""
 
 
-class Item(NamedTuple):
+class Item(Struct, frozen=True):
     """An item, the tensor and the box that it is of, and its metadata."""
 
     at: Container

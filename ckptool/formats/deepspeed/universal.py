@@ -16,8 +16,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.box import Box
@@ -219,7 +220,7 @@ def _add_state(
 # Writing
 
 
-class _Parts(NamedTuple):
+class _Parts(Struct, frozen=True):
     """A catalog's tensors: states by parameter and kind, the module's and the script's by name."""
 
     states: dict[str, dict[str, TensorEntry]]

@@ -66,7 +66,7 @@ class Hole(NamedTuple):
     kind: str
 
 
-class Template(NamedTuple):
+class Template(Struct, frozen=True):
     """Bytes with typed holes: those that similar bytes have in common, and how to take the others.
 
     ``fixed`` takes the ``common`` bytes, each of ``holes`` the values in a group of holes; bytes
@@ -185,7 +185,7 @@ class ArchiveTemplate(Struct, eq=False):
         return listed if is_whole and b"/" not in root and root.isascii() else ()
 
 
-class Sibling(NamedTuple):
+class Sibling(Struct, frozen=True):
     """An archive that matches a template: its root's name, and the CRC-32 of its own records."""
 
     template: ArchiveTemplate

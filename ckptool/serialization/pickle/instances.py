@@ -14,7 +14,9 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
+
+from msgspec import Struct
 
 from ckptool.serialization.pickle import row_reader
 from ckptool.serialization.pickle.memo import Memo
@@ -66,7 +68,7 @@ def _any(pattern: bytes) -> re.Pattern[bytes]:
     return re.compile(pattern, re.DOTALL)  # compiled when first used, and kept by re
 
 
-class _InstancePattern(NamedTuple):
+class _InstancePattern(Struct, frozen=True):
     """The instances of one class: an expression that matches one, with a group for each value.
 
     ``fields`` are its names, each with the pattern of the instances in a list there, the class of

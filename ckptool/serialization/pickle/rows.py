@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 from ckptool.serialization.pickle.records import TORCH_SIZE, Call, Global, RowObjects
 
 OBJECT, TEXT, INTEGER = -1, -2, -3
 """The kind of a row's field that is not a size: sizes have their number of dims."""
 
 
-class RowClass(NamedTuple):
+class RowClass(Struct, frozen=True):
     """A class with similar instances: the opcodes of its reference and of its fields' names."""
 
     function: Global

@@ -10,8 +10,9 @@ the two must be equal everywhere else. Everything else is read in full.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Extent, Record
@@ -96,7 +97,7 @@ class AlikeFiles:
         return leaves
 
 
-class _Movable(NamedTuple):
+class _Movable(Struct, frozen=True):
     """A tensor of a file: its leaf, its storage there, and the number of its mesh, -1 if none."""
 
     leaf: Leaf

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pickle
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+from msgspec import Struct
 
 from ckptool.serialization.archive.templates import Hole
 
@@ -13,7 +15,7 @@ _HOLE = pickle.BYTEARRAY8 + (4).to_bytes(8, "little")
 """The opcode prefix of a number as a bytearray of four bytes, which is no key, text or size."""
 
 
-class Literal(NamedTuple):
+class Literal(Struct, frozen=True):
     """A complete number or text of a pickle, whose opcode is at ``opcode``."""
 
     opcode: int

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
+
+from msgspec import Struct
 
 from ckptool.core.catalog import Index, Path, RankStep, flat_name
 from ckptool.errors import Damaged, Unsupported
@@ -24,7 +26,7 @@ _DEEPEST = 100
 _FEWEST_LEAVES = 100_000
 
 
-class Module(NamedTuple):
+class Module(Struct, frozen=True):
     """What a module contains itself, by name, and its submodules."""
 
     tensors: list[tuple[str, Any]]

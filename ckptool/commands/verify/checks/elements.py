@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -60,7 +60,7 @@ class Content(Struct):
         self.spans += spans
 
 
-class _Both(NamedTuple):
+class _Both(Struct, frozen=True):
     """Shows the elements of a tensor to two probes."""
 
     one: Probe
@@ -72,7 +72,7 @@ class _Both(NamedTuple):
         self.other.take(data, part, first)
 
 
-class Elements(NamedTuple):
+class Elements(Struct, frozen=True):
     """All content once it has been read, where it is, and the damaged files.
 
     If it is one part's share and not ``all`` of it, tensors have the chunks of that part alone.

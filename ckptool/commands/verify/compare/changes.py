@@ -6,7 +6,6 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -21,7 +20,7 @@ from ckptool.engine.read.tiles import read_tiles
 from ckptool.storage.files import Files
 
 
-class Squares(NamedTuple):
+class Squares(Struct, frozen=True):
     """Sums of squares: of the change from A to B, and of A."""
 
     change: float = 0.0

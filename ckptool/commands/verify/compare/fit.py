@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -27,7 +26,7 @@ _MOST_COMPARED = 2000
 _MOST_MAPS = 3
 
 
-class Prefix(NamedTuple):
+class Prefix(Struct, frozen=True):
     """The prefix of names, and the prefix that wanted names have instead."""
 
     old: str
@@ -105,7 +104,7 @@ class Fit(Struct, frozen=True):
     wanted: int
 
 
-class Candidate(NamedTuple):
+class Candidate(Struct, frozen=True):
     """The names that tensors have as ``rewriting`` makes them."""
 
     names: Sequence[str]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from ckptool.core.text import list_some
 
 _MOST = 4
 
 
-class Module(NamedTuple):
+class Module(Struct, frozen=True):
     """A module of a list of them: layer 17 of ``model.layers``."""
 
     among: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterable, Iterator
-from typing import NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -275,7 +274,7 @@ def differing_companions(
             )
 
 
-class _Companion(NamedTuple):
+class _Companion(Struct, frozen=True):
     source: Files
     file: str
     nbytes: int

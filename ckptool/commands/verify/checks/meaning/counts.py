@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from ckptool.commands.model.records import arguments_in
 from ckptool.commands.open import Survey
@@ -26,7 +27,7 @@ from ckptool.storage.url import Location
 Values = Mapping[str, object]
 
 
-class Schedule(NamedTuple):
+class Schedule(Struct, frozen=True):
     """What a scheduler counts under a name, and what that is before the first step.
 
     It counts steps, or if not ``of_steps`` something of which every step has some.
@@ -37,7 +38,7 @@ class Schedule(NamedTuple):
     of_steps: bool = True
 
 
-class Trainer(NamedTuple):
+class Trainer(Struct, frozen=True):
     """What a trainer counts, under the names of a checkpoint's values; ``source`` was read.
 
     ``sign`` is the writer or framework, or a file, that its checkpoints are known by, ``folder``

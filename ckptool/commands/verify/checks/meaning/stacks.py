@@ -6,8 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, product
-from typing import NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.box import Box
@@ -29,7 +29,7 @@ _LAYERS = "layers."
 Index = tuple[int, ...]
 
 
-class Slice(NamedTuple):
+class Slice(Struct, frozen=True):
     """What is ``at`` an index of a tensor; all of it if that is empty.
 
     ``numbered`` is the name that the layer's or expert's own would have.

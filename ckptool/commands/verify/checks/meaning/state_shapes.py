@@ -6,7 +6,8 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -29,7 +30,7 @@ _LEAST, _POOLED = 4, 6
 Shape = tuple[int, ...]
 
 
-class _Pair(NamedTuple):
+class _Pair(Struct, frozen=True):
     """The state of a parameter, and what the shape should be, by the tensor that says so."""
 
     state: TensorEntry
