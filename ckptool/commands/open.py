@@ -41,8 +41,7 @@ from ckptool.errors import (
     damaged,
     refused,
 )
-from ckptool.formats.base import Format, ScanOptions
-from ckptool.formats.safetensors import DELTA, require_weights
+from ckptool.formats.base import DELTA, Format, ScanOptions
 from ckptool.storage.files import Files
 from ckptool.storage.place import run_bounded
 from ckptool.storage.url import Location
@@ -192,7 +191,10 @@ def require_agreement(opened: OpenedCheckpoint, kept: Catalog) -> None:
 def require_writable(opened: OpenedCheckpoint, kept: Catalog) -> None:
     """Raise Unsupported, too, if the checkpoint is a weight delta, so that nothing is written."""
     require_agreement(opened, kept)
-    require_weights(opened.catalog, str(opened.path))
+    if DELTA in opened.catalog.info:
+        from ckptool.formats.safetensors import require_weights
+
+        require_weights(opened.catalog, str(opened.path))
 
 
 def _is_empty(catalog: Catalog) -> bool:

@@ -281,5 +281,7 @@ class Format(Struct, frozen=True):
         return writer(catalog, request)
 
 
+DELTA = "delta"
+"""The key in ``Catalog.info`` of a weight delta."""
 EXTRA = ".extra.pt"
 """The suffix of the file for what a safetensors file beside it cannot hold."""

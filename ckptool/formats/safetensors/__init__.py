@@ -20,7 +20,6 @@ from ckptool.formats.base import (
     ScanOptions,
     Writing,
 )
-from ckptool.formats.safetensors.weight_delta import DELTA as DELTA
 from ckptool.formats.safetensors.weight_delta import WeightDelta as WeightDelta
 from ckptool.formats.safetensors.weight_delta import delta_info
 from ckptool.formats.safetensors.weight_delta import delta_notes as delta_notes

@@ -29,14 +29,13 @@ from msgspec import Struct
 
 from ckptool.core.catalog import Catalog
 from ckptool.errors import Damaged, Problem, Unsupported
+from ckptool.formats.base import DELTA
 from ckptool.formats.safetensors.shard_sets import index_of
 from ckptool.formats.shards import read_index
 from ckptool.serialization.source import Source
 
 _ENCODING, _BASE = "delta_encoding", "base_version"
 _MORE = ("compression_format", "checksum_format")
-DELTA = "delta"
-"""The key in ``Catalog.info`` of a weight delta."""
 HINT = (
     "`ckptool merge OUT --apply-delta DELTA... --onto BASE` applies it to the weights of its base"
     " version"
