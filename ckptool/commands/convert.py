@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from ckptool.commands.model.adapter_config import ADAPTER_CONFIG
-from ckptool.commands.model.assets import (
-    assets_in,
-    drop_quantization_config,
-    lacking_files,
-    with_assets,
-    with_true_configs,
-)
-from ckptool.commands.model.beside import with_files_beside
 from ckptool.commands.model.links import require_own_files
-from ckptool.commands.model.peft import with_adapter_config
-from ckptool.commands.model.records import CONFIG
 from ckptool.commands.open import (
     OpenedCheckpoint,
     no_collecting,
     open_checkpoint,
     require_writable,
 )
-from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.target import ConvertOptions, SaveOptions
 from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.commands.transfer.overwrite import when_to_open
@@ -33,11 +20,9 @@ from ckptool.commands.transfer.rewritten import RewrittenReport, rewriting
 from ckptool.commands.transfer.target import require_apart, resolve_target
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.catalog import Catalog
-from ckptool.core.keymap.wrappers import unwrapping_rule, wrappers_of
 from ckptool.core.layout import Layout
 from ckptool.core.planning.plan import Plan
-from ckptool.core.quantization.names import is_plain, kinds, quantized_names
-from ckptool.core.state_category import state_category
+from ckptool.core.quantization.names import kinds, quantized_names
 from ckptool.core.text import one_of, plural
 from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import FORMATS, single_file_suffixes, targets
@@ -88,19 +73,7 @@ def plan_conversion(
         _require_models_names(rewritten.map, catalog, options)
     if options.rewrite.metadata and not writer.writing.has_metadata:
         raise UsageError(f"--metadata: only safetensors files have it, not those of {writer.name}")
-    assets, selection = options.rewrite.map.assets, options.rewrite.selection
-    names = frozenset() if assets is None else frozenset(assets_in(assets)[1])
-    if selection.peft_adapter:
-        names = names - {CONFIG} | {ADAPTER_CONFIG}
-    request = Request(target.name, options.max_shard_size, options.single_rank, assets=names)
-    layout = writer.lay_out(catalog, request)
-    complete = partial(_complete, opened, rewritten, options.rewrite, writer)
-    if assets is not None and not layout.folder:
-        raise UsageError("--hf-assets requires a target folder, not a single file")
-    if assets is None and writer.loading.is_model_folder and not selection.peft_adapter:
-        layout = with_files_beside(opened, layout, complete)
-    elif layout.folder:  # a single file has no room for a model's other files
-        layout = complete(layout, False)
+    layout = _lay_out(opened, rewritten, writer, target, options)
     plan = Plan(catalog, layout)
     report = ConvertReport.of(
         opened,
@@ -109,17 +82,36 @@ def plan_conversion(
         writer.name,
         options.transfer,
         **rewriting(rewritten, rewritten.kept, options.rewrite),
-        notes=(
-            *catalog.notes,
-            *layout.notes,
-            *_export_notes(opened.path, catalog, layout, writer, options),
-        ),
+        notes=(*catalog.notes, *layout.notes, *_quantized_notes(catalog, options)),
     )
     if not report.tensors and not report.objects:
         raise _holds_nothing(opened, catalog, layout, writer)
     moves = rewritten.map and rewritten.map.decided
     decided = (writer.name, options.max_shard_size, options.single_rank, moves)
     return Transfer(opened, plan, target, options.transfer, report, decided)
+
+
+def _lay_out(
+    opened: OpenedCheckpoint,
+    rewritten: RewriteResult,
+    writer: Format,
+    target: Location,
+    options: ConvertOptions,
+) -> Layout:
+    """Lay the tensors and values out; for a model's folder with the other files that belong there.
+
+    Those are a subject of their own, which is imported for such a folder.
+    """
+    catalog, how = rewritten.catalog, options.rewrite
+    request = Request(target.name, options.max_shard_size, options.single_rank)
+    asked = how.map.assets is not None or how.selection.peft_adapter
+    if asked or catalog.companions or writer.loading.is_model_folder:
+        from ckptool.commands.model.folder import lay_out_folder
+
+        return lay_out_folder(opened, rewritten, how, writer, request)
+    layout = writer.lay_out(catalog, request)
+    require_own_files(opened.source, layout.files)
+    return layout
 
 
 def _holds_nothing(
@@ -133,29 +125,6 @@ def _holds_nothing(
         "limit-exceeded",
         hint="--to torch-save keeps values",
     )
-
-
-def _complete(
-    opened: OpenedCheckpoint,
-    rewritten: RewriteResult,
-    options: RewriteOptions,
-    writer: Format,
-    layout: Layout,
-    strict: bool,
-) -> Layout:
-    """Add the requested files to a layout, and make its configs describe the tensors.
-
-    A ``strict`` layout has configs that may be another model's, which a part must fit, too.
-    """
-    catalog, selection = rewritten.catalog, options.selection
-    layout = with_assets(opened.source, layout, options.map.assets, rewritten.map, catalog, writer)
-    if selection.peft_adapter and writer.loading.is_model_folder:
-        layout = with_adapter_config(opened, catalog, layout)
-    is_part = bool(selection.select or selection.drop)
-    if options.dequantize or (is_plain(catalog) and not is_part):
-        layout = drop_quantization_config(opened, layout)
-    cast = bool(rewritten.cast or rewritten.dequantized)
-    return with_true_configs(opened, catalog, layout, cast=cast, partial=is_part and not strict)
 
 
 def prepare_save(
@@ -280,45 +249,10 @@ def _require_models_names(chosen: MapReport, catalog: Catalog, options: ConvertO
         )
 
 
-def _export_notes(
-    source: Location, catalog: Catalog, layout: Layout, writer: Format, options: ConvertOptions
-) -> list[str]:
-    """Return notes for whoever loads the result."""
-    casts = options.rewrite.casts
-    notes = _quantized_notes(catalog) if casts is not None and casts.model is not None else []
-    if writer.loading.is_model_folder:
-        notes += [
-            *lacking_files(layout, source),
-            *_optimizer_notes(catalog),
-            *_wrapper_notes(catalog),
-        ]
-    return notes
-
-
-def _wrapper_notes(catalog: Catalog) -> list[str]:
-    """Note wrapper prefixes in names: transformers finds no tensor under such a name."""
-    names = [entry.name for entry in catalog.tensors.values() if state_category(entry) == "model"]
-    found = wrappers_of(names)
-    rule = unwrapping_rule(names, found)
-    if rule is None:
-        return []
-    wrappers = ", ".join(found)
-    return [f"wrapped names ({wrappers}), which no model loads; --rename '{rule}' unwraps them"]
-
-
-def _optimizer_notes(catalog: Catalog) -> list[str]:
-    """Note optimizer state in a model's folder, which only a trainer needs."""
-    state = [e for e in catalog.tensors.values() if state_category(e) == "optimizer"]
-    if not state:
-        return []
-    size = sum(entry.nbytes for entry in state)
-    counted = f"{plural(len(state), 'tensor')}, {size:,} bytes"
-    return [f"optimizer state is included ({counted}); --model-only leaves it out"]
-
-
-def _quantized_notes(catalog: Catalog) -> list[str]:
+def _quantized_notes(catalog: Catalog, options: ConvertOptions) -> list[str]:
     """Note the quantized tensors that ``--dtype`` leaves unchanged."""
-    if not quantized_names(catalog):
+    casts = options.rewrite.casts
+    if casts is None or casts.model is None or not quantized_names(catalog):
         return []
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds(catalog).items())
     return [f"--dtype does not change quantized tensors ({listed}); use --dequantize"]

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.commands.model.assets import quantization_config, require_unquantized
-from ckptool.commands.model.peft import adapter_of
 from ckptool.commands.open import OpenedCheckpoint, Opens, require_readable
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions, Selection
 from ckptool.core.box import Box
@@ -136,6 +134,8 @@ def dequantized(
 
     Only reading these needs torch. Raises Unsupported if no tensor has a supported quantization.
     """
+    from ckptool.commands.model.assets import quantization_config
+
     catalog = _located(opened)
     config = QuantizationConfig(quantization_config(opened, assets))
     with closing(_SmallReader(opened.source)) as small:
@@ -199,6 +199,8 @@ def select_entries(catalog: Catalog, selection: Selection) -> Selected:
     if selection.model_only or selection.peft_adapter:
         unwrapped, catalog = model_prefixes(catalog), only_model(catalog)
     if selection.peft_adapter:
+        from ckptool.commands.model.peft import adapter_of
+
         catalog = adapter_of(catalog)
     return Selected(catalog, unwrapped)
 
@@ -297,6 +299,8 @@ def cast_catalog(
     result = cast(catalog, casts)
     coarse = (entry for entry in result.changed if entry.source_dtype.itemsize == 1)
     if (entry := next(coarse, None)) is not None:
+        from ckptool.commands.model.assets import require_unquantized
+
         require_unquantized(opened, assets, entry)
     for entry in result.changed:
         dtype = result.catalog.tensors[entry.name].dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import ChainMap, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -11,12 +11,7 @@ from typing import ClassVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptool.commands.model.assets import (
-    drop_quantization_config,
-    with_assets,
-    with_true_configs,
-)
-from ckptool.commands.model.records import records
+from ckptool.commands.model.links import require_own_files
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_writable
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.families import in_families
@@ -35,9 +30,9 @@ from ckptool.commands.transfer.target import require_apart, resolve_target
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.chunks import chunks_of
+from ckptool.core.layout import Layout
 from ckptool.core.mesh import Mesh
 from ckptool.core.planning.plan import Plan
-from ckptool.core.quantization.names import is_plain
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.sharding.placement import POLICIES, Choice, PlacedTensors, Placer
 from ckptool.core.text import one_of
@@ -199,13 +194,8 @@ def plan_reshard(
     catalog = in_families(rewritten.catalog, writer.writing.families)
     held = hold(catalog, placer, writer)
     catalog = _with_companions(opened, catalog, writer)
-    request = _request(opened, catalog, writer, target, held.placed, assets)
-    layout = writer.lay_out(catalog, request)
-    layout = with_assets(opened.source, layout, assets, rewritten.map, catalog, writer)
-    if is_plain(catalog):
-        layout = drop_quantization_config(opened, layout)
-    if rewritten.cast:
-        layout = with_true_configs(opened, catalog, layout, cast=True, partial=True)
+    request = Request(target.name, placed=held.placed)
+    layout = _lay_out(opened, rewritten, catalog, assets, writer, request)
     plan = Plan(catalog, layout)
     report = ReshardReport.of(
         opened,
@@ -264,18 +254,22 @@ def _with_companions(opened: OpenedCheckpoint, catalog: Catalog, writer: Format)
     return replace(catalog, companions=companions(opened.source))
 
 
-def _request(
+def _lay_out(
     opened: OpenedCheckpoint,
+    rewritten: RewriteResult,
     catalog: Catalog,
-    writer: Format,
-    target: Location,
-    placed: PlacedTensors,
     assets: Path | None,
-) -> Request:
-    """Return the writer's request, with the model's configuration if it needs that."""
-    known = records(opened.source, catalog, assets) if writer.loading.is_model_folder else []
-    config = ChainMap(*map(dict, known))  # the strongest record first
-    return Request(target.name, placed=placed, config=config)
+    writer: Format,
+    request: Request,
+) -> Layout:
+    """Lay the tensors and values out; with the other files of a model, if there are any."""
+    if assets is not None or catalog.companions or writer.loading.is_model_folder:
+        from ckptool.commands.model.folder import lay_out_for_mesh
+
+        return lay_out_for_mesh(opened, rewritten, catalog, assets, writer, request)
+    layout = writer.lay_out(catalog, request)
+    require_own_files(opened.source, layout.files)
+    return layout
 
 
 # What decides the placements

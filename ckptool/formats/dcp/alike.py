@@ -12,8 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 
-from msgspec import Struct
-
 from msgspec import Struct, field
 
 from ckptool.core.catalog import Extent, Record, TensorEntry
