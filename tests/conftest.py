@@ -31,7 +31,7 @@ from fork_server import Forked, share
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from ckptool.commands.inspect import InspectReport
+    from ckptool.commands.inspect.report import InspectReport
     from ckptool.storage.url import Location
 
 TESTS = Path(__file__).parent
@@ -126,7 +126,7 @@ REFUSED = [case for case in CASES if case.expect not in READ]
 def inspect_one(path: Any) -> InspectReport:
     """Inspect what is one checkpoint."""
     import ckptool
-    from ckptool.commands.inspect import InspectReport
+    from ckptool.commands.inspect.report import InspectReport
 
     report = ckptool.inspect(path)
     if not isinstance(report, InspectReport):

@@ -17,7 +17,7 @@ from ckptool.api.index import Index, parse_index
 from ckptool.api.keywords import OpenKeywords
 from ckptool.api.listing import TensorListing
 from ckptool.api.read import cast_entry, installed_library, read_numpy, read_torch
-from ckptool.commands.inspect import step_of
+from ckptool.commands.inspect.report import step_of
 from ckptool.commands.model.assets import require_unquantized
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_sound
 from ckptool.commands.options.read import ReadOptions

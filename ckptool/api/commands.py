@@ -19,9 +19,9 @@ from ckptool.api.keywords import (
     VerifyKeywords,
     VerifyRunKeywords,
 )
-from ckptool.commands import inspect as _inspect
 from ckptool.commands.convert import ConvertReport, prepare
-from ckptool.commands.inspect import InspectReport
+from ckptool.commands.inspect import report as _inspect
+from ckptool.commands.inspect.report import InspectReport
 from ckptool.commands.options.declaration import TEXTS
 from ckptool.commands.options.diff import DiffOptions
 from ckptool.commands.options.extract import ExtractOptions

@@ -11,8 +11,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ckptool.commands.document import cells_html, table_html
-from ckptool.commands.inspect import PartShare, shares_of
 from ckptool.commands.inspect.fold import fold
+from ckptool.commands.inspect.report import PartShare, shares_of
 from ckptool.core.dtype import short_name
 from ckptool.core.text import plural
 

@@ -22,7 +22,7 @@ from ckptool.errors import CkptoolError, Several, UsageError, damaged
 from ckptool.storage.place import on_disk
 
 if TYPE_CHECKING:
-    from ckptool.commands.inspect import InspectReport
+    from ckptool.commands.inspect.report import InspectReport
     from ckptool.commands.inspect.stats import StatsReport
     from ckptool.commands.reshard.holdings import MeshHoldings
     from ckptool.core.mesh import Mesh
@@ -170,7 +170,7 @@ def _fail(report: InspectReport, reading: ReadOptions, *, shown: bool) -> None:
 
 def _inspect(place: Location, reading: ReadOptions, *, lists_steps: bool) -> InspectReport | None:
     """Return what a checkpoint holds; None for a run's folder whose steps are to be listed."""
-    from ckptool.commands.inspect import inspect_readable
+    from ckptool.commands.inspect.report import inspect_readable
     from ckptool.commands.runs.search import is_run
 
     if lists_steps and is_run(place):

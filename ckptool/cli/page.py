@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckptool.commands.inspect import InspectReport
+    from ckptool.commands.inspect.report import InspectReport
     from ckptool.commands.inspect.stats import StatsReport
 
 

@@ -197,13 +197,12 @@ def _show(report: TransferReport, *, as_json: bool) -> None:
     """Show what was done or would be done; for a part, only its share."""
     from ckptool.render.convert import show_convert, show_merge, show_part
     from ckptool.render.messages import print_json
-    from ckptool.render.reshard import show_reshard
 
-    shown: dict[str, Callable[[Any], None]] = {
-        "convert": show_convert,
-        "merge": show_merge,
-        "reshard": show_reshard,
-    }
+    shown: dict[str, Callable[[Any], None]] = {"convert": show_convert, "merge": show_merge}
+    if report.schema == "reshard":
+        from ckptool.render.reshard import show_reshard
+
+        shown["reshard"] = show_reshard
     if as_json:
         print_json(report.to_dict())
     elif report.part is not None and report.part.done and not report.written:

@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 import attack_build as b
 
 from ckptool.commands.convert import prepare
-from ckptool.commands.inspect import inspect
+from ckptool.commands.inspect.report import inspect
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, TransferOptions

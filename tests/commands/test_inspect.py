@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from conftest import case
 
-from ckptool.commands import inspect as commands
-from ckptool.commands.inspect import InspectReport, report, step_of, values
+from ckptool.commands.inspect import report as commands
+from ckptool.commands.inspect import values
+from ckptool.commands.inspect.report import InspectReport, report, step_of
 from ckptool.commands.inspect.stats import stats
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.open import survey as open_survey

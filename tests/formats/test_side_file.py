@@ -11,7 +11,7 @@ from conftest import convert_to
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.commands.inspect import inspect_readable
+from ckptool.commands.inspect.report import inspect_readable
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.verify import verify

@@ -18,7 +18,7 @@ from places import in_store
 from safetensors.torch import save_file
 from store_server import S3, s3, server
 
-from ckptool.commands.inspect import inspect
+from ckptool.commands.inspect.report import inspect
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.run import RunOptions

@@ -12,8 +12,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text as RichText
 
-from ckptool.commands.inspect import report
 from ckptool.commands.inspect.fold import fold, products
+from ckptool.commands.inspect.report import report
 from ckptool.commands.inspect.stats import TensorStats
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.inspect import InspectOptions

@@ -15,7 +15,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from ckptool.commands.inspect import InspectReport
+from ckptool.commands.inspect.report import InspectReport
 from ckptool.commands.inspect.stats import StatsReport
 from ckptool.commands.verify.codes import CODES
 from ckptool.core.mesh import Mesh

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ckptool.commands.inspect import InspectReport, ModuleShare, PartShare, modules_of
 from ckptool.commands.inspect.fold import TensorLine, fold, natural
+from ckptool.commands.inspect.report import InspectReport, ModuleShare, PartShare, modules_of
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.quantization.names import kinds

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptool.commands.document import plain
-from ckptool.commands.inspect import InspectReport
+from ckptool.commands.inspect.report import InspectReport
 from ckptool.commands.options.inspect import OVERVIEW, InspectOptions
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.selection import is_used, select, tensors_named

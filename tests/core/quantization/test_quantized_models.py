@@ -13,7 +13,7 @@ from conftest import bits, convert_to, read_back
 from quantized_models import deepseek, fp8, gpt_oss, mxfp4, saved
 
 import ckptool
-from ckptool.commands.inspect import inspect
+from ckptool.commands.inspect.report import inspect
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.core.casts import Casts
 from ckptool.core.dtype import BY_NAME

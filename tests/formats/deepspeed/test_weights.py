@@ -12,7 +12,7 @@ import torch
 from conftest import bits, case, convert_to, read_back
 
 import ckptool
-from ckptool.commands.inspect import inspect
+from ckptool.commands.inspect.report import inspect
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.options.verify import VerifyOptions

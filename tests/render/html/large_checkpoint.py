@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptool.commands.inspect import InspectReport, report
+from ckptool.commands.inspect.report import InspectReport, report
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, TensorEntry

@@ -20,6 +20,7 @@ from large_checkpoint import large_report
 from msgspec.structs import replace
 
 import ckptool
+from ckptool.commands.inspect.report import report
 from ckptool.render.html.page import inspect_page, page
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or ""
@@ -40,7 +41,7 @@ def pages() -> dict[str, tuple[bytes, list[str]]]:
     return {
         "inspect": (inspect_page(large), ["1,008", "feed_forward", "rank 0", "layers.{0..36}"]),
         "hostile": (
-            inspect_page(ckptool.commands.inspect.report(odd)),
+            inspect_page(report(odd)),
             ["&lt;/script&gt;&lt;", "__proto__", r"\u202ea"],
         ),
         "diff": (page(ckptool.diff(a, b, values=True).to_dict()), ["Only in A", "DIFFERENT"]),

@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 
 from ckptool.cli.app import app
 from ckptool.cli.bench import _show
-from ckptool.commands.inspect import InspectReport, report
+from ckptool.commands.inspect.report import InspectReport, report
 from ckptool.commands.options.bench import BenchCommand
 from ckptool.commands.options.screen import Screen
 from ckptool.core.box import Box
