@@ -245,6 +245,7 @@ _CODES: dict[str, dict[str, Code]] = {
             "files of two saves may be mixed, or a part was not saved: compare the step before",
         ),
         "counts-apart": Code(_INFO, "parts count steps or data as if one had been begun again"),
+        "steps-apart": Code(_INFO, "a module has fewer steps: frozen at first, or of another save"),
         "steps-scattered": Code(_INFO, "nearly every parameter has its own step counter"),
     },
     "pickles": {

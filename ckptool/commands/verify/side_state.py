@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _OF_A_FILE = ("note", "no-checksum", "value-not-written")
 """Remarks on what can be done with the file by itself."""
+_OF_STEPS = ("steps-differ", "steps-apart")
 
 
 def with_side_state(
@@ -49,7 +50,7 @@ def with_side_state(
     beside = checked.report(
         optimizer_step_problems(surveyed, checked.surveyed.catalog, checked.content.counters.most)
     )
-    left_out = {*_OF_A_FILE, "steps-differ"} if has_experts(catalog) else {*_OF_A_FILE}
+    left_out = {*_OF_A_FILE, *(_OF_STEPS if has_experts(catalog) else ())}
     found = [_of(name, each) for each in beside.findings if each.code not in left_out]
     whole = structs.replace(
         report,

@@ -79,11 +79,13 @@ def test_experts_that_are_chosen_less_often_are_no_mixed_saves(tmp_path: Path) -
     def fewer(state: State) -> None:
         state[1]["step"] -= 2
 
-    findings = ckptool.verify(trained(tmp_path / "c", fewer)).findings
-    (found,) = (each for each in findings if each.severity.value != "info")
-    assert (found.code, found.message[:14]) == ("steps-differ", "optimizer.pt: ")
+    def steps(path: Path) -> list[tuple[str, str]]:
+        findings = ckptool.verify(path, strict=True).findings
+        return [(f.code, f.message[:14]) for f in findings if f.code.startswith("steps-")]
+
+    assert steps(trained(tmp_path / "c", fewer)) == [("steps-apart", "optimizer.pt: ")]
     folder = trained(tmp_path / "d", fewer, "layers.0.experts.{}.weight")
-    assert ckptool.verify(folder, strict=True).ok
+    assert steps(folder) == []
     model = {f"experts.{n}.weight": torch.ones(8) for n in range(3)}
     state = {"model": model, "optimizer": torch.load(folder / "optimizer.pt")}
     torch.save(state, tmp_path / "one.pt")

@@ -35,10 +35,11 @@ def test_equal_step_counters_are_nothing_to_report(tmp_path: Path) -> None:
 
 
 def test_step_counters_of_two_saves(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c", state=optimizer({"a": 7, "b": 7, "c": 3}))
-    (found,) = checked(folder).findings
+    steps = {"layers.0.up": 7, "layers.0.down": 7, "layers.1.up": 7, "layers.1.down": 3}
+    (found,) = checked(saved(tmp_path / "c", state=optimizer(steps))).findings
     assert found.code == "steps-differ"
-    assert "3 for optimizer.state.c.step; 7 for optimizer.state.a.step and 1 more" in found.message
+    counters = "3 for optimizer.state.layers.1.down.step; 7 for optimizer.state.layers.0.up.step"
+    assert f"{counters} and 2 more" in found.message
 
 
 def test_fewer_steps_of_what_had_no_gradient_are_nothing_to_report(tmp_path: Path) -> None:
@@ -277,46 +278,64 @@ def test_the_rank_and_file_of_a_value_that_is_not_finite(
 
 LATE = [f"layers.{layer}.{part}.{kind}" for layer in (0, 1) for part in "ab" for kind in "wv"]
 FIRST = ["layers.2.a.w", "layers.2.b.w", "norm.w", "head.w"]
+APART, DIFFER = ["steps-apart"], ["steps-differ"]
 
 
 @pytest.mark.parametrize(
-    ("steps", "is_late"),
+    ("steps", "expected"),
     [
-        (dict.fromkeys(LATE, 3), True),  # layers that were frozen at first
-        (dict.fromkeys(LATE[:4], 2) | dict.fromkeys(LATE[4:], 3), True),  # one after the other
-        (dict.fromkeys(LATE, 3) | {"embed.w": 3}, True),
-        (dict.fromkeys(LATE[:2] + LATE[4:6], 3), False),  # half of what is in each layer
-        (dict.fromkeys(["layers.0.a.w", "layers.1.a.w", "layers.2.a.w"], 3), True),  # one kind
-        ({"embed.w": 3}, False),
-        (dict.fromkeys(LATE[1:], 3), False),
+        (dict.fromkeys(LATE, 3), []),  # layers that were frozen at first
+        (dict.fromkeys(LATE[:4], 2) | dict.fromkeys(LATE[4:], 3), []),  # one after the other
+        (dict.fromkeys(LATE, 3) | {"embed.w": 3}, []),
+        (dict.fromkeys(["layers.0.a.w", "layers.1.a.w", "layers.2.a.w"], 3), []),  # one kind
+        ({"embed.w": 3}, APART),
+        (dict.fromkeys(LATE[:2], 3), APART),  # a module of one layer
+        (dict.fromkeys(LATE[:1], 3), DIFFER),
+        (dict.fromkeys(LATE[:2] + LATE[4:7], 3), DIFFER),  # half of a module, too
+        (dict.fromkeys(LATE[1:], 3), APART),
     ],
 )
-def test_whole_parts_that_were_frozen_at_first_have_fewer_steps(
-    steps: dict[str, int], is_late: bool, tmp_path: Path
+def test_parts_that_were_frozen_at_first_have_fewer_steps(
+    steps: dict[str, int], expected: list[str], tmp_path: Path
 ) -> None:
     state = optimizer(dict.fromkeys(["embed.w", *LATE, *FIRST], 7) | steps)
-    assert bool(checked(saved(tmp_path / "c", state=state)).findings) != is_late
+    found = checked(saved(tmp_path / "c", state=state)).findings
+    assert [each.code for each in found] == expected
 
 
 @pytest.mark.parametrize(
-    ("steps", "groups", "is_late"),
+    ("steps", "groups", "expected"),
     [
-        ([3, 3, 3, 7, 7, 7], [[0, 1, 2, 3, 4, 5]], True),  # numbers are in the order of the model
-        ([3, 5, 5, 4, 4, 7], [[0, 1, 2, 3, 4, 5]], True),
-        ([7, 7, 7, 7, 7, 3], [[0, 1, 2, 3, 4], [5]], True),  # a group that was added
-        ([3, 7, 3, 7, 3, 7], [[0, 1, 2, 3, 4, 5]], False),
-        ([3, 7, 7, 7, 7, 7], [[0, 1, 2, 3, 4, 5]], False),
-        ([*[3] * 11, 7], [[*range(12)]], True),
+        ([3, 3, 3, 7, 7, 7], [[0, 1, 2, 3, 4, 5]], []),  # numbers are in the order of the model
+        ([3, 5, 5, 4, 4, 7], [[0, 1, 2, 3, 4, 5]], []),
+        ([7, 7, 7, 7, 7, 3], [[0, 1, 2, 3, 4], [5]], []),  # a group that was added
+        ([3, 7, 3, 7, 3, 7], [[0, 1, 2, 3, 4, 5]], DIFFER),
+        ([7, 7, 3, 7, 7, 7], [[0, 1, 2, 3, 4, 5]], DIFFER),
+        ([3, 7, 7, 7, 7, 7], [[0, 1, 2, 3, 4, 5]], APART),  # an embedding
+        ([*[3] * 11, 7], [[*range(12)]], []),
     ],
 )
 def test_numbered_parameters_that_were_frozen_at_first(
-    steps: list[int], groups: list[list[int]], is_late: bool, tmp_path: Path
+    steps: list[int], groups: list[list[int]], expected: list[str], tmp_path: Path
 ) -> None:
-    state = optimizer({str(number): count for number, count in enumerate(steps)})["optimizer"]
-    state["state"] = {int(number): own for number, own in state["state"].items()}
+    state = numbered(steps)
     state["param_groups"] = [{"lr": 0.1, "params": group} for group in groups]
     path = saved(tmp_path / "c", state={"optimizer": state})
-    assert bool(checked(path).findings) != is_late
+    assert [each.code for each in checked(path).findings] == expected
+
+
+def numbered(steps: list[int]) -> dict[str, Any]:
+    state = optimizer({str(number): count for number, count in enumerate(steps)})["optimizer"]
+    return {"state": {int(number): own for number, own in state["state"].items()}}
+
+
+def test_an_embedding_that_was_frozen_at_first_is_told_by_its_shape(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    state = numbered([3, 7, 7, 7, 7])
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg_sq"] = torch.ones(9, 3)
+    (found,) = checked(saved(tmp_path / "c", state={"optimizer": state})).findings
+    assert (found.code, found.severity.value) == ("steps-apart", "info")
+    assert found.message.startswith("the optimizer's step counters are 3 for optimizer.state.0")
 
 
 def test_whole_layers_of_an_earlier_save_are_found(tmp_path: Path) -> None:

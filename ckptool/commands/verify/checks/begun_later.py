@@ -2,25 +2,28 @@
 
 What was frozen at first are whole parts: groups of the optimizer, layers, modules, or what is of
 one kind in all layers; of parameters with numbers, which are in the order of a model, several that
-follow one another, or all of one shape.
+follow one another, or all of one shape. One module alone, such as the embedding, may have been
+frozen, too, but nothing tells that from the state of an earlier save.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.model import abstract
 
 _STATE, _GROUPS, _PARAMS, _STEP = ".state.", ".param_groups.", ".params", ".step"
+_OUTSIDE = 2
+"""Parameters before the layers, or after them, or of a shape that no layer has."""
 
 Values = Mapping[str, float]
 
 
-def begun_later(counters: Mapping[float, Sequence[str]], catalog: Catalog) -> bool:
-    """Return whether all step counters that are behind are those of whole parts.
+def code_of_fewer(counters: Mapping[float, Sequence[str]], catalog: Catalog) -> str | None:
+    """Return the code of step counters of which some are behind, None if those are of whole parts.
 
     A file of an earlier save may have whole parts as well: it has several counters, and none of
     those that are not behind.
@@ -28,11 +31,13 @@ def begun_later(counters: Mapping[float, Sequence[str]], catalog: Catalog) -> bo
     values = {name: value for value, names in counters.items() for name in names}
     behind = {name for name, value in values.items() if value < max(counters)}
     if _have_own_files(behind, values, catalog):
-        return False
+        return "steps-differ"
     alike = (part for part in _parts(values, catalog) if len({values[n] for n in part}) == 1)
     late = {name for part in alike for name in part} & behind
     modules = Counter(map(_module_of, values))
-    return bool(late) and all(modules[_module_of(name)] == 1 for name in behind - late)
+    if late and all(modules[_module_of(name)] == 1 for name in behind - late):
+        return None
+    return "steps-apart" if behind <= late.union(_alone(values, catalog)) else "steps-differ"
 
 
 def _have_own_files(names: Collection[str], values: Values, catalog: Catalog) -> bool:
@@ -63,6 +68,33 @@ def _parts(values: Values, catalog: Catalog) -> Iterator[Collection[str]]:
     yield from (part for part in alike.values() if len(part) > 1)
 
 
+def _alone(values: Values, catalog: Catalog) -> Iterator[str]:
+    """Yield the counters of what may be frozen alone: a module, but no matrix of a layer.
+
+    Of parameters with numbers that is told by its shape, which an embedding shares with a head, or
+    by the group's order: what is before and after the layers is at its ends.
+    """
+    outside, inside, numbered = (defaultdict[object, list[str]](list) for _ in range(3))
+    shapes = _shapes(catalog)
+    for name in values:
+        steps = _parameter_of(name).split(".")
+        number = _first_number(steps)
+        if number is None:
+            outside[_module_of(name) or name].append(name)
+        elif len(steps) == 1:
+            numbered[shapes.get(name.removesuffix(_STEP))].append(name)
+        for end in range(number + 2, len(steps)) if number is not None else ():
+            inside[".".join(steps[:end])].append(name)
+    yield from (n for names in numbered.values() if len(names) <= _OUTSIDE for n in names)
+    for group in _option_groups(catalog, values) if numbered else ():
+        ordered = sorted(group, key=lambda name: (len(name), name))
+        yield from ordered[:_OUTSIDE] + ordered[-_OUTSIDE:]
+    modules = (names for names in inside.values() if len(names) > 1)
+    for names in chain(outside.values(), modules):
+        if len({values[name] for name in names}) == 1:
+            yield from names
+
+
 def _option_groups(catalog: Catalog, values: Values) -> Iterator[Collection[str]]:
     """Yield the counters of each of an optimizer's groups of parameters."""
     for name, entry in catalog.objects.items():
@@ -86,5 +118,9 @@ def _parameter_of(name: str) -> str:
 def _module_of(name: str) -> str:
     """Return the name of a parameter's layer, up to its number, or else of its module."""
     steps = _parameter_of(name).split(".")
-    number = next((at for at, step in enumerate(steps) if step.isdigit()), len(steps) - 2)
-    return ".".join(steps[: number + 1])
+    number = _first_number(steps)
+    return ".".join(steps[: len(steps) - 1 if number is None else number + 1])
+
+
+def _first_number(steps: Sequence[str]) -> int | None:
+    return next((at for at, step in enumerate(steps) if step.isdigit()), None)

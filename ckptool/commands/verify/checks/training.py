@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ckptool.commands.verify.checks.begun_later import begun_later
+from ckptool.commands.verify.checks.begun_later import code_of_fewer
 from ckptool.core.catalog import Catalog, Container, Place, RankStep, TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some
@@ -190,9 +190,10 @@ class StepCounters:
         for value, names in fewer.items():
             self._values[value] = [n for n in names if n in odd and n not in unused]
         self._values = _of_one_optimizer(self._values)
-        if len(self._values) < 2 or (catalog and begun_later(self._values, catalog)):
+        code = code_of_fewer(self._values, catalog) if catalog else "steps-differ"
+        if len(self._values) < 2 or code is None:
             return
-        code = "steps-differ" if len(self._values) <= _FEW_VALUES else "steps-scattered"
+        code = code if len(self._values) <= _FEW_VALUES else "steps-scattered"
         ordered = sorted(self._values.items(), key=lambda pair: len(pair[1]))
         parts = [f"{value:g} for {list_some(names, 1)}" for value, names in ordered[: _SHOWN + 1]]
         more = f" and {len(ordered) - len(parts)} more values" if len(ordered) > len(parts) else ""
