@@ -107,7 +107,8 @@ def test_moments_by_kind_have_the_shape_of_their_parameter(
     assert messages == [said] * count
 
 
-MATRICES = [f"layers.{n}.{part}" for n in range(6) for part in ("up", "down", "norm")]
+PARTS = ("up", "down", "norm", *(f"attention.{part}.weight" for part in "qkvo"))
+MATRICES = [f"layers.{n}.{part}" for n in range(6) for part in PARTS]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,10 @@ MATRICES = [f"layers.{n}.{part}" for n in range(6) for part in ("up", "down", "n
     [
         ({"layers.3.up"}, 1),
         (set(), 0),
-        ({"layers.3.up", "layers.3.down", "layers.3.norm"}, 0),  # frozen
+        ({f"layers.3.{part}" for part in PARTS}, 0),  # frozen
+        ({"layers.3.up", "layers.3.down", "layers.3.norm"}, 0),  # not used
+        ({f"layers.3.{part}" for part in PARTS[3:]}, 0),
+        ({"layers.3.up", "layers.3.attention.v.weight"}, 1),
         ({"layers.5.up"}, 0),  # not used in the last layer
         ({"layers.2.up", "layers.3.up"}, 0),
     ],
@@ -123,5 +127,6 @@ MATRICES = [f"layers.{n}.{part}" for n in range(6) for part in ("up", "down", "n
 def test_a_weight_of_one_layer_without_state(without: set[str], count: int, tmp_path: Path) -> None:
     path = written(tmp_path / "c", state(MATRICES, [n for n in MATRICES if n not in without]))
     messages = [finding.message for finding in found(path, "optimizer-incomplete")]
-    said = "model.layers.3.up: without optimizer state, which all other layers have of it"
-    assert messages == [said] * count
+    said = ": without optimizer state, which all other layers have of it"
+    names = sorted(f"model.{name}" for name in without)
+    assert messages == [f"{', '.join(names)}{said}"] * count

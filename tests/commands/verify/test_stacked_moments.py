@@ -101,16 +101,26 @@ def test_stacked_experts(change: Callable[[State], State], count: int, tmp_path:
     assert sum(len(finding.affected) for finding in findings) == count
 
 
-@pytest.mark.parametrize(("layer", "count"), [(2, 1), (0, 0), (5, 0)])
-def test_a_matrix_of_one_layer_without_moments(layer: int, count: int, tmp_path: Path) -> None:
-    """Its layer has others; the first and the last one may not be used whole."""
-    names = [LAYER.format(n, part) for n in range(6) for part in "abc"]
+@pytest.mark.parametrize(
+    ("layer", "parts", "count"),
+    [
+        (2, ["attention.q"], 1),
+        (2, ["attention.q", "attention.k"], 1),
+        (2, ["up"], 1),
+        (2, ["up", "down"], 0),  # the MLP may not be used
+        (2, ["attention.q", "attention.k", "attention.v"], 0),
+        (0, ["up"], 0),  # the first and the last layer may not be used whole
+        (5, ["up"], 0),
+    ],
+)
+def test_matrices_of_one_layer_without_moments(
+    layer: int, parts: list[str], count: int, tmp_path: Path
+) -> None:
+    kinds = [*(f"attention.{part}" for part in "qkv"), "up", "down"]
+    names = [LAYER.format(n, kind) for n in range(6) for kind in kinds]
     state = {name: torch.randn(10, 10) for name in names}
     for kind in KINDS_OF:
         state |= {f"{kind}.{name}": torch.rand(10, 10) for name in names}
-        state[f"{kind}.{LAYER.format(layer, 'b')}"].zero_()
-    findings = found(saved(tmp_path / "c", state))
-    assert len(findings) == count
-    for kind in KINDS_OF:
-        state[f"{kind}.{LAYER.format(layer, 'c')}"].zero_()
-    assert not found(saved(tmp_path / "most", state))
+        for part in parts:
+            state[f"{kind}.{LAYER.format(layer, part)}"].zero_()
+    assert len(found(saved(tmp_path / "c", state))) == count

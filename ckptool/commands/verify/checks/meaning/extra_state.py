@@ -4,9 +4,10 @@ not have, or of all layers but one.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from ckptool.commands.verify.checks.meaning.weights import are_of_a_branch
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import Catalog, RankStep, TensorEntry
 from ckptool.core.keymap.model import abstract
@@ -102,7 +103,7 @@ def _numbers_in_groups(catalog: Catalog) -> dict[str, set[int]]:
 def _lacking(catalog: Catalog, states: States) -> Iterator[Problem]:
     """Yield the weights without state of one layer in the middle, if all other layers have it.
 
-    Frozen layers are whole, and the first and the last may not be used whole.
+    Frozen layers are whole, and the first and the last may not be used whole, nor a branch of one.
     """
     models = models_by_tail(catalog.tensors)
     with_state = {name for each in states for name in _of_model(each, models)}
@@ -112,14 +113,14 @@ def _lacking(catalog: Catalog, states: States) -> Iterator[Problem]:
         if len(numbers) == 1:
             layers[kind][numbers[0]] = name
     lacking: dict[int, list[str]] = defaultdict(list)
-    having = Counter(
-        number for alike in layers.values() for number, n in alike.items() if n in with_state
-    )
+    having: dict[int, list[str]] = defaultdict(list)
+    for number, name in (each for alike in layers.values() for each in alike.items()):
+        having[number] += [name] * (name in with_state)
     for alike in layers.values():
         without = [number for number, name in alike.items() if name not in with_state]
         if len(without) == 1 and len(alike) > _LAYERS and min(alike) < without[0] < max(alike):
             lacking[without[0]].append(alike[without[0]])
     for number, names in lacking.items():
-        if having[number] >= len(names):
-            message = f"{list_some(names, _FEW)}: without optimizer state, which all other layers"
-            yield Problem(f"{message} have of it", "optimizer-incomplete", tensor=names[0])
+        if len(having[number]) >= len(names) and not are_of_a_branch(names, having[number]):
+            message = f"{list_some(sorted(names), _FEW)}: without optimizer state, which all other"
+            yield Problem(f"{message} layers have of it", "optimizer-incomplete", tensor=min(names))

@@ -1,8 +1,9 @@
 """Moments of layers' matrices beside those of other layers: all zero, or another's bit for bit.
 
 Much may rightly be zero: of experts that are never chosen, of whole layers that are frozen, or not
-used, as an encoder's last one. So of a layer in the middle less than half is judged. But where
-layers are stacked, as Megatron's are, nothing is frozen: it has no moments of what is.
+used, as an encoder's last one, or of a branch of a layer. So of a layer in the middle less than
+half is judged, and no whole modules. But where layers are stacked, as Megatron's are, nothing is
+frozen: it has no moments of what is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.checks.elements import Elements
 from ckptool.commands.verify.checks.meaning.stacks import Slices
-from ckptool.commands.verify.checks.meaning.weights import is_matrix, layers_of
+from ckptool.commands.verify.checks.meaning.weights import are_of_a_branch, is_matrix, layers_of
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.keymap.model import abstract
@@ -124,7 +125,9 @@ class Layers:
                 is_used = number < max(numbers) or len(lost) < len(names) or any(ends)
             else:
                 is_inside = len(numbers) > _LAYERS and min(numbers) < number < max(numbers)
-                is_used = is_inside and 2 * len(lost) < len(names)
+                others = {*names.values()}.difference(lost)
+                is_few = len(lost) < len(others) and not are_of_a_branch(lost, others)
+                is_used = is_inside and is_few
             yield from lost if is_used else ()
 
     def copied(self) -> Iterator[Problem]:

@@ -283,3 +283,17 @@ def layers_of(names: Iterable[str]) -> dict[_Layer, dict[str, str]]:
             kind = _NUMBER.sub("#", name)
             layers[kind.partition("#")[0], int(numbers[0])][kind] = name
     return layers
+
+
+def are_of_a_branch(lost: Collection[str], others: Iterable[str]) -> bool:
+    """Return whether what a layer lacks is of other modules than what it has, as if not used.
+
+    One weight alone is not: what it is computed with has gradients.
+    """
+    lacking, having = ({_module_of(name) for name in names} for names in (lost, others))
+    return len(lost) > 1 and lacking.isdisjoint(having)
+
+
+def _module_of(name: str) -> Sequence[str]:
+    """Return the name that follows a layer's number."""
+    return tuple(_NUMBER.split(name, maxsplit=1)[-1].split(".")[:2])
