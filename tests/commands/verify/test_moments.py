@@ -337,6 +337,31 @@ def test_a_rank_with_layers_of_a_kind_that_is_not_used_is_none() -> None:
     assert not of_ranks("nothing")
 
 
+@pytest.mark.parametrize(("zero", "count"), [(range(14, 28), 1), (range(12, 36), 0)])
+def test_a_rank_with_nothing_but_a_part_of_layers_that_are_not_used(
+    zero: range, count: int
+) -> None:
+    """Of four layers in a flat buffer, which four ranks share."""
+    seen: dict[str, Moment] = {}
+    located: dict[str, TensorEntry] = {}
+    for at, name in enumerate(f"exp_avg.{n}.{m}" for n in range(4) for m in "abc"):
+        seen[name] = Moment(is_square=False)
+        chunks = []
+        for rank in range(4):
+            low, high = max(at * 4, rank * 14), min(at * 4 + 4, rank * 14 + 14)
+            box = Box((low - at * 4,), (max(low, high) - at * 4,))
+            values = np.array([n not in zero for n in range(low, high)], np.float32)
+            if box.volume:
+                part = Part((4,), box, BY_NAME["float32"])
+                seen[name].take(values.view(np.uint8).data, part, 0)
+                chunks.append(Chunk(box, Extent("f", 0, (4,)), rank))
+        located[name] = TensorEntry(name, (name,), BY_NAME["float32"], (4,), tuple(chunks))
+    problems = list(_lost_ranks(seen, located))
+    assert ["all moments of rank 1 are zero, of" in str(each) for each in problems] == [
+        True
+    ] * count
+
+
 def copy_moments(state: State, *parts: str) -> State:
     for part in parts:
         for kind in ("exp_avg", "exp_avg_sq"):

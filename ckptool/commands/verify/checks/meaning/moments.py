@@ -153,7 +153,8 @@ def _lost_ranks(seen: Seen, located: Located) -> Iterator[Problem]:
     """Yield the ranks of which all moments are zero, of several kinds of layers that others use.
 
     A rank may well have nothing but rows that were never seen, experts that are never chosen, or
-    layers of a kind that is not used, such as those of images while there are none.
+    layers of a kind that is not used, such as those of images while there are none. Of a layer that
+    is not used, what others have of its tensors is zero, too.
     """
     zero: dict[int, list[str]] = defaultdict(list)
     for name, moment in seen.items():
@@ -169,7 +170,10 @@ def _lost_ranks(seen: Seen, located: Located) -> Iterator[Problem]:
     used = {_kind_of(n, located[n]) for n in seen if zero and not seen[n].is_zero}
     for rank, names in zero.items():
         kinds = {_kind_of(n, located[n]) for n in names if not _OF_EXPERTS.search(n)}
-        if len(kinds & used) >= _SEVERAL:
+        chunks = {n: [c for c in located[n].chunks if c.box.volume] for n in names}
+        cut = [n for n in names if any(chunk.rank != rank for chunk in chunks[n])]
+        is_lost = not cut or any(not seen[name].is_zero for name in cut)
+        if is_lost and len(kinds & used) >= _SEVERAL:
             message = f"{located[names[0]].name}: all moments of rank {rank} are zero, of"
             message += f" {plural(len(names), 'tensor')}, those of other ranks are not"
             yield Problem(message, "moments-zero", tensor=names[0])
