@@ -446,3 +446,18 @@ def test_moments_that_are_all_zero_by_the_count_of_a_group(
     torch.save({"optimizer": {"state": state, "param_groups": groups}}, tmp_path / "c.pt")
     messages = [finding.message for finding in found(tmp_path / "c.pt")]
     assert [f"but {count:g} steps are counted" in each for each in messages] == [True] * is_odd
+
+
+@pytest.mark.parametrize("kind", KINDS_OF)
+@pytest.mark.parametrize(("count", "is_odd"), [(10, False), (11, True)])
+def test_squares_of_gradients_that_are_kept_for_some_steps(
+    kind: str, count: int, is_odd: bool, tmp_path: Path
+) -> None:
+    """As AdaShift keeps them; in earlier versions there are no means either."""
+    state = {n: {each: torch.ones(4) for each in KINDS_OF} for n in range(3)}
+    for own in state.values():
+        own[kind].zero_()
+        own["exp_avg_sq"].zero_()
+    groups = [{"params": [0, 1, 2], "lr": 0.1, "keep_num": 10, "step": count}]
+    torch.save({"optimizer": {"state": state, "param_groups": groups}}, tmp_path / "c.pt")
+    assert bool(found(tmp_path / "c.pt")) == is_odd

@@ -41,6 +41,9 @@ _STEPS = 2
 """Counted steps after which something has moments: one step without gradients may be that which
 makes the state (DeepSpeed, torch's ``get_optimizer_state_dict``)."""
 
+_OPTION = re.compile(r"(?:.*\.)?param_groups\..+\.(\w+)")
+_COUNTS = ("step", "k", "params")
+"""What of an optimizer's groups is no option."""
 _OF_GROUP = re.compile(r".*\bparam_groups\.\d+\.step")
 _OF_EXPERTS = re.compile("expert|moe")
 _SEVERAL = 3
@@ -59,7 +62,7 @@ class Moments:
     def __init__(self, catalog: Catalog) -> None:
         self._names: dict[str, dict[str, str]] = defaultdict(dict)
         self._found: dict[str, Moment] = {}
-        self._steps = _steps_taken(catalog)
+        self._catalog = catalog
         self._slices = Slices({n: e for n, e in catalog.tensors.items() if _is_moment(n, e)})
         for name in self._slices.names:
             if (parsed := parse_moment(name)) is not None:
@@ -94,21 +97,34 @@ class Moments:
             yield from self._all_zero(elements, len(seen)) if elements.is_all else ()
             return
         layers = Layers(self._names, seen, self._slices, entries, elements)
-        yield from self._squares_lost(seen, entries, elements.source)
+        yield from self._squares_lost(seen, entries, elements)
         yield from self._cut(seen, entries, layers.weight_of, elements.source)
         yield from _lost_ranks(seen, entries) if elements.is_all else ()
         yield from layers.lost()
         yield from layers.copied()
 
     def _all_zero(self, elements: Elements, count: int) -> Iterator[Problem]:
-        least = elements.content.counters.least
-        steps = self._steps if least is None else least
-        if count > 1 and steps is not None and _STEPS <= steps < UNCOUNTED:
+        steps = self._steps_taken(elements)
+        is_counted = count > 1 and steps is not None and _STEPS <= steps < UNCOUNTED
+        if is_counted and not self._begins_later(steps):
             first = next(iter(self._found))
             message = f"{self._slices[first].label}: all moments of all parameters are zero, but"
             yield Problem(f"{message} {steps:g} steps are counted", "moments-zero", tensor=first)
 
-    def _squares_lost(self, seen: Seen, entries: Located, source: Files) -> Iterator[Problem]:
+    def _steps_taken(self, elements: Elements) -> float | None:
+        least = elements.content.counters.least
+        return _steps_of_values(self._catalog) if least is None else least
+
+    def _begins_later(self, steps: float | None) -> bool:
+        """Return whether an option says of at least as many steps as were taken.
+
+        Gradients may be kept for so many before there are squares of them (AdaShift).
+        """
+        named = ((_OPTION.fullmatch(name), e.value) for name, e in self._catalog.objects.items())
+        numbers = (n for option, n in named if option and option[1] not in _COUNTS)
+        return steps is not None and any(type(n) is int and n >= steps for n in numbers)
+
+    def _squares_lost(self, seen: Seen, entries: Located, elements: Elements) -> Iterator[Problem]:
         """Yield squares that are all zero where the mean is large enough not to be."""
         lost = {
             kinds[_MEAN]: kinds[_SQUARE]
@@ -117,11 +133,12 @@ class Moments:
             if seen[kinds[_SQUARE]].is_zero and not seen[kinds[_MEAN]].is_zero
             if entries[kinds[_SQUARE]].source_dtype.name in _WHOLE
         }
-        if not lost:
+        is_empty = all(moment.is_zero for moment in seen.values() if moment.is_square)
+        if not lost or (is_empty and self._begins_later(self._steps_taken(elements))):
             return
         from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
 
-        sizes = largest_sizes([entries[name] for name in lost], source)
+        sizes = largest_sizes([entries[name] for name in lost], elements.source)
         for mean, square in lost.items():
             size = sizes.get(entries[mean].name, 0.0)
             if size >= _VISIBLE:
@@ -185,7 +202,7 @@ def _kind_of(name: str, entry: TensorEntry) -> str:
     return str(entry.shape) if parameter.isdigit() else abstract(parameter)[0]
 
 
-def _steps_taken(catalog: Catalog) -> float | None:
+def _steps_of_values(catalog: Catalog) -> float | None:
     """Return the steps that an optimizer took, as far as values count them.
 
     DeepSpeed counts those that its loss scale skips, Megatron-core's optimizers have one count for
