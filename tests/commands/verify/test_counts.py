@@ -197,6 +197,18 @@ def test_what_other_trainers_count(fixture: str, values: dict[str, Any], expecte
     assert all(expected in text for text in found)
 
 
+@pytest.mark.parametrize("begun", [-1, 2])
+@pytest.mark.parametrize(("samples", "code"), [(18, "counts-differ"), (8, "counts-apart")])
+def test_a_step_that_was_set_by_hand(begun: int, samples: int, code: str) -> None:
+    """DeepSpeed's is an attribute of the engine; it counts samples, too."""
+    values = {"global_steps": 9, "global_samples": samples, "skipped_steps": 0}
+    values["lr_scheduler.last_batch_iteration"] = begun
+    root = FIXTURES / "deepspeed_zero_2" / "ckpt"
+    codes = [each.code for each in count_problems(*with_values(root, values))]
+    expected = [code if begun < 0 else "counts-apart"]
+    assert codes == expected + ["counts-apart"] * (samples < 9)
+
+
 @pytest.mark.parametrize("pointer", ["100", "200", "release", "", "1" * 100, "é", None])
 def test_a_pointer_names_a_folder_of_another_step(
     pointer: str | None, copy_of: Callable[[str], Path]

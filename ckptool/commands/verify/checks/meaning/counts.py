@@ -16,6 +16,7 @@ from msgspec import Struct
 from ckptool.commands.model.records import arguments_in
 from ckptool.commands.open import Survey
 from ckptool.core.catalog import Catalog
+from ckptool.core.quantization.master_names import mastered
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.companions import MEGATRON, TRAINER_STATE, read_json_object
 from ckptool.serialization.source import read_metadata
@@ -51,7 +52,8 @@ class Trainer(Struct, frozen=True):
     which a resume goes on from. Where a user may step schedulers otherwise, such as to the number
     of the ``epoch``, the optimizer's ``rate`` must tell that one has stepped. An optimizer has
     taken as many steps if ``optimizer`` says the step, too; one of more steps is another save's if
-    its learning rate is none of ``rates``, or where there are none.
+    its learning rate is none of ``rates``, or where there are none. A step that users may set to
+    any number (``is_set``) was if fewer samples were seen.
     """
 
     source: str
@@ -72,6 +74,7 @@ class Trainer(Struct, frozen=True):
     epoch: str = ""
     optimizer: str = ""
     rates: str = ""
+    is_set: bool = False
 
 
 _OF_RECORD = f"{TRAINER_STATE}: global_step"
@@ -111,6 +114,7 @@ TRAINERS = (
         skipped="skipped_steps",
         samples="global_samples",
         optimizer="global_steps",
+        is_set=True,
     ),
     Trainer(
         "transformers 5.24, trainer.py",
@@ -167,11 +171,10 @@ def count_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     """Yield what parts of a checkpoint count that is not what its step counts."""
     values = _values(surveyed.source, catalog)
     for trainer, step in _trainers(surveyed, catalog, values):
-        yield from _of_counts(trainer, values, surveyed.path, step)
-        yield from _of_engine(trainer, values, step)
-        for schedule in trainer.schedules:
-            yield from _of_schedule(trainer, schedule, values, step)
-        yield from _of_data(trainer, values, step)
+        samples = _number(values, trainer.samples)
+        is_set = trainer.is_set and samples is not None and samples < step
+        for problem in _of_step(trainer, values, surveyed.path, step):
+            yield problem.recoded("counts-apart") if is_set else problem
 
 
 def optimizer_step_problems(
@@ -196,7 +199,8 @@ def optimizer_step_problems(
         if taken > steps + 1:
             message = f"the optimizer has taken {taken:,g} steps, but {trainer.step} is {step:,}"
             is_other = not trainer.rates or _has_other_rate(optimizer, values.get(trainer.rates))
-            if are_several and is_other:
+            is_told = _agrees(trainer, values, taken) or _has_masters(optimizer)
+            if are_several and is_other and steps > 0 and not is_told:
                 yield Problem(f"{message}: they are of two saves", "counts-differ")
             else:
                 message += ": it had taken some before, or takes several at a time"
@@ -204,6 +208,24 @@ def optimizer_step_problems(
         elif taken < steps:
             message = f"the optimizer has taken {taken:,g} of {steps:,} steps: it was begun again,"
             yield Problem(f"{message} or is of an earlier save", "counts-apart")
+
+
+def _agrees(trainer: Trainer, values: Values, taken: float) -> bool:
+    """Return whether something beside a step counts as many as an optimizer has taken.
+
+    Then the step alone was set. Adam's state may have been made by one step more.
+    """
+    counts = ((_number(values, each.name), each.begin) for each in trainer.schedules)
+    counted = {count - begin for count, begin in counts if count is not None}
+    samples = _number(values, trainer.samples)
+    sizes = {samples % number for number in (taken, taken - 1)} if samples else set()
+    return not counted.isdisjoint((taken, taken - 1)) or 0 in sizes
+
+
+def _has_masters(optimizer: Catalog) -> bool:
+    """Return whether weights of another save would differ from masters, which is said of them."""
+    tensors = optimizer.tensors
+    return next(mastered(tensors, tensors, "float32"), None) is not None
 
 
 def _has_other_rate(optimizer: Catalog, rates: object) -> bool:
@@ -241,6 +263,15 @@ def _values(source: Files, catalog: Catalog) -> Values:
 def _number(values: Values, name: str) -> int | None:
     value = values.get(name)
     return value if type(value) is int and value >= -1 else None
+
+
+def _of_step(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
+    """Yield what is counted beside a step that it contradicts."""
+    yield from _of_counts(trainer, values, path, step)
+    yield from _of_engine(trainer, values, step)
+    for schedule in trainer.schedules:
+        yield from _of_schedule(trainer, schedule, values, step)
+    yield from _of_data(trainer, values, step)
 
 
 def _of_counts(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
