@@ -1,4 +1,4 @@
-"""Whether the parts of a checkpoint count to the same step: one row a trainer.
+"""Whether the parts of a checkpoint count to the same step.
 
 Much may rightly differ: an optimizer that was begun again, learning rates by epochs, samples or
 processes, data in batches that grew. So a number is compared only with one that its trainer writes
@@ -8,151 +8,25 @@ beside it in the same save, or with what no step can leave.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 
-from msgspec import Struct
-
-from ckptool.commands.model.records import arguments_in
 from ckptool.commands.open import Survey
+from ckptool.commands.verify.checks.meaning.trainer_counts import (
+    Schedule,
+    Trainer,
+    Values,
+    number_in,
+    trainers_of,
+    values_of,
+)
 from ckptool.core.catalog import Catalog
 from ckptool.core.quantization.master_names import mastered
 from ckptool.errors import CkptoolError, Problem
-from ckptool.formats.companions import MEGATRON, TRAINER_STATE, read_json_object
 from ckptool.serialization.source import read_metadata
-from ckptool.serialization.state_dict.leaves import read_file_leaves
-from ckptool.storage.files import Files
 from ckptool.storage.place import file_at
 from ckptool.storage.url import Location
 
-Values = Mapping[str, object]
-
-
-class Schedule(Struct, frozen=True):
-    """What a scheduler counts under a name, and what that is before the first step.
-
-    It counts steps, or if not ``of_steps`` something of which every step has some.
-    """
-
-    name: str
-    begin: int = 0
-    of_steps: bool = True
-
-
-class Trainer(Struct, frozen=True):
-    """What a trainer counts, under the names of a checkpoint's values; ``source`` was read.
-
-    ``sign`` is the writer or framework, or a file, that its checkpoints are known by, ``folder``
-    the name of a step, ``pointer`` the file beside it that has the number of the latest. On
-    ``skipped`` steps no scheduler counts; where loss scaling may skip steps that nobody counts,
-    ``scaled`` says whether it is used. Where a user may count at the end of an epoch only,
-    ``epochs`` says how many there were. ``batch`` is how many ``samples`` a step has, unless
-    ``growth`` says that it changes. An ``engine`` that steps for the trainer counts at
-    most one fewer an epoch, whose last batches may be left over. The step is one of ``counts``,
-    which a resume goes on from. Where a user may step schedulers otherwise, such as to the number
-    of the ``epoch``, the optimizer's ``rate`` must tell that one has stepped. An optimizer has
-    taken as many steps if ``optimizer`` says the step, too; one of more steps is another save's if
-    its learning rate is none of ``rates``, or where there are none. A step that users may set to
-    any number (``is_set``) was if fewer samples were seen.
-    """
-
-    source: str
-    sign: str
-    step: str
-    folder: str = r"(?!)"
-    pointer: str = ""
-    schedules: tuple[Schedule, ...] = ()
-    skipped: str = ""
-    scaled: str = ""
-    epochs: str = ""
-    samples: str = ""
-    batch: str = ""
-    growth: str = ""
-    engine: str = ""
-    counts: tuple[str, ...] = ()
-    rate: str = ""
-    epoch: str = ""
-    optimizer: str = ""
-    rates: str = ""
-    is_set: bool = False
-
-
-_OF_RECORD = f"{TRAINER_STATE}: global_step"
-_SCHEDULE = "scheduler.pt"
-_UNSAID = "?"
-"""What no value says: training_args.fp16 is false, too, where accelerate's own settings scale."""
-_LOOP, _DONE = "loops.fit_loop.epoch_loop", ".total.completed"
-TRAINERS = (
-    Trainer(
-        "torchtitan b5bcd76, trainer.py and components/optimizer/lr_scheduler.py",
-        sign="torchtitan",
-        step="train_state.step",
-        folder=r"step-(\d{1,18})",
-        schedules=(Schedule("lr_scheduler.last_epoch"),),
-        samples="train_state.ntokens_seen",
-    ),
-    Trainer(
-        "Megatron-LM d98e8a6, training/training.py and checkpointing.py",
-        sign="Megatron-core",
-        step="iteration",
-        folder=r"iter_(\d{7,18})",
-        pointer=MEGATRON,
-        schedules=(Schedule("opt_param_scheduler.num_steps", of_steps=False),),
-        scaled="args.fp16",
-        samples="args.consumed_train_samples",
-        batch="args.global_batch_size",
-        growth="args.rampup_batch_size",
-    ),
-    Trainer(
-        "DeepSpeed edaa722, runtime/engine.py and lr_schedules.py; its tags may count anything",
-        sign="DeepSpeed",
-        step="global_steps",
-        schedules=(
-            Schedule("lr_scheduler.last_batch_iteration", -1),
-            Schedule("lr_scheduler.last_epoch"),
-        ),
-        skipped="skipped_steps",
-        samples="global_samples",
-        optimizer="global_steps",
-        is_set=True,
-    ),
-    Trainer(
-        "transformers 5.24, trainer.py",
-        sign=TRAINER_STATE,
-        step=_OF_RECORD,
-        folder=r"checkpoint-(\d{1,18})",
-        schedules=(Schedule("scheduler.last_epoch", of_steps=False),),
-        scaled=_UNSAID,
-        epochs=f"{TRAINER_STATE}: epoch",
-        engine="global_steps",
-        optimizer="scheduler.last_epoch",
-        rates="scheduler._last_lr",
-    ),
-    *(
-        Trainer(
-            "lightning 7f0c343, callbacks/model_checkpoint.py, loops/training_epoch_loop.py",
-            sign="Lightning",
-            step=f"{head}global_step",
-            folder=r"(?:.*[-_])?epoch=\d+-step=(\d{1,18})(?:-v\d+)?\.ckpt",
-            counts=(
-                f"{head}{_LOOP}.automatic_optimization.optim_progress.optimizer.step{_DONE}",
-                f"{head}{_LOOP}.manual_optimization.optim_step_progress{_DONE}",
-            ),
-        )
-        for head in ("", "meta.")
-    ),
-    *(
-        Trainer(
-            "lightning 7f0c343, loops/training_epoch_loop.py, which counts steps of all schedulers",
-            sign="Lightning",
-            step=f"{head}{_LOOP}.scheduler_progress{_DONE}",
-            schedules=(Schedule(f"{head}lr_schedulers.0.last_epoch", of_steps=False),),
-            rate=f"{optimizer}.param_groups.0.lr",
-            epoch=f"{head}epoch",
-        )
-        for head, optimizer in (("", "optimizer_states.0"), ("meta.", "optimizer_0"))
-    ),
-)
 _FIRST = 2
 """Steps of which a save is not the first: some trainers count from zero, others from one."""
 _OF_OPTIMIZER = re.compile(r"(?:.+\.)?state\..+\.step|step\..+")
@@ -169,9 +43,9 @@ _SCALINGS = 200
 
 def count_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     """Yield what parts of a checkpoint count that is not what its step counts."""
-    values = _values(surveyed.source, catalog)
-    for trainer, step in _trainers(surveyed, catalog, values):
-        samples = _number(values, trainer.samples)
+    values = values_of(surveyed.source, catalog)
+    for trainer, step in trainers_of(surveyed, catalog, values):
+        samples = number_in(values, trainer.samples)
         is_set = trainer.is_set and samples is not None and samples < step
         for problem in _of_step(trainer, values, surveyed.path, step):
             yield problem.recoded("counts-apart") if is_set else problem
@@ -191,10 +65,10 @@ def optimizer_step_problems(
     are_several = optimizer is not surveyed.catalog or len(optimizer.files) > 1
     counts = [e.value for n, e in optimizer.objects.items() if _OF_OPTIMIZER.fullmatch(n)]
     known = [count for count in (most, *counts) if type(count) in (int, float)]
-    values = _values(surveyed.source, surveyed.catalog) if known else {}
-    for trainer, step in _trainers(surveyed, surveyed.catalog, values) if known else ():
-        steps, taken = step - (_number(values, trainer.skipped) or 0), max(known)
-        if _number(values, trainer.optimizer) != step or not 0 < taken < UNCOUNTED:
+    values = values_of(surveyed.source, surveyed.catalog) if known else {}
+    for trainer, step in trainers_of(surveyed, surveyed.catalog, values) if known else ():
+        steps, taken = step - (number_in(values, trainer.skipped) or 0), max(known)
+        if number_in(values, trainer.optimizer) != step or not 0 < taken < UNCOUNTED:
             continue
         if taken > steps + 1:
             message = f"the optimizer has taken {taken:,g} steps, but {trainer.step} is {step:,}"
@@ -215,9 +89,9 @@ def _agrees(trainer: Trainer, values: Values, taken: float) -> bool:
 
     Then the step alone was set. Adam's state may have been made by one step more.
     """
-    counts = ((_number(values, each.name), each.begin) for each in trainer.schedules)
+    counts = ((number_in(values, each.name), each.begin) for each in trainer.schedules)
     counted = {count - begin for count, begin in counts if count is not None}
-    samples = _number(values, trainer.samples)
+    samples = number_in(values, trainer.samples)
     sizes = {samples % number for number in (taken, taken - 1)} if samples else set()
     return not counted.isdisjoint((taken, taken - 1)) or 0 in sizes
 
@@ -234,37 +108,6 @@ def _has_other_rate(optimizer: Catalog, rates: object) -> bool:
     return rate is not None and isinstance(rates, list) and rate.value not in rates
 
 
-def _trainers(surveyed: Survey, catalog: Catalog, values: Values) -> Iterator[tuple[Trainer, int]]:
-    """Yield the trainers whose checkpoint it may be, with the step that it is of."""
-    signs = {catalog.info.get(key) for key in ("framework", "writer")}
-    signs |= {TRAINER_STATE} & surveyed.source.files.keys()
-    for trainer in TRAINERS:
-        step = _number(values, trainer.step)
-        if trainer.sign in signs and step is not None:
-            yield trainer, step
-
-
-def _values(source: Files, catalog: Catalog) -> Values:
-    """Return a checkpoint's values and arguments, and the Trainer's record and schedule beside."""
-    values: dict[str, object] = {name: entry.value for name, entry in catalog.objects.items()}
-    values |= {f"args.{name}": value for name, value in arguments_in(catalog).items()}
-    if TRAINER_STATE not in source.files:
-        return values
-    with suppress(CkptoolError):
-        record = read_json_object(source, TRAINER_STATE)
-        values |= {f"{TRAINER_STATE}: {name}": value for name, value in record.items()}
-    if _SCHEDULE in source.files:
-        with suppress(CkptoolError):
-            leaves = read_file_leaves(source, _SCHEDULE, prefix=("scheduler",))
-            values |= {name: leaf.value for name, leaf in leaves.items()}
-    return values
-
-
-def _number(values: Values, name: str) -> int | None:
-    value = values.get(name)
-    return value if type(value) is int and value >= -1 else None
-
-
 def _of_step(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
     """Yield what is counted beside a step that it contradicts."""
     yield from _of_counts(trainer, values, path, step)
@@ -276,7 +119,7 @@ def _of_step(trainer: Trainer, values: Values, path: Location, step: int) -> Ite
 
 def _of_counts(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
     """Yield a problem if the step is none of the counts of the trainer, or that of another name."""
-    counts = {name: n for name in trainer.counts if (n := _number(values, name)) is not None}
+    counts = {name: n for name in trainer.counts if (n := number_in(values, name)) is not None}
     if not counts or step in counts.values():
         yield from _of_name(trainer, values, path, step)
         return
@@ -298,7 +141,7 @@ def _of_name(trainer: Trainer, values: Values, path: Location, step: int) -> Ite
     what = "folder" if path.is_dir() else "file"
     message = f"{trainer.step} is {step:,}, but the {what} is {path.name}"
     counts = (schedule.name for schedule in trainer.schedules)
-    count = next((name for name in counts if _number(values, name) == named), None)
+    count = next((name for name in counts if number_in(values, name) == named), None)
     if count is not None:
         message += f", and {count} is {named:,}: they are of two saves"
         yield Problem(message, "counts-differ")
@@ -324,7 +167,7 @@ def _of_engine(trainer: Trainer, values: Values, step: int) -> Iterator[Problem]
 
     More than one may be a step of the trainer, as of TRL's PPO.
     """
-    count, epochs = _number(values, trainer.engine), values.get(trainer.epochs)
+    count, epochs = number_in(values, trainer.engine), values.get(trainer.epochs)
     if count is None or not isinstance(epochs, int | float):
         return
     if step - count > epochs + _FIRST:
@@ -340,7 +183,7 @@ def _of_schedule(
     Those that wait for a metric to grow worse step when it is evaluated, and of several each has
     steps of its own.
     """
-    count, skipped = _number(values, schedule.name), _number(values, trainer.skipped) or 0
+    count, skipped = number_in(values, schedule.name), number_in(values, trainer.skipped) or 0
     head = schedule.name.rpartition(".")[0]
     is_one = values.keys().isdisjoint({schedule.name.replace(".0.", ".1.")} - {schedule.name})
     if count is None or not is_one or f"{head}.num_bad_epochs" in values:
@@ -363,7 +206,7 @@ def _has_stepped(trainer: Trainer, scheduler: str, values: Values) -> bool:
     rates, rate = values.get(f"{scheduler}._last_lr"), values.get(trainer.rate)
     if isinstance(rates, list) and rate is not None and rate not in rates:
         return True
-    steps = _number(values, f"{scheduler}._step_count") or 0
+    steps = number_in(values, f"{scheduler}._step_count") or 0
     return steps > _FIRST and values.get(trainer.epoch) != 0
 
 
@@ -374,7 +217,7 @@ def _is_in_second(epochs: object) -> bool:
 
 def _of_data(trainer: Trainer, values: Values, step: int) -> Iterator[Problem]:
     """Yield a problem if less data was seen than one sample a step, or not a batch a step."""
-    samples, batch = _number(values, trainer.samples), _number(values, trainer.batch)
+    samples, batch = number_in(values, trainer.samples), number_in(values, trainer.batch)
     if not samples or samples < 0:
         return  # older versions did not count them
     is_constant = trainer.growth in values and values[trainer.growth] is None

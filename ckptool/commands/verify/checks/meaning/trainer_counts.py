@@ -1,0 +1,179 @@
+"""What each trainer counts in a checkpoint, and beside it: one row a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+from msgspec import Struct
+
+from ckptool.commands.model.records import arguments_in
+from ckptool.commands.open import Survey
+from ckptool.core.catalog import Catalog
+from ckptool.errors import CkptoolError
+from ckptool.formats.companions import MEGATRON, TRAINER_STATE, read_json_object
+from ckptool.serialization.state_dict.leaves import read_file_leaves
+from ckptool.storage.files import Files
+
+Values = Mapping[str, object]
+
+
+class Schedule(Struct, frozen=True):
+    """What a scheduler counts under a name, and what that is before the first step.
+
+    It counts steps, or if not ``of_steps`` something of which every step has some.
+    """
+
+    name: str
+    begin: int = 0
+    of_steps: bool = True
+
+
+class Trainer(Struct, frozen=True):
+    """What a trainer counts, under the names of a checkpoint's values; ``source`` was read.
+
+    ``sign`` is the writer or framework, or a file, that its checkpoints are known by, ``folder``
+    the name of a step, ``pointer`` the file beside it that has the number of the latest. On
+    ``skipped`` steps no scheduler counts; where loss scaling may skip steps that nobody counts,
+    ``scaled`` says whether it is used. Where a user may count at the end of an epoch only,
+    ``epochs`` says how many there were. ``batch`` is how many ``samples`` a step has, unless
+    ``growth`` says that it changes. An ``engine`` that steps for the trainer counts at
+    most one fewer an epoch, whose last batches may be left over. The step is one of ``counts``,
+    which a resume goes on from. Where a user may step schedulers otherwise, such as to the number
+    of the ``epoch``, the optimizer's ``rate`` must tell that one has stepped. An optimizer has
+    taken as many steps if ``optimizer`` says the step, too; one of more steps is another save's if
+    its learning rate is none of ``rates``, or where there are none. A step that users may set to
+    any number (``is_set``) was if fewer samples were seen.
+    """
+
+    source: str
+    sign: str
+    step: str
+    folder: str = r"(?!)"
+    pointer: str = ""
+    schedules: tuple[Schedule, ...] = ()
+    skipped: str = ""
+    scaled: str = ""
+    epochs: str = ""
+    samples: str = ""
+    batch: str = ""
+    growth: str = ""
+    engine: str = ""
+    counts: tuple[str, ...] = ()
+    rate: str = ""
+    epoch: str = ""
+    optimizer: str = ""
+    rates: str = ""
+    is_set: bool = False
+
+
+_OF_RECORD = f"{TRAINER_STATE}: global_step"
+_SCHEDULE = "scheduler.pt"
+_UNSAID = "?"
+"""What no value says: training_args.fp16 is false, too, where accelerate's own settings scale."""
+_LOOP, _DONE = "loops.fit_loop.epoch_loop", ".total.completed"
+TRAINERS = (
+    Trainer(
+        "torchtitan b5bcd76, trainer.py and components/optimizer/lr_scheduler.py",
+        sign="torchtitan",
+        step="train_state.step",
+        folder=r"step-(\d{1,18})",
+        schedules=(Schedule("lr_scheduler.last_epoch"),),
+        samples="train_state.ntokens_seen",
+    ),
+    Trainer(
+        "Megatron-LM d98e8a6, training/training.py and checkpointing.py",
+        sign="Megatron-core",
+        step="iteration",
+        folder=r"iter_(\d{7,18})",
+        pointer=MEGATRON,
+        schedules=(Schedule("opt_param_scheduler.num_steps", of_steps=False),),
+        scaled="args.fp16",
+        samples="args.consumed_train_samples",
+        batch="args.global_batch_size",
+        growth="args.rampup_batch_size",
+    ),
+    Trainer(
+        "DeepSpeed edaa722, runtime/engine.py and lr_schedules.py; its tags may count anything",
+        sign="DeepSpeed",
+        step="global_steps",
+        schedules=(
+            Schedule("lr_scheduler.last_batch_iteration", -1),
+            Schedule("lr_scheduler.last_epoch"),
+        ),
+        skipped="skipped_steps",
+        samples="global_samples",
+        optimizer="global_steps",
+        is_set=True,
+    ),
+    Trainer(
+        "transformers 5.24, trainer.py",
+        sign=TRAINER_STATE,
+        step=_OF_RECORD,
+        folder=r"checkpoint-(\d{1,18})",
+        schedules=(Schedule("scheduler.last_epoch", of_steps=False),),
+        scaled=_UNSAID,
+        epochs=f"{TRAINER_STATE}: epoch",
+        engine="global_steps",
+        optimizer="scheduler.last_epoch",
+        rates="scheduler._last_lr",
+    ),
+    *(
+        Trainer(
+            "lightning 7f0c343, callbacks/model_checkpoint.py, loops/training_epoch_loop.py",
+            sign="Lightning",
+            step=f"{head}global_step",
+            folder=r"(?:.*[-_])?epoch=\d+-step=(\d{1,18})(?:-v\d+)?\.ckpt",
+            counts=(
+                f"{head}{_LOOP}.automatic_optimization.optim_progress.optimizer.step{_DONE}",
+                f"{head}{_LOOP}.manual_optimization.optim_step_progress{_DONE}",
+            ),
+        )
+        for head in ("", "meta.")
+    ),
+    *(
+        Trainer(
+            "lightning 7f0c343, loops/training_epoch_loop.py, which counts steps of all schedulers",
+            sign="Lightning",
+            step=f"{head}{_LOOP}.scheduler_progress{_DONE}",
+            schedules=(Schedule(f"{head}lr_schedulers.0.last_epoch", of_steps=False),),
+            rate=f"{optimizer}.param_groups.0.lr",
+            epoch=f"{head}epoch",
+        )
+        for head, optimizer in (("", "optimizer_states.0"), ("meta.", "optimizer_0"))
+    ),
+)
+
+
+def trainers_of(
+    surveyed: Survey, catalog: Catalog, values: Values
+) -> Iterator[tuple[Trainer, int]]:
+    """Yield the trainers whose checkpoint it may be, with the step that it is of."""
+    signs = {catalog.info.get(key) for key in ("framework", "writer")}
+    signs |= {TRAINER_STATE} & surveyed.source.files.keys()
+    for trainer in TRAINERS:
+        step = number_in(values, trainer.step)
+        if trainer.sign in signs and step is not None:
+            yield trainer, step
+
+
+def values_of(source: Files, catalog: Catalog) -> Values:
+    """Return a checkpoint's values and arguments, and the Trainer's record and schedule beside."""
+    values: dict[str, object] = {name: entry.value for name, entry in catalog.objects.items()}
+    values |= {f"args.{name}": value for name, value in arguments_in(catalog).items()}
+    if TRAINER_STATE not in source.files:
+        return values
+    with suppress(CkptoolError):
+        record = read_json_object(source, TRAINER_STATE)
+        values |= {f"{TRAINER_STATE}: {name}": value for name, value in record.items()}
+    if _SCHEDULE in source.files:
+        with suppress(CkptoolError):
+            leaves = read_file_leaves(source, _SCHEDULE, prefix=("scheduler",))
+            values |= {name: leaf.value for name, leaf in leaves.items()}
+    return values
+
+
+def number_in(values: Values, name: str) -> int | None:
+    """Return the value under a name if it counts something, from -1 on."""
+    value = values.get(name)
+    return value if type(value) is int and value >= -1 else None
