@@ -18,7 +18,7 @@ from verify.verify_runs import checked
 
 from ckptool.commands.open import Survey, survey
 from ckptool.commands.verify.checks.meaning.arguments import argument_problems
-from ckptool.commands.verify.checks.meaning.counts import count_problems
+from ckptool.commands.verify.checks.meaning.counts import count_problems, optimizer_step_problems
 from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.formats.companions import MEGATRON
 from ckptool.serialization.pickle.records import Call, Global
@@ -86,6 +86,57 @@ def test_what_torchtitan_counts(
     name: str, made: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
     assert said(torchtitan(tmp_path / name, **made)) == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize(
+    ("taken", "expected"),
+    [
+        (7, []),
+        (8, []),
+        (5, ["the optimizer has taken 5 of 7 steps: it was begun again, or is of an earlier save"]),
+        (
+            12,  # a load may leave the state of the training out
+            [
+                "the optimizer has taken 12 steps, but train_state.step is 7: it had taken some"
+                " before, or takes several at a time"
+            ],
+        ),
+    ],
+)
+def test_the_steps_of_torchtitans_optimizer(
+    taken: int, expected: list[str], tmp_path: Path
+) -> None:
+    surveyed = survey(torchtitan(tmp_path / "step-7"))
+    found = list(optimizer_step_problems(surveyed, surveyed.catalog, taken))
+    assert [(each.code, str(each)) for each in found] == [("counts-apart", e) for e in expected]
+
+
+@pytest.mark.parametrize("name", ["global_step_6/actor", "global_step_6"])
+@pytest.mark.parametrize(
+    ("taken", "counted", "expected"),
+    [
+        (6, 6, ""),
+        (24, 6, ""),  # of several mini-batches
+        (4, 4, ""),  # began when the critic had
+        (3, 6, "the optimizer has taken 3 of 6 steps: it was begun again, or is of an earlier"),
+        (9, 9, "extra_state.lr_scheduler.last_epoch is 9, but the folder is global_step_6"),
+    ],
+)
+def test_what_verl_counts(
+    name: str, taken: int, counted: int, expected: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.mkdir(parents=True)
+    files = {
+        "model": {"w": torch.ones(2)},
+        "optim": {"state": {0: {"step": torch.tensor(float(taken)), "exp_avg": torch.ones(2)}}},
+        "extra_state": {"lr_scheduler": {"last_epoch": counted}},
+    }
+    for kind, content in files.items():
+        torch.save(content, path / f"{kind}_world_size_1_rank_0.pt")
+    found = [f.message for f in checked(path).findings if f.code.startswith("counts-")]
+    assert len(found) == bool(expected)
+    assert all(message.startswith(expected) for message in found)
 
 
 def test_positions_of_a_replica_of_torchft(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from ckptool.serialization.source import read_metadata
 from ckptool.storage.place import file_at
 from ckptool.storage.url import Location
 
+_DIFFER = "counts-differ"
 _FIRST = 2
 """Steps of which a save is not the first: some trainers count from zero, others from one."""
 _OF_OPTIMIZER = re.compile(r"(?:.+\.)?state\..+\.step|step\..+")
@@ -70,18 +71,30 @@ def optimizer_step_problems(
         steps, taken = step - (number_in(values, trainer.skipped) or 0), max(known)
         if number_in(values, trainer.optimizer) != step or not 0 < taken < UNCOUNTED:
             continue
-        if taken > steps + 1:
+        if taken < steps:
+            message = f"the optimizer has taken {taken:,g} of {steps:,} steps: it was begun again,"
+            yield Problem(f"{message} or is of an earlier save", "counts-apart")
+        elif taken > steps + 1 and trainer.more:
             message = f"the optimizer has taken {taken:,g} steps, but {trainer.step} is {step:,}"
-            is_other = not trainer.rates or _has_other_rate(optimizer, values.get(trainer.rates))
-            is_told = _agrees(trainer, values, taken) or _has_masters(optimizer)
-            if are_several and is_other and steps > 0 and not is_told:
-                yield Problem(f"{message}: they are of two saves", "counts-differ")
+            is_sure = trainer.more == _DIFFER and are_several and steps > 0
+            if is_sure and _is_of_another_save(trainer, values, optimizer, taken):
+                yield Problem(f"{message}: they are of two saves", _DIFFER)
             else:
                 message += ": it had taken some before, or takes several at a time"
                 yield Problem(message, "counts-apart")
-        elif taken < steps:
-            message = f"the optimizer has taken {taken:,g} of {steps:,} steps: it was begun again,"
-            yield Problem(f"{message} or is of an earlier save", "counts-apart")
+
+
+def _is_of_another_save(trainer: Trainer, values: Values, optimizer: Catalog, taken: float) -> bool:
+    """Return whether nothing else tells that an optimizer with more steps is of the same save.
+
+    Its learning rate is what the scheduler gave, something beside the step counts as many, or
+    masters lie beside weights, from which those of another save differ.
+    """
+    if trainer.rates:
+        return _has_other_rate(optimizer, values.get(trainer.rates))
+    tensors = optimizer.tensors
+    has_masters = next(mastered(tensors, tensors, "float32"), None) is not None
+    return not has_masters and not _agrees(trainer, values, taken)
 
 
 def _agrees(trainer: Trainer, values: Values, taken: float) -> bool:
@@ -94,12 +107,6 @@ def _agrees(trainer: Trainer, values: Values, taken: float) -> bool:
     samples = number_in(values, trainer.samples)
     sizes = {samples % number for number in (taken, taken - 1)} if samples else set()
     return not counted.isdisjoint((taken, taken - 1)) or 0 in sizes
-
-
-def _has_masters(optimizer: Catalog) -> bool:
-    """Return whether weights of another save would differ from masters, which is said of them."""
-    tensors = optimizer.tensors
-    return next(mastered(tensors, tensors, "float32"), None) is not None
 
 
 def _has_other_rate(optimizer: Catalog, rates: object) -> bool:
@@ -134,12 +141,12 @@ def _of_name(trainer: Trainer, values: Values, path: Location, step: int) -> Ite
     It may have been renamed, and the run's pointer with it, unless a scheduler counts what the
     folder does.
     """
-    found = re.fullmatch(trainer.folder, path.name)
-    named = step if found is None else int(found[1])
-    if abs(named - step) <= 1:
+    found = re.fullmatch(rf"(?:.*/)?({trainer.folder})", f"{path.parent.name}/{path.name}")
+    named = int(found[2]) if found else step
+    if found is None or abs(named - step) <= 1 or (trainer.lags and step < named):
         return
     what = "folder" if path.is_dir() else "file"
-    message = f"{trainer.step} is {step:,}, but the {what} is {path.name}"
+    message = f"{trainer.step} is {step:,}, but the {what} is {found[1]}"
     counts = (schedule.name for schedule in trainer.schedules)
     count = next((name for name in counts if number_in(values, name) == named), None)
     if count is not None:

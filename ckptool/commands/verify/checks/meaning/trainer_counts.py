@@ -41,9 +41,10 @@ class Trainer(Struct, frozen=True):
     most one fewer an epoch, whose last batches may be left over. The step is one of ``counts``,
     which a resume goes on from. Where a user may step schedulers otherwise, such as to the number
     of the ``epoch``, the optimizer's ``rate`` must tell that one has stepped. An optimizer has
-    taken as many steps if ``optimizer`` says the step, too; one of more steps is another save's if
-    its learning rate is none of ``rates``, or where there are none. A step that users may set to
-    any number (``is_set``) was if fewer samples were seen.
+    taken as many steps if ``optimizer`` says the step, too; one of more is said with the code
+    ``more``, and is another save's if its learning rate is none of ``rates``, or where there are
+    none. A step that users may set to any number (``is_set``) was if fewer samples were seen. One
+    that ``lags`` may be before that of the folder.
     """
 
     source: str
@@ -64,7 +65,9 @@ class Trainer(Struct, frozen=True):
     epoch: str = ""
     optimizer: str = ""
     rates: str = ""
+    more: str = "counts-differ"
     is_set: bool = False
+    lags: bool = False
 
 
 _OF_RECORD = f"{TRAINER_STATE}: global_step"
@@ -80,6 +83,18 @@ TRAINERS = (
         folder=r"step-(\d{1,18})",
         schedules=(Schedule("lr_scheduler.last_epoch"),),
         samples="train_state.ntokens_seen",
+        optimizer="train_state.step",
+        more="counts-apart",  # a load may leave the state of the training out
+    ),
+    Trainer(
+        "verl 0.9, utils/checkpoint/fsdp_checkpoint_manager.py, workers/fsdp_workers.py: an actor"
+        " that waits for its critic lags, and takes several steps of its optimizer at a time",
+        sign="verl (by its file names)",
+        step="extra_state.lr_scheduler.last_epoch",
+        folder=r"global_step_(\d{1,18})(?:/actor|/critic)?",
+        optimizer="extra_state.lr_scheduler.last_epoch",
+        more="",
+        lags=True,
     ),
     Trainer(
         "Megatron-LM d98e8a6, training/training.py and checkpointing.py",
