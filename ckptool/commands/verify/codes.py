@@ -199,6 +199,7 @@ _CODES: dict[str, dict[str, Code]] = {
             "the last layers that arguments count are not there",
             "a load with these arguments looks for them; they may be left out on purpose",
         ),
+        "ranks-fewer": Code(_INFO, "random states are those of one node's ranks, not of all"),
         "weights-differ-from-masters": Code(
             _WARNING,
             "weights are not the optimizer's masters, rounded to the weights' type",

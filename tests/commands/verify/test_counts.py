@@ -6,6 +6,7 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,6 +201,30 @@ def test_random_states_of_one_rank_are_lost(
 ) -> None:
     path = of_trainer(tmp_path / "checkpoint-2", 2, scheduler={"last_epoch": 2}, ranks=ranks)
     assert said(path) == ([f"rank-missing: {missing}"] if missing else [])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "processes", "expected"),
+    [
+        (range(8), 8, []),
+        (range(8), 1, []),
+        (range(8), 16, ["ranks-fewer"]),  # one of two nodes
+        (range(8, 16), 16, ["ranks-fewer"]),
+        (range(12), 16, ["rank-missing"]),
+        (range(1, 16), 16, ["rank-missing"]),
+    ],
+)
+def test_random_states_of_a_block_of_ranks_are_lost(
+    ranks: range, processes: int, expected: list[str], tmp_path: Path
+) -> None:
+    path = of_trainer(tmp_path / "checkpoint-2", 2, scheduler={"last_epoch": 2}, ranks=ranks)
+    state = SimpleNamespace(num_processes=processes)
+    torch.save(SimpleNamespace(distributed_state=state), path / "training_args.bin")
+    findings = checked(path, quick=True).findings
+    found = [f for f in findings if f.message.startswith(("rng_state_", "random states of"))]
+    assert [each.code for each in found] == expected
+    first = min({*range(processes)}.difference(ranks), default=0)
+    assert all(f"rng_state_{first}.pth" in each.message for each in found)
 
 
 def with_values(path: Path, values: dict[str, Any]) -> tuple[Survey, Catalog]:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, groupby, pairwise, takewhile
 from math import gcd
 
+from ckptool.commands.model.records import Record
 from ckptool.commands.open import Survey
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some, plural
-from ckptool.errors import Problem
-from ckptool.formats.companions import TRAINER_STATE, loader_ranks
-from ckptool.serialization.source import find_missing_ranks
+from ckptool.errors import CkptoolError, Problem
+from ckptool.formats.companions import TRAINER_STATE, loader_ranks, size_in
+from ckptool.serialization.archive.read import read_torch_file
+from ckptool.serialization.pickle.records import Call
+from ckptool.serialization.source import Source, find_missing_ranks
 
 _RANDOM = re.compile(r"rng_state_(\d{1,6})\.pth")
 """The name of a rank's random states (transformers 4.20 to 5.24); of one process, no number."""
 _FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/model_optim_rng\.pt")
 """The file of a tensor, pipeline and expert rank (Megatron-LM d98e8a6, training/checkpointing.py);
 a second number is an expert rank's where there are no pipelines."""
+_ARGUMENTS = "training_args.bin"
 _PAIR = 2
 _FEW = 4
 
@@ -39,12 +44,50 @@ def rank_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
         message = f"{list_some(without, _FEW)}: without rng_state, which files of other ranks have"
         yield Problem(message, "rank-missing", file=without[0])
     random = sorted(int(m[1]) for m in map(_RANDOM.fullmatch, files) if m)
-    if TRAINER_STATE in files and not _are_of_a_node(random):
+    if TRAINER_STATE in files and random:
+        yield from _random_problems(random, _processes(surveyed.source), catalog.world_size)
+
+
+def _random_problems(random: Sequence[int], processes: int, world: int | None) -> Iterator[Problem]:
+    """Yield a problem if random states are missing, of some of the Trainer's ``processes``.
+
+    Those of a node are as many as those of each other; but where the model of all its ``world`` of
+    ranks is, their random states are, too.
+    """
+    rest = sorted({*range(processes)}.difference(random))
+    if not _are_of_a_node(random):
         distances = (after - before for before, after in pairwise(random))
-        inside = sorted(set(range(random[0], random[-1], gcd(*distances))).difference(random))
-        names = [f"rng_state_{rank}.pth" for rank in inside]
-        message = f"{list_some(names, _FEW)}: missing, of ranks up to {random[-1]}"
+        lost = sorted(set(range(random[0], random[-1], gcd(*distances))).difference(random))
+        whose = f"ranks up to {random[-1]}"
+    elif rest and (processes % len(random) or world == processes):
+        lost, whose = rest, plural(processes, "rank")
+    else:
+        lost = []
+    if lost:
+        names = [f"rng_state_{rank}.pth" for rank in lost]
+        message = f"{list_some(names, _FEW)}: missing, of {whose}"
         yield Problem(message, "rank-missing", file=names[0])
+    elif rest:
+        message = f"random states of {len(random)} of {processes} ranks, as one node has them"
+        yield Problem(f"{message}: without rng_state_{rest[0]}.pth", "ranks-fewer")
+
+
+def _processes(source: Source) -> int:
+    """Return how many processes the Trainer had, as its arguments say; else 0.
+
+    They hold accelerate's state (transformers 4.30 to 5.24).
+    """
+    if _ARGUMENTS in source.files:
+        with suppress(CkptoolError):
+            arguments = read_torch_file(source, _ARGUMENTS).inert
+            state = _fields_of(_fields_of(arguments).get("distributed_state"))
+            return size_in(state, "num_processes") or 0
+    return 0
+
+
+def _fields_of(value: object) -> Record:
+    fields = value.state if isinstance(value, Call) else None
+    return fields if isinstance(fields, dict) else {}
 
 
 def _without_random(files: Iterable[str], catalog: Catalog) -> list[str]:
