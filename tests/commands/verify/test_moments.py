@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_map
 from verify.verify_runs import checked
 
 from ckptool.commands.verify.checks.meaning.moment_bits import Moment
-from ckptool.commands.verify.checks.meaning.moments import _lost_ranks
+from ckptool.commands.verify.checks.meaning.moments import _lost_ranks, _steps_of_values
 from ckptool.commands.verify.findings import Finding
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Extent, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.check.spans import Part
 from ckptool.errors import CkptoolError, Problem
@@ -461,3 +461,19 @@ def test_squares_of_gradients_that_are_kept_for_some_steps(
     groups = [{"params": [0, 1, 2], "lr": 0.1, "keep_num": 10, "step": count}]
     torch.save({"optimizer": {"state": state, "param_groups": groups}}, tmp_path / "c.pt")
     assert bool(found(tmp_path / "c.pt")) == is_odd
+
+
+@pytest.mark.parametrize(
+    ("value", "steps"),
+    [
+        ({"param_groups": [{"step": 7.0}, {"step": 7.0}]}, 7),
+        ({"param_groups": [{"lr": 0.1}, None]}, None),
+        ({"param_groups": None}, None),
+        ([7], None),
+    ],
+)
+def test_the_steps_of_an_optimizer_that_is_one_value(value: object, steps: int | None) -> None:
+    """As of Megatron's ``dp_reshardable``."""
+    name = "optimizer.distributed.dp_group_idx_0.optimizer"
+    entries = {name: ObjectEntry(name, (name,), value), "x": ObjectEntry("x", ("x",), {"y": 9})}
+    assert _steps_of_values(Catalog("dcp", {}, entries, {})) == steps

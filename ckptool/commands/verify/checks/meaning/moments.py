@@ -212,8 +212,17 @@ def _steps_of_values(catalog: Catalog) -> float | None:
     taken, skipped = (entry.value if entry else None for entry in entries)
     if isinstance(taken, int) and isinstance(skipped, int):
         return taken - skipped
-    groups = (e.value for name, e in catalog.objects.items() if _OF_GROUP.fullmatch(name))
+    groups = [e.value for name, e in catalog.objects.items() if _OF_GROUP.fullmatch(name)]
+    groups += (group.get("step") for e in catalog.objects.values() for group in _groups_in(e.value))
     return max((count for count in groups if type(count) in (int, float)), default=None)
+
+
+def _groups_in(value: object) -> Iterator[Mapping[str, object]]:
+    """Yield the groups of an optimizer that is one value, as in Megatron's ``dp_reshardable``."""
+    groups = value.get("param_groups") if isinstance(value, dict) else None
+    yield from (
+        (each for each in groups if isinstance(each, dict)) if isinstance(groups, list) else ()
+    )
 
 
 def _negative(seen: Seen, located: Located) -> Iterator[Problem]:
