@@ -196,6 +196,20 @@ def test_a_layer_that_lacks_what_others_have(tmp_path: Path) -> None:
     assert all(name in found for name in lost)
 
 
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
+def test_a_model_that_lacks_what_is_outside_of_its_layers(name: str, tmp_path: Path) -> None:
+    expected = f"config-mismatch: config.json says Qwen2ForCausalLM, but {name} not found, and all"
+    assert of_a_model(tmp_path / "m", {}, name) == [f"{expected} layers are there"]
+    assert of_a_model(tmp_path / "n", {"more": ["score.weight"]}, name) == []
+    first = [each for each in shapes_of(QWEN) or {} if each.startswith("model.layers.0.")]
+    found = of_a_model(tmp_path / "o", {}, name, *first)  # a stage of a pipeline
+    assert not [text for text in found if "all layers are there" in text]
+    shapes = shapes_of(QWEN) or {}
+    tensors = {each: torch.ones(shape) for each, shape in shapes.items() if each != name}
+    save_file(tensors, tmp_path / "m" / FILE)  # the head is there, and tied to the embedding
+    assert len(said(tmp_path / "m")) == (name == "model.norm.weight")
+
+
 def test_a_layer_that_shares_what_another_has(tmp_path: Path) -> None:
     """As it is where ``save_model`` of safetensors leaves one of both out."""
     layer = {name: name.replace(".1.", ".0.") for name in shapes_of(QWEN) or {} if ".1." in name}

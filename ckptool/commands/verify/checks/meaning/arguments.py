@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
-from ckptool.commands.model.architectures import class_of, shapes_of
+from ckptool.commands.model.architectures import HEAD, class_of, is_tied, shapes_of
 from ckptool.commands.model.config import shared_names
 from ckptool.commands.model.records import CONFIG, Record, arguments_in, read_beside
 from ckptool.commands.open import Survey
@@ -102,6 +102,7 @@ def _is_stacked(name: str, entry: TensorEntry) -> bool:
 
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _COMPUTED = "rotary_emb.inv_freq"
+_EMBEDDING = "model.embed_tokens.weight"
 _FEW = 4
 _PART = 4
 """The share of a model, one in so many, of which more is not lost but left out."""
@@ -110,8 +111,9 @@ _PART = 4
 def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     """Yield a problem if a layer lacks what the model of config.json has in it, and others have.
 
-    With any tensor that this model has not, it is another one, whatever its config says, and where
-    much is missing, some was left out on purpose.
+    So it is if what precedes or follows all its layers is missing. With any tensor that this model
+    has not, it is another one, whatever its config says, and where much is missing, some was left
+    out on purpose, as a head is of a model that embeds.
     """
     config: Record = {}
     if surveyed.format.loading.config is not None:
@@ -128,6 +130,11 @@ def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem
     lacking = Counter(match[2] for match in places if match[0] in lost)
     found = (match for match in places if match[0] in lost and match[1] in layers)
     names = [match[0] for match in found if lacking[match[2]] <= having[match[2]]]
+    message = f"{CONFIG} says {class_of(config)}, but"
     if 0 < _PART * len(names) <= len(known):
-        message = f"{CONFIG} says {class_of(config)}, but {list_some(names, _FEW)} not found, which"
-        yield Problem(f"{message} other layers have", "config-mismatch", file=CONFIG)
+        message += f" {list_some(names, _FEW)} not found, which other layers have"
+        yield Problem(message, "config-mismatch", file=CONFIG)
+    outside = lost - {HEAD} - ({_EMBEDDING} if HEAD in known and is_tied(config) else set())
+    if outside and outside.isdisjoint(match[0] for match in places):
+        message += f" {list_some(sorted(outside), _FEW)} not found, and all layers are there"
+        yield Problem(message, "config-mismatch", file=CONFIG)
