@@ -72,8 +72,8 @@ def _broken_archive(
     read = ReadOptions("torch-save", storage_option=options.read.storage_option)
     try:
         examined = examine(file, replace(options, read=read, ignore=()))
-        catalog, most = examined.surveyed.catalog, examined.content.counters.most
-        others = (optimizer_step_problems(each, catalog, most) for each in beside)
+        catalog, taken = examined.surveyed.catalog, examined.content.counters.taken
+        others = (optimizer_step_problems(each, catalog, taken) for each in beside)
         report = examined.report(chain.from_iterable(others))
     except NoAnswer:
         raise

@@ -48,7 +48,7 @@ def with_side_state(
     except Unrecognized:
         return report
     beside = checked.report(
-        optimizer_step_problems(surveyed, checked.surveyed.catalog, checked.content.counters.most)
+        optimizer_step_problems(surveyed, checked.surveyed.catalog, checked.content.counters.taken)
     )
     left_out = {*_OF_A_FILE, *(_OF_STEPS if has_experts(catalog) else ())}
     found = [_of(name, each) for each in beside.findings if each.code not in left_out]

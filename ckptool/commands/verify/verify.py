@@ -289,7 +289,7 @@ class Verification:
             files = {p.file for p in self._problems if p.file and p.code in DAMAGE}
             elements = Elements(content, source, files, self._sample.is_all)
             self._problems += meaning_problems(elements)
-            steps = optimizer_step_problems(self.surveyed, self._catalog, content.counters.most)
+            steps = optimizer_step_problems(self.surveyed, self._catalog, content.counters.taken)
             self._problems += self._unless_damaged(steps)
         unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
         self._unchecked = unchecked - (self._kept.keys() if self._sample.leaves_none else set())

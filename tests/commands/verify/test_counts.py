@@ -108,7 +108,7 @@ def test_the_steps_of_torchtitans_optimizer(
     taken: int, expected: list[str], tmp_path: Path
 ) -> None:
     surveyed = survey(torchtitan(tmp_path / "step-7"))
-    found = list(optimizer_step_problems(surveyed, surveyed.catalog, taken))
+    found = list(optimizer_step_problems(surveyed, surveyed.catalog, {"": taken}))
     assert [(each.code, str(each)) for each in found] == [("counts-apart", e) for e in expected]
 
 

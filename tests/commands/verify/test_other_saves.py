@@ -79,13 +79,13 @@ def test_an_optimizer_of_another_save_of_deepspeed(
     for path in root.rglob("*model_states.pt"):
         torch.save(torch.load(path, weights_only=False) | counts, path)
     surveyed = survey(root)
-    problems = optimizer_step_problems(surveyed, surveyed.catalog, taken)
+    problems = optimizer_step_problems(surveyed, surveyed.catalog, {"": taken})
     found = [f"{each.code}: {each}" for each in problems]
     assert len(found) == bool(expected)
     assert all(text.startswith(expected) for text in found)
     assert surveyed.catalog is not None
     alone = replace(surveyed.catalog, files={"one.pt": 1})  # a file is of one save
-    problems = optimizer_step_problems(replace(surveyed, catalog=alone), alone, taken)
+    problems = optimizer_step_problems(replace(surveyed, catalog=alone), alone, {"": taken})
     assert [each.code for each in problems] == ["counts-apart"] * bool(expected)
 
 
@@ -95,7 +95,7 @@ def test_masters_tell_whether_weights_are_of_another_save(copy_of: Callable[[str
     for path in root.rglob("*model_states.pt"):
         torch.save(torch.load(path, weights_only=False) | counts, path)
     surveyed = survey(root)
-    problems = optimizer_step_problems(surveyed, surveyed.catalog, 9)
+    problems = optimizer_step_problems(surveyed, surveyed.catalog, {"": 9})
     assert [each.code for each in problems] == ["counts-apart"]
     said = [each.message for each in checked(root).findings if each.code == "counts-apart"]
     read = "the optimizer has taken 1 of"  # what its own files count
@@ -145,6 +145,42 @@ def test_what_lightning_counts(
     found = counted_by_lightning(tmp_path / "epoch=1-step=12.ckpt", head=head, **other)
     assert len(found) == bool(expected), found
     assert all(text.startswith(f"counts-differ: {head}{expected}") for text in found)
+
+
+def test_one_of_several_schedulers_that_began_again(tmp_path: Path) -> None:
+    path = tmp_path / "epoch=1-step=12.ckpt"
+    assert counted_by_lightning(path, schedules=3) == []
+    assert counted_by_lightning(path, schedules=3, _step_count=None) == []  # of a chain
+    (found,) = counted_by_lightning(path, schedules=3, _step_count=9)
+    each = ", ".join(f"{(8, 12, 12)[n]} of lr_schedulers.{n}" for n in range(3))
+    assert found.startswith(f"counts-apart: {each} are fewer than the 36 steps of all schedulers: ")
+
+
+@pytest.mark.parametrize(
+    ("taken", "more", "expected"),
+    [
+        ((8, 16), {}, 0),  # as of a GAN
+        ((16, 16), {}, 0),  # some of its own
+        ((8, 14), {}, 0),  # one of no gradients
+        ((8, 10), {}, 1),
+        ((8, 10), {"MixedPrecision.scale": 1.0}, 0),  # loss scaling may have skipped some
+        ((8,), {}, 0),  # the other keeps no count
+    ],
+)
+def test_one_of_two_optimizers_of_an_earlier_save(
+    taken: tuple[int, ...], more: dict[str, float], expected: int, tmp_path: Path
+) -> None:
+    loop = "loops.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed"
+    values: dict[str, Any] = {"global_step": 24, loop: 24} | more
+    values |= {f"optimizer_states.{n}.param_groups.0.lr": 0.5 for n in range(2)}
+    path = tmp_path / "c.ckpt"
+    torch.save({"pytorch-lightning_version": "2.6.6", "state_dict": {}, "w": torch.ones(2)}, path)
+    surveyed, catalog = with_values(path, values)
+    steps = {f"optimizer_states.{n}": float(count) for n, count in enumerate(taken)}
+    problems = optimizer_step_problems(replace(surveyed, catalog=catalog), catalog, steps)
+    found = [f"{each.code}: {each}" for each in problems]
+    said = "counts-apart: 8 of optimizer_states.0, 10 of optimizer_states.1 are fewer than the 24"
+    assert [text.startswith(said) for text in found] == [True] * expected
 
 
 QWEN = {

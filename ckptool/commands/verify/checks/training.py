@@ -134,11 +134,12 @@ Locate = Callable[[Sequence[str]], Mapping[str, Sequence[TensorEntry]]]
 class StepCounters:
     """The step counters of an optimizer's parameters: tensors of one element each.
 
-    ``most`` is the largest of them, also of DeepSpeed's, which are those of buffers of many.
+    ``taken`` are the most that each optimizer has, also of DeepSpeed's, which are those of buffers
+    of many.
     """
 
     def __init__(self) -> None:
-        self.most: float | None = None
+        self.taken: dict[str, float] = {}
         self._values: dict[float, list[str]] = {}
 
     def read(self, located: Iterable[TensorEntry], source: Files, *, announced: bool) -> None:
@@ -156,7 +157,8 @@ class StepCounters:
         with suppress(CkptoolError):
             for tile in tiles:
                 value = float(decode(tile.values.reshape(-1), entry.source_dtype)[0])
-                self.most = value if self.most is None else max(self.most, value)
+                optimizer = optimizer_of(entry.name)
+                self.taken[optimizer] = max(self.taken.get(optimizer, value), value)
                 if entry.name.endswith(_COUNTER):
                     self._values.setdefault(value, []).append(entry.name)
 
@@ -201,13 +203,18 @@ class StepCounters:
         yield Problem(message, code, tensor=ordered[0][1][0])
 
 
+def optimizer_of(name: str) -> str:
+    """Return what precedes the state of an optimizer, of which there may be several."""
+    optimizer, is_state, _ = f".{name}".partition(_STATE)
+    return optimizer.lstrip(".") if is_state else ""
+
+
 def _of_one_optimizer(values: Mapping[float, Sequence[str]]) -> dict[float, list[str]]:
     """Return the counters of optimizers whose own differ."""
     found: dict[str, dict[float, list[str]]] = defaultdict(lambda: defaultdict(list))
     for value, names in values.items():
         for name in names:
-            optimizer, state, _ = f".{name}".partition(_STATE)
-            found[optimizer if state else ""][value].append(name)
+            found[optimizer_of(name)][value].append(name)
     differing: dict[float, list[str]] = defaultdict(list)
     for own in found.values():
         for value, names in own.items() if len(own) > 1 else ():

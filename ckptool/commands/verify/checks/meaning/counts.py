@@ -8,7 +8,7 @@ beside it in the same save, or with what no step can leave.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from ckptool.commands.open import Survey
@@ -20,6 +20,7 @@ from ckptool.commands.verify.checks.meaning.trainer_counts import (
     trainers_of,
     values_of,
 )
+from ckptool.commands.verify.checks.training import optimizer_of
 from ckptool.core.catalog import Catalog
 from ckptool.core.quantization.master_names import mastered
 from ckptool.errors import CkptoolError, Problem
@@ -34,6 +35,9 @@ _OF_OPTIMIZER = re.compile(r"(?:.+\.)?state\..+\.step|step\..+")
 """Names of values that count the steps of an optimizer's parameters; of groups some begin at 1."""
 _RATE = "param_groups.0.lr"
 """The learning rate in an optimizer.pt; the optimizer of a second ``train()`` is the first's."""
+_SCALER = re.compile(r"(?:meta\.)?\w+Precision\.scale")
+_FIRST_RATE = re.compile(r"(?:optimizer_states\.|optimizer_)\d+\.param_groups\.0\.lr")
+"""What Lightning saves of loss scaling, and of each of its optimizers."""
 UNCOUNTED = 1 << 53
 """More steps than anything counts one by one in a float."""
 _LONGEST = 64
@@ -53,22 +57,23 @@ def count_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
 
 
 def optimizer_step_problems(
-    surveyed: Survey, optimizer: Catalog | None, most: float | None
+    surveyed: Survey, optimizer: Catalog | None, read: Mapping[str, float]
 ) -> Iterator[Problem]:
     """Yield a problem if an optimizer has taken other steps than its trainer counts.
 
-    ``optimizer`` is the checkpoint itself, or one beside it, whose tensors count ``most`` steps. It
-    has taken fewer if it was begun again, and one more before the first (DeepSpeed's Adam). A file
-    is of one save.
+    ``optimizer`` is the checkpoint itself, or one beside it, of whose tensors those steps were
+    ``read`` that each optimizer has taken. It has taken fewer if it was begun again, and one more
+    before the first (DeepSpeed's Adam). A file is of one save.
     """
     if surveyed.catalog is None or optimizer is None:
         return
     are_several = optimizer is not surveyed.catalog or len(optimizer.files) > 1
-    counts = [e.value for n, e in optimizer.objects.items() if _OF_OPTIMIZER.fullmatch(n)]
-    known = [count for count in (most, *counts) if type(count) in (int, float)]
-    values = values_of(surveyed.source, surveyed.catalog) if known else {}
-    for trainer, step in trainers_of(surveyed, surveyed.catalog, values) if known else ():
-        steps, taken = step - (number_in(values, trainer.skipped) or 0), max(known)
+    each = _steps_of_each(optimizer, read)
+    values = values_of(surveyed.source, surveyed.catalog) if each else {}
+    for trainer, step in trainers_of(surveyed, surveyed.catalog, values) if each else ():
+        if trainer.counts:
+            yield from _of_all(each, values, step)
+        steps, taken = step - (number_in(values, trainer.skipped) or 0), max(each.values())
         if number_in(values, trainer.optimizer) != step or not 0 < taken < UNCOUNTED:
             continue
         if taken < steps:
@@ -82,6 +87,32 @@ def optimizer_step_problems(
             else:
                 message += ": it had taken some before, or takes several at a time"
                 yield Problem(message, "counts-apart")
+
+
+def _steps_of_each(optimizer: Catalog, read: Mapping[str, float]) -> Mapping[str, float]:
+    """Return the most steps that the parameters of each optimizer have, also if no tensors."""
+    steps = dict(read)
+    for name, entry in optimizer.objects.items():
+        if _OF_OPTIMIZER.fullmatch(name) and type(entry.value) in (int, float):
+            steps[optimizer_of(name)] = max(steps.get(optimizer_of(name), 0), entry.value)
+    return steps
+
+
+def _of_all(taken: Mapping[str, float], values: Values, step: int) -> Iterator[Problem]:
+    """Yield a problem if optimizers have taken fewer steps than they did together.
+
+    Steps that loss scaling skips are counted, and so may be one of no gradients (SWA).
+    """
+    is_scaled = any(_SCALER.fullmatch(name) for name in values)
+    groups = sum(bool(_FIRST_RATE.fullmatch(name)) for name in values)
+    if not is_scaled and groups == len(taken) and sum(taken.values()) + _FIRST < step:
+        yield _fewer_than_all(taken, step, "optimizers")
+
+
+def _fewer_than_all(taken: Mapping[str, float], step: int, what: str) -> Problem:
+    each = ", ".join(f"{count:,g} of {name}" for name, count in taken.items())
+    message = f"{each} are fewer than the {step:,} steps of all {what}: one was begun again, or is"
+    return Problem(f"{message} of an earlier save", "counts-apart")
 
 
 def _is_of_another_save(trainer: Trainer, values: Values, optimizer: Catalog, taken: float) -> bool:
@@ -192,8 +223,11 @@ def _of_schedule(
     """
     count, skipped = number_in(values, schedule.name), number_in(values, trainer.skipped) or 0
     head = schedule.name.rpartition(".")[0]
-    is_one = values.keys().isdisjoint({schedule.name.replace(".0.", ".1.")} - {schedule.name})
-    if count is None or not is_one or f"{head}.num_bad_epochs" in values:
+    several = schedule.name.replace(".0.", ".1.")
+    if several != schedule.name and several in values:
+        yield from _of_schedules(schedule, values, step)
+        return
+    if count is None or f"{head}.num_bad_epochs" in values:
         return
     if trainer.rate and not _has_stepped(trainer, head, values):
         return
@@ -206,6 +240,16 @@ def _of_schedule(
     elif schedule.of_steps and 0 < counted < steps:
         message = f"{schedule.name} has counted {counted:,} of {steps:,} steps: learning rates"
         yield Problem(f"{message} were begun again, or left out of a load", "counts-apart")
+
+
+def _of_schedules(schedule: Schedule, values: Values, step: int) -> Iterator[Problem]:
+    """Yield a problem if several schedulers have stepped fewer times than they did together."""
+    one = re.compile(rf"({re.escape(schedule.name.partition('.0.')[0])}\.\d+)\..+")
+    heads = dict.fromkeys(match[1] for match in map(one.fullmatch, values) if match)
+    calls = {head: number_in(values, f"{head}._step_count") for head in heads}
+    taken = {head: number - 1 for head, number in calls.items() if number is not None}
+    if len(taken) == len(heads) and sum(taken.values()) < step:
+        yield _fewer_than_all(taken, step, "schedulers")
 
 
 def _has_stepped(trainer: Trainer, scheduler: str, values: Values) -> bool:
