@@ -16,6 +16,8 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.model import abstract
 
 _STATE, _GROUPS, _PARAMS, _STEP = ".state.", ".param_groups.", ".params", ".step"
+_SEVERAL = 2
+"""Counters of a file that tell whose they are: where ranks share them out, each may have one."""
 _OUTSIDE = 2
 """Parameters before the layers, or after them, or of a shape that no layer has."""
 
@@ -46,7 +48,8 @@ def _have_own_files(names: Collection[str], values: Values, catalog: Catalog) ->
         for chunk in catalog.tensors[name].chunks[:1]:
             files[chunk.at.file].add(name)
     own = [found for found in files.values() if not found.isdisjoint(names)]
-    return len(own) < len(names) and len(own) < len(files) and set().union(*own) == set(names)
+    several = _SEVERAL * len(own) <= len(names)
+    return several and len(own) < len(files) and set().union(*own) == set(names)
 
 
 def _parts(values: Values, catalog: Catalog) -> Iterator[Collection[str]]:
