@@ -15,6 +15,7 @@ from ckptool.commands.document import Report
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import Completeness, unfinished
+from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run, written_after
 from ckptool.commands.runs.pointers import find_pointers, is_for_that, latest_source
@@ -224,8 +225,8 @@ class Assessor:
         The others in its folder may be of other steps, and are not to be read with it: what it has
         of a tensor is only its own shard.
         """
-        read = options.read
-        if part not in step.entries or not step.name.has_rank or read.from_format is not None:
+        read, name = options.read, parse_name(part.name, is_folder=False)
+        if part not in step.entries or not name.has_rank or read.from_format is not None:
             return options
         alone = replace(read, from_format="torch-save")
         ignore = (*options.ignore, "chunk-gap", "rank-missing")

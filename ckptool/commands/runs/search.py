@@ -196,7 +196,8 @@ def _joined(entries: Iterable[Step]) -> Iterator[Step]:
     """Yield the entries that are one step as one: their names differ in nothing but the part."""
     groups: dict[tuple[object, ...], list[Step]] = {}
     for entry in entries:
-        key = (*entry.series, entry.position) if entry.position else (entry.path,)
+        counted = (*entry.series, entry.position, entry.number)
+        key = (entry.path,) if entry.number is None else counted
         groups.setdefault(key, []).append(entry)
     for group in groups.values():
         group.sort(key=lambda each: (not _is_of_model(each), natural_key(str(each.path))))
