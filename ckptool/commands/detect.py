@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptool.commands.unread_files import require_listed, unlisted_problems
-from ckptool.core.text import list_some, one_of, plural
+from ckptool.core.text import list_some, natural_key, one_of, plural
 from ckptool.errors import (
     CkptoolError,
     Damaged,
@@ -26,7 +26,7 @@ from ckptool.errors import (
 from ckptool.formats import FORMATS, detect, file_rule, single_file_suffixes
 from ckptool.formats.base import EXTRA, FileRole, Format, ScanOptions
 from ckptool.formats.companions import latest_folder
-from ckptool.serialization.file_kinds import FileKind, detect_kind, read_head, require_packed
+from ckptool.serialization.file_kinds import detect_kind, foreign_files, read_head, require_packed
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.files import Files
 from ckptool.storage.local import LocalSource
@@ -146,7 +146,8 @@ def require_known(format_name: str | None) -> None:
 
 def _detect_from_file(path: Location) -> Candidate:
     """Detect the checkpoint that a file is part of, or the file by itself."""
-    if (on_disk(path) or _is_part(path.name)) and (whole := _find_enclosing(path)):
+    around = _folder_around(path) if on_disk(path) or _is_part(path.name) else None
+    if around is not None and (whole := _find_enclosing(path, around)):
         return whole
     source = file_at(path)
     archive = archive_in(source, path)
@@ -158,6 +159,8 @@ def _detect_from_file(path: Location) -> Candidate:
             raise Unrecognized(f"{path}: {what}: {list_some(list(archive.files))}", hint=hint)
         return inside
     alone = detect(source)
+    if alone and not alone.detection.suffixes and around is not None and not alone.matches(around):
+        alone = _single_file_format(path.name) or alone  # a rank's file that is none of a set
     if alone is not None:
         return Candidate(path, source, alone)
     if not source.files[path.name]:
@@ -185,18 +188,28 @@ def _detect_in_archive(path: Location, archive: PlacedFiles) -> Candidate | None
     return replace(found[0], path=path, beside=tuple(f"{path.name}/{name}" for name in rest))
 
 
-def _find_enclosing(path: Location) -> Candidate | None:
-    """Find the checkpoint in the file's folder that the file is only a part of."""
-    disk, singles = on_disk(path), single_file_suffixes()
-    # what lies far below a file by itself is none of it: that may be a home folder's millions
-    near = disk if path.name.endswith(tuple(singles)) else None
+def _folder_around(path: Location) -> Files | None:
+    """Return the folder of a file; of one that may be a checkpoint alone only the near files.
+
+    What lies far below it is none of it: that may be a home folder's millions.
+    """
+    near = _near(path)
     try:
-        folder = LocalSource.folder(near.parent, near=True) if near else folder_at(path.parent)
+        return LocalSource.folder(near.parent, near=True) if near else folder_at(path.parent)
     except NotFound:
         return None
+
+
+def _near(path: Location) -> Path | None:
+    return on_disk(path) if path.name.endswith(tuple(single_file_suffixes())) else None
+
+
+def _find_enclosing(path: Location, folder: Files) -> Candidate | None:
+    """Find the checkpoint in the file's folder that the file is only a part of."""
     found = _find_in_folder_of(path, folder)
-    alone = {name for row in singles.values() for name in (row.name, row.detection.folder)}
-    if near is None or found is None or (found.named is None and found.format.name in alone):
+    singles = single_file_suffixes().values()
+    alone = {name for row in singles for name in (row.name, row.detection.folder)}
+    if found is None or not _near(path) or (found.named is None and found.format.name in alone):
         return found
     return _find_in_folder_of(path, folder_at(path.parent))
 
@@ -293,21 +306,9 @@ def _nothing_found(path: Location, source: Files) -> Unrecognized:
     names = list(source.files)
     message = f"{path}: no checkpoint found in {plural(len(names), 'file')}: {list_some(names)}"
     hint = "run `ckptool formats` to list known formats; use --from FORMAT to force one"
-    for name, kind in _foreign_files(source):
+    for name, kind in foreign_files(source):
         return Unrecognized(f"{message}; {name} is {kind.what}", hint=kind.hint_for(name))
     return Unrecognized(message, hint=hint)
-
-
-def _foreign_files(source: Files) -> Iterator[tuple[str, FileKind]]:
-    """Yield the files that look like checkpoints or stand in for one, largest first."""
-    names = sorted(source.files, key=lambda name: -source.files[name])
-    for name in names[:_MOST_SHOWN]:
-        try:
-            kind = detect_kind(read_head(source, name), name)
-        except CkptoolError:
-            continue
-        if kind is not None and not kind.what.startswith("text") and "no tensors" not in kind.what:
-            yield name, kind
 
 
 def _with_beside(only: Candidate, path: Location, source: Files) -> Candidate:
@@ -369,6 +370,12 @@ def _candidates(
                 yield file
 
 
+def _single_file_format(name: str) -> Format | None:
+    """Return the format of a single file of this name."""
+    singles = single_file_suffixes()
+    return next((singles[suffix] for suffix in singles if name.endswith(suffix)), None)
+
+
 def _single_file(path: Location, source: Files, name: str) -> Candidate | None:
     is_side = name.endswith(EXTRA) and name.removesuffix(EXTRA) + ".safetensors" in source.files
     if is_side or not name.endswith((ARCHIVE, *single_file_suffixes())):
@@ -391,9 +398,3 @@ def _several(path: Location, candidates: list[Candidate]) -> Several:
         hint=f"pass one of them, for example {candidates[0].path}; `ckptool {path}` says which are"
         f" complete; `ckptool verify {path} --latest-good` finds the newest good one",
     )
-
-
-def natural_key(name: str) -> list[tuple[int, int | str]]:
-    """Return a sort key under which step-9 comes before step-10."""
-    parts = enumerate(re.split(r"([0-9]+)", name))
-    return [(0, int(part)) if at % 2 else (1, part) for at, part in parts]

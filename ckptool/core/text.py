@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from itertools import islice
 
@@ -70,3 +71,9 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(
         f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs
     )
+
+
+def natural_key(name: str) -> list[tuple[int, int | str]]:
+    """Return a sort key under which step-9 comes before step-10."""
+    parts = enumerate(re.split(r"([0-9]+)", name))
+    return [(0, int(part)) if at % 2 else (1, part) for at, part in parts]

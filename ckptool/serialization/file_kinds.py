@@ -6,14 +6,14 @@ Each is detected by its first bytes, its name, or the records of a zip archive.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from shlex import quote
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.errors import Damaged, Problem, Unrecognized
+from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognized
 
 if TYPE_CHECKING:
     from ckptool.serialization.source import Source
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 HEAD = 512
 """Bytes of a file's beginning that are examined."""
 _LONGEST_LINE = 60
+_MOST_LOOKED_AT = 12
 
 
 class FileKind(Struct, frozen=True):
@@ -274,3 +275,15 @@ def unrecognized_zip(names: Collection[str], file: str) -> Unrecognized:
 def read_head(source: Source, file: str) -> bytes:
     """Return the beginning of a file, for ``detect_kind``."""
     return source.read(file, 0, min(HEAD, source.files[file]))
+
+
+def foreign_files(source: Source) -> Iterator[tuple[str, FileKind]]:
+    """Yield the files that look like checkpoints or stand in for one, largest first."""
+    names = sorted(source.files, key=lambda name: -source.files[name])
+    for name in names[:_MOST_LOOKED_AT]:
+        try:
+            kind = detect_kind(read_head(source, name), name)
+        except CkptoolError:
+            continue
+        if kind is not None and not kind.what.startswith("text") and "no tensors" not in kind.what:
+            yield name, kind

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from msgspec.structs import replace
 
-from ckptool.commands.detect import detect_folder, find_checkpoints, natural_key
+from ckptool.commands.detect import detect_folder, find_checkpoints
 from ckptool.commands.open import survey_readable
 from ckptool.commands.runs.names import (
     Position,
@@ -20,6 +20,7 @@ from ckptool.commands.runs.names import (
 )
 from ckptool.commands.runs.steps import Run, Step, read_from, says_another
 from ckptool.commands.runs.trainers import POINTERS
+from ckptool.core.text import natural_key
 from ckptool.errors import NoAnswer, NotFound, Unrecognized
 from ckptool.formats import file_rule, latest_markers
 from ckptool.formats.base import FileRole

@@ -42,6 +42,7 @@ from ckptool.formats.rank_files.names import (
     STATES_OF_A_RANK,
     VERL_FAMILIES,
     RankFile,
+    are_slices,
     by_family,
     find_numbered_files,
     has_fsdp_folder,
@@ -141,6 +142,7 @@ def _files(
         claimed = {item.file for item in numbered}
         named = [*(item for item in named if item.file not in claimed), *numbered]
         named = keep_processes(source, named)
+        named = [] if are_slices(source, named) else named
     return _of_world(named, world)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 
 from ckptool.errors import Damaged, Problem, Several
-from ckptool.formats.rank_files.records import are_processes, recorded_ranks
+from ckptool.formats.rank_files.records import are_processes, recorded_ranks, records_shards
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
 from ckptool.serialization.source import Source, find_missing_ranks, require_rank
 
@@ -42,8 +42,13 @@ _SINGLE = re.compile(
 )
 STATES_OF_A_RANK = ("random_states", "rng_state", "extra_state")
 _SAVE_IN = re.compile(
-    rf"{_SAVE}[-_=.]?[0-9]{{1,18}}(?![0-9])|(?<![a-z])(?:best|last|latest)(?![a-z])", re.IGNORECASE
+    rf"{_SAVE}[-_=.]?[0-9]{{1,18}}(?![0-9])|(?<![a-z])(?:best|last|latest)(?![a-z])"
+    r"|(?<![0-9])0[0-9]{4,17}(?![0-9])",
+    re.IGNORECASE,
 )
+"""What says which save a file is of: a counting word, or a number with zeros before it, as in
+``optim_000020_rank1.pt`` of nanochat."""
+_OF_OPTIMIZER, _OF_MODEL = (re.compile(rf"(?<![a-z]){word}") for word in ("optim", "model"))
 
 
 class RankFile(Struct, frozen=True):
@@ -85,6 +90,19 @@ def rank_files(source: Source, *, by_number: bool = False) -> list[RankFile]:
         if match
     ]
     return [*ranked, *single] if ranked or has_fsdp_folder(source) else []
+
+
+def are_slices(source: Source, files: Sequence[RankFile]) -> bool:
+    """Return whether files are what each rank alone has of an optimizer, beside a whole model.
+
+    As nanochat writes it: the model once, and of the moments the rows that a rank updates. Nothing
+    says which those are, so each file is a checkpoint by itself.
+    """
+    own = {item.file for item in files}
+    if not own or not all(_OF_OPTIMIZER.match(item.family) for item in files):
+        return False
+    others = (file for file in source.files if file not in own and file.endswith(_SUFFIXES))
+    return any(map(_OF_MODEL.match, others)) and not records_shards(source, files[0].file)
 
 
 def other_saves(files: Sequence[RankFile], file: str) -> frozenset[str]:

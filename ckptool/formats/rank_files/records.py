@@ -92,13 +92,21 @@ def are_processes(source: Source, files: Sequence[str], numbers: Collection[int]
         contents = [read_file_leaves(source, file) for file in files]
     except CkptoolError:
         return True
-    if any(
-        isinstance(leaf.value, ShareLeaf) or is_flat(name)
-        for leaves in contents
-        for name, leaf in leaves.items()
-    ):
+    if any(map(_has_shards, contents)):
         return True
     return 1 in numbers and _have_equal_shapes(contents)
+
+
+def records_shards(source: Source, file: str) -> bool:
+    """Return whether a file says what it has of larger tensors, or cannot be read."""
+    try:
+        return _has_shards(read_file_leaves(source, file))
+    except CkptoolError:
+        return True
+
+
+def _has_shards(leaves: Mapping[str, Leaf]) -> bool:
+    return any(isinstance(leaf.value, ShareLeaf) or is_flat(name) for name, leaf in leaves.items())
 
 
 def _have_equal_shapes(contents: Sequence[Mapping[str, Leaf]]) -> bool:
