@@ -38,6 +38,11 @@ _ITERATION = _after("(?:iter(?:ation)?s?|ba|batch|updates?)")
 _CHECKPOINT = _after("(?:checkpoint|ckpt)")
 _EPOCH = _after("(?:epoch|ep)")
 _STAGE = _after("stage")
+_COUNTED = (
+    rf"(?i)(?<![a-z\d.]){_HYPER}(?P<number>\d{{1,18}})(?P<unit>(?!))?[-_](?:steps|epochs|iter(?:ation)?s)"
+    r"(?![a-z])"
+)
+"""A number before its word, as in ``rl_model_80_steps`` of stable-baselines3; often a length."""
 _METRIC = (
     r"(?:loss|acc|accuracy|auc|auroc|ap|map|f1|iou|miou|dice|bleu|rouge|ppl|perplexity|wer|cer|psnr"
     r"|ssim|fid|score|metric|err|error|mse|mae|rmse|r2|recall|precision|top[15]|val|valid|eval|test"
@@ -54,8 +59,8 @@ _APART = (
     r"(?i)(?<![\d.])\d+(?:\.\d+)?[bt](?![a-z0-9])|\d+x\d+(?:\.\d+)?[bm]?(?![a-z0-9])"
     r"|(?<![a-z])(?:run|exp|experiment|fold|cv|seed|version|ver|v|trial|split|job|id|attempt|replica"
     r"|replicat|worker|node|gpu|rank|part|shard|member|model_parallel|layer|expert|stage)s?[-_=]?\d+"
-    r"|(?<![a-z0-9])[a-z][\w/]*(?==)|\d+-of-\d+|(?<!\d)(?:19|20)\d\d[-_.]?[01]\d[-_.]?[0-3]\d(?:[-_tT.]?\d\d[-_:.]?\d\d"
-    r"(?:[-_:.]?\d\d)?)?(?!\d)|(?<!\d)\d\d[-_:]\d\d[-_:]\d\d(?!\d)|(?<![a-z0-9])(?=[0-9a-f]*\d)"
+    r"|(?<![a-z0-9])[a-z][\w/]*(?==)|\d+-of-\d+|(?<!\d)(?:19|20)\d\d[-_.]?[01]\d[-_.]?[0-3]\d(?:[-_tT.+]?\d\d[-_:.]?\d\d"
+    r"(?:[-_:.]?\d\d)?(?:\+\d\d)?)?(?!\d)|(?<!\d)\d\d[-_:]\d\d[-_:]\d\d(?!\d)|(?<![a-z0-9])(?=[0-9a-f]*\d)"
     r"(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}(?![a-z0-9])|\d+[km](?![a-z0-9])"
 )
 """Numbers of what is not a step: sizes, runs, dates, hashes."""
@@ -207,6 +212,9 @@ def _by_words(name: str, *, is_folder: bool) -> tuple[Spans, bool]:
     if not found and (match := _named(_CHECKPOINT, clean)) is not None:
         found["step"] = (*match.span("number"), _value(match))
         tells = is_folder
+    if not found and (match := _named(_COUNTED, clean)) is not None:
+        key = "epoch" if "epoch" in match[0].lower() else "step"
+        found[key] = (*match.span("number"), _value(match))
     if found and (match := _named(_STAGE, clean)) is not None:
         found["stage"] = (*match.span("number"), _value(match))
     return found, tells

@@ -45,6 +45,10 @@ FOLDER, FILE = True, False
         ("fold0_epoch3.pt", None, 3, None),
         ("best_model_9_val_acc=0.6123.pt", None, None, 9),
         ("checkpoint_1_500.pt", None, 1, 500),
+        ("rl_model_80_steps.zip", None, None, 80),
+        ("net-10-epochs.pt", None, 10, None),
+        ("sdxl_lightning_4step_unet.pth", None, None, None),
+        ("max_80_steps.pt", None, None, None),
         ("max_steps=1000", None, None, None),
     ],
 )
@@ -63,6 +67,7 @@ def test_what_a_name_counts(
         "seed42", "version_3", "model-v2", "2024-05-01", "20240501_120000.pt", "05-01-2024-run",
         "model-00001-of-00002.safetensors", "step_1e3", "w4a16.pt", "model.fp16.pt", "top5_71.pt",
         "deadbee1", "rank3.pt", "shard_7.pt", "epoch=x-val_loss=12.ckpt",
+        "CKPT+2026-11-29+06-00-04+01",
     ],
 )  # fmt: skip
 def test_other_numbers_are_no_step(name: str) -> None:
