@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptool.commands.unread_files import require_listed, unlisted_problems
-from ckptool.core.text import list_some, natural_key, one_of, plural
+from ckptool.core.text import list_some, natural_key, one_of
 from ckptool.errors import (
     CkptoolError,
     Damaged,
@@ -26,7 +26,13 @@ from ckptool.errors import (
 from ckptool.formats import FORMATS, detect, file_rule, single_file_suffixes
 from ckptool.formats.base import EXTRA, FileRole, Format, ScanOptions
 from ckptool.formats.companions import latest_folder
-from ckptool.serialization.file_kinds import detect_kind, foreign_files, read_head, require_packed
+from ckptool.serialization.file_kinds import (
+    detect_kind,
+    holds_counts_alone,
+    nothing_found,
+    read_head,
+    require_packed,
+)
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.files import Files
 from ckptool.storage.local import LocalSource
@@ -298,17 +304,7 @@ def _detect_below(path: Location, source: Files) -> Candidate:
             hint=f"`ckptool inspect {path.parent}` shows what is beside it",
         )
     require_packed(path.resolve(), source.files)
-    raise _nothing_found(path, source)
-
-
-def _nothing_found(path: Location, source: Files) -> Unrecognized:
-    """Return the error for a folder without a checkpoint, with what else is there."""
-    names = list(source.files)
-    message = f"{path}: no checkpoint found in {plural(len(names), 'file')}: {list_some(names)}"
-    hint = "run `ckptool formats` to list known formats; use --from FORMAT to force one"
-    for name, kind in foreign_files(source):
-        return Unrecognized(f"{message}; {name} is {kind.what}", hint=kind.hint_for(name))
-    return Unrecognized(message, hint=hint)
+    raise nothing_found(path, source)
 
 
 def _with_beside(only: Candidate, path: Location, source: Files) -> Candidate:
@@ -378,7 +374,8 @@ def _single_file_format(name: str) -> Format | None:
 
 def _single_file(path: Location, source: Files, name: str) -> Candidate | None:
     is_side = name.endswith(EXTRA) and name.removesuffix(EXTRA) + ".safetensors" in source.files
-    if is_side or not name.endswith((ARCHIVE, *single_file_suffixes())):
+    is_named = name.endswith((ARCHIVE, *single_file_suffixes()))
+    if is_side or not is_named or holds_counts_alone(source, name):
         return None
     alone = source.alone(name)
     archive = archive_in(alone, path / name)

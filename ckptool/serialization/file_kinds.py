@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ckptool.core.text import list_some, plural
 from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognized
 
 if TYPE_CHECKING:
@@ -164,6 +165,12 @@ _KINDS = (
         rb"\x80[\x02-\x05]",
     ),
     FileKind(
+        "a zip archive of other files",
+        "unzip FILE -d FOLDER, then run ckptool on FOLDER",
+        rb"PK\x03\x04(?!.{26,126}/data\.pkl)",
+        r".*\.(?:zip|mar)",
+    ),
+    FileKind(
         "a zip archive, such as torch.save writes",
         "use --from torch-save if torch.save wrote it",
         rb"PK\x03\x04",
@@ -232,7 +239,8 @@ def _zip_kind(names: Collection[str], file: str) -> FileKind | None:
     is_torchs = any(name.rpartition("/")[2] == "data.pkl" for name in names)
     if is_torchs or not file.endswith((".zip", ".mar")):
         return None
-    return FileKind("a zip archive of other files", "unzip FILE, then run ckptool on its folder")
+    hint = "unzip FILE -d FOLDER, then run ckptool on FOLDER"
+    return FileKind("a zip archive of other files", hint)
 
 
 def require_packed(folder: object, names: Collection[str]) -> None:
@@ -277,7 +285,29 @@ def read_head(source: Source, file: str) -> bytes:
     return source.read(file, 0, min(HEAD, source.files[file]))
 
 
-def foreign_files(source: Source) -> Iterator[tuple[str, FileKind]]:
+_COUNT = re.compile(
+    rb"(?:[\w.-]+: *)?(?:[-+]?[\d.]+(?:e[-+]?\d+)?|true|false|nan|inf)?\s*", re.IGNORECASE
+)
+
+
+def holds_counts_alone(source: Source, file: str) -> bool:
+    """Return whether a file is a text of numbers, as SpeechBrain keeps beside tensors."""
+    if not 0 < source.files[file] <= HEAD:
+        return False
+    return all(map(_COUNT.fullmatch, read_head(source, file).split(b"\n")))
+
+
+def nothing_found(path: object, source: Source) -> Unrecognized:
+    """Return the error for a folder without a checkpoint, with what else is there."""
+    names = list(source.files)
+    message = f"{path}: no checkpoint found in {plural(len(names), 'file')}: {list_some(names)}"
+    hint = "run `ckptool formats` to list known formats; use --from FORMAT to force one"
+    for name, kind in _foreign_files(source):
+        return Unrecognized(f"{message}; {name} is {kind.what}", hint=kind.hint_for(name))
+    return Unrecognized(message, hint=hint)
+
+
+def _foreign_files(source: Source) -> Iterator[tuple[str, FileKind]]:
     """Yield the files that look like checkpoints or stand in for one, largest first."""
     names = sorted(source.files, key=lambda name: -source.files[name])
     for name in names[:_MOST_LOOKED_AT]:

@@ -19,6 +19,7 @@ from ckptool.commands.runs.assessment import Assessor
 from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.pointers import find_pointers, is_for_that
+from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.steps import Step
 from ckptool.core.mesh import Mesh
 from ckptool.errors import NotFound, TransferError
@@ -48,11 +49,15 @@ class StepSummary(Struct, frozen=True):
 
 
 class RunSummary(Report, frozen=True):
-    """The steps of the run at ``path``, newest first; ``mentions`` are other files naming one."""
+    """The steps of the run at ``path``, newest first; ``mentions`` are other files naming one.
+
+    ``parts`` are the checkpoints in it, if it is one step itself.
+    """
 
     path: Location
     steps: tuple[StepSummary, ...]
     mentions: tuple[str, ...] = ()
+    parts: tuple[Location, ...] = ()
 
     schema: ClassVar = "inspect-run"
 
@@ -68,7 +73,7 @@ def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:
 
     Raises NotFound or Unrecognized if there is no checkpoint.
     """
-    opened = open_run(run, options)
+    opened = as_one_step(open_run(run, options))
     pointers: dict[Location, list[str]] = {}
     with suppress(TransferError):  # a pointer that cannot be read; the steps can be
         pointers = find_pointers(opened)
@@ -79,7 +84,8 @@ def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:
     for step in reversed(opened.steps):
         found = [each for each in pointers.get(step.path, ()) if each not in mentions]
         steps.append(_describe(step, assessor, found[0] if found else None))
-    return RunSummary(run, tuple(steps), mentions)
+    parts = next((step.parts for step in opened.steps if step.path == run), ())
+    return RunSummary(run, tuple(steps), mentions, parts)
 
 
 def _describe(step: Step, assessor: Assessor, pointer: str | None) -> StepSummary:

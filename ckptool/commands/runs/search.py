@@ -19,11 +19,12 @@ from ckptool.commands.runs.names import (
     stage_in,
 )
 from ckptool.commands.runs.steps import Run, Step, read_from, says_another
-from ckptool.commands.runs.trainers import POINTERS
+from ckptool.commands.runs.trainers import POINTERS, SPARED
 from ckptool.core.text import natural_key
 from ckptool.errors import NoAnswer, NotFound, Unrecognized
 from ckptool.formats import file_rule, latest_markers
 from ckptool.formats.base import FileRole
+from ckptool.serialization.file_kinds import nothing_found
 from ckptool.storage.files import Files
 from ckptool.storage.place import folder_at, has_any, require_there
 from ckptool.storage.url import Location, within
@@ -45,10 +46,7 @@ def find_run(place: Location) -> Run:
     source = folder_at(place)
     inner = list(_checkpoints(place, place, source))
     if not inner:
-        raise Unrecognized(
-            f"{place}: no checkpoint in this folder",
-            hint="list the known formats: ckptool formats",
-        )
+        raise nothing_found(place, source)
     entries = _entries(place, inner)
     entries += _without_checkpoint(entries)
     entries += _inside(place, entries, source)
@@ -62,9 +60,9 @@ def as_one_step(run: Run) -> Run:
     What lies in it, such as ``model`` and ``optim``, is parts of the step then, not steps.
     """
     place = run.path
-    if len(run.steps) < 2 or any(step.position for step in run.steps):
-        return run
     parts = [part for step in run.steps for part in step.parts]
+    if len(parts) < 2 or any(step.position for step in run.steps):
+        return run
     steps = _entries(place.parent, parts)
     return Run(place, tuple(steps), run.source) if len(steps) == 1 else run
 
@@ -176,12 +174,40 @@ def _entry_in(parts: tuple[str, ...], *, is_folder: bool) -> tuple[int, Position
 def _entries(run: Location, checkpoints: Iterable[Location]) -> list[Step]:
     """Return the checkpoints in one entry of a run as one step."""
     groups: dict[Location, list[Location]] = {}
+    checkpoints = list(checkpoints)
+    saves = _saves_by_contents(checkpoints)
     for checkpoint in checkpoints:
         parts = within(checkpoint, run).parts
         at, position = _entry_in(parts, is_folder=_is_folder(checkpoint))
-        path = run.joinpath(*parts[: at + 1]) if position else checkpoint
+        own = checkpoint.parent if checkpoint.parent in saves else checkpoint
+        path = run.joinpath(*parts[: at + 1]) if position else own
         groups.setdefault(path, []).append(checkpoint)
     return [_entry(run, path, inner) for path, inner in groups.items()]
+
+
+def _saves_by_contents(checkpoints: Sequence[Location]) -> set[Location]:
+    """Return the folders that are one save: an optimizer lies in them, beside what is none.
+
+    Nothing in such a folder counts, is the best or the last, or lies in a folder deeper below.
+    """
+    folders: dict[Location, list[Location]] = {}
+    for path in checkpoints:
+        folders.setdefault(path.parent, []).append(path)
+    around = {outer for folder in folders for outer in folder.parents}
+    return {f for f, files in folders.items() if f not in around and _is_one_save(files)}
+
+
+def _is_one_save(files: Sequence[Location]) -> bool:
+    names = [parse_name(path.name, is_folder=_is_folder(path)) for path in files]
+    if any(name.position or name.bare is not None for name in names):
+        return False
+    if any(re.fullmatch(SPARED, path.name) is not None for path in files):
+        return False
+    return {_is_of_optimizer(name.role) for name in names} == {True, False}
+
+
+def _is_of_optimizer(role: str) -> bool:
+    return not {"opt", "optim", "optims", "optimizer", "optimizers"}.isdisjoint(role.split())
 
 
 def _entry(run: Location, path: Location, inner: Sequence[Location]) -> Step:

@@ -50,7 +50,8 @@ def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
     if numbered:
         latest = f"  ckptool verify {visible(str(run.path))} --latest-good  # reads the data, too"
         result.append(Text(latest, "dim"))
-    return [*result, Text(f"  ckptool inspect {visible(str(last.path))}", "dim")]
+    inner = run.parts or (last.path,)
+    return [*result, *(Text(f"  ckptool inspect {visible(str(path))}", "dim") for path in inner)]
 
 
 def _wrapped(reasons: Iterable[str], screen: Console) -> Iterator[str]:
@@ -74,7 +75,7 @@ def _row(step: StepSummary, run: RunSummary, brief: bool, width: int) -> list[Ce
 
 
 def _name(step: StepSummary, run: RunSummary) -> str:
-    return str(step.path).removeprefix(f"{run.path}/")
+    return step.path.name if step.path == run.path else str(step.path).removeprefix(f"{run.path}/")
 
 
 def _mesh(mesh: Mesh | None, ranks: int | None) -> str:

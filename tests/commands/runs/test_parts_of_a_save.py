@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from trainer_runs import OPTIMIZER, WEIGHT
 import ckptool
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.assessment import RunReport, verify_run
-from ckptool.errors import Several
+from ckptool.errors import Several, Unrecognized
 
 
 def checked(run: Path) -> RunReport:
@@ -59,3 +60,48 @@ def test_a_model_and_its_optimizer_of_one_bare_number_are_one_step(tmp_path: Pat
     assert [(step.number, step.ok) for step in checked(tmp_path).steps] == [(20, True), (10, True)]
     (tmp_path / "model_20.pt").unlink()
     assert not checked(tmp_path).steps[0].ok
+
+
+def speechbrain(folder: Path, loss: float) -> None:
+    """SpeechBrain 1.1, utils/checkpoints.py: a file for each object, some are texts of numbers."""
+    folder.mkdir()
+    for name, state in (("enc", {"w": WEIGHT}), ("lr", {"steps": 3}), ("optimizer", OPTIMIZER)):
+        torch.save(state, folder / f"{name}.ckpt")
+    (folder / "counter.ckpt").write_text("2")
+    (folder / "brain.ckpt").write_text(f"avg_train_loss: {loss}\noptimizer_step: 8\nstep: 4\n")
+
+
+def test_files_beside_an_optimizer_in_a_folder_of_their_own_are_one_save(tmp_path: Path) -> None:
+    names = [f"CKPT+2026-11-29+06-00-0{second}+00" for second in (3, 4)]
+    for name in names:
+        speechbrain(tmp_path / name, 0.5)
+    steps = checked(tmp_path).steps
+    assert {(step.path.name, step.number, step.reasons) for step in steps} == {
+        (name, None, ()) for name in names
+    }
+    alone = ckptool.list_steps(tmp_path / names[0])
+    assert ([step.complete for step in alone.steps], len(alone.parts)) == ([True], 3)
+    (tmp_path / names[1] / "enc.ckpt").write_text("Access denied")
+    assert [step.ok for step in checked(tmp_path).steps].count(False) == 1
+
+
+def test_one_save_in_a_folder_that_counts_has_its_number(tmp_path: Path) -> None:
+    speechbrain(tmp_path / "step-5", 0.5)
+    assert [step.number for step in checked(tmp_path / "step-5").steps] == [5]
+    assert [step.number for step in ckptool.list_steps(tmp_path / "step-5").steps] == [5]
+
+
+def test_the_best_and_the_last_beside_an_optimizer_are_saves_apart(tmp_path: Path) -> None:
+    for name in ("best.pt", "last.pt"):
+        torch.save({"w": WEIGHT}, tmp_path / name)
+    torch.save(OPTIMIZER, tmp_path / "optimizer.pt")
+    assert len(checked(tmp_path).steps) == 3
+
+
+def test_a_folder_of_zip_archives_that_are_no_checkpoints(tmp_path: Path) -> None:
+    with ZipFile(tmp_path / "rl_model_40_steps.zip", "w") as archive:
+        archive.writestr("data", "{}")
+        archive.writestr("policy.pth", b"x" * 600)
+    with pytest.raises(Unrecognized, match="a zip archive of other files") as refused:
+        checked(tmp_path)
+    assert "unzip rl_model_40_steps.zip -d FOLDER" in str(refused.value.hint)
