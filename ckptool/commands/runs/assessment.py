@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +23,7 @@ from ckptool.commands.runs.pointers import find_pointers, is_for_that, latest_so
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoiling
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
+from ckptool.commands.runs.trainers import SPARED
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.commands.verify.verify import examine
@@ -37,7 +39,7 @@ class StepReport(Report, frozen=True):
     """The findings for each checkpoint of a step; ``reasons`` say why it is not good.
 
     ``beside`` are the other entries of the run that belong to the step; an ``export`` lies beside
-    the steps, without what training goes on from.
+    the steps, without all that training goes on from.
     """
 
     computed: ClassVar = ("ok",)
@@ -211,6 +213,7 @@ class Assessor:
             reasons += damaged_side_files(step, self._run, surveys, options)
         if not reasons:
             self._contents[step.path] = Contents.of(tuple(surveys))
+            export = export or self._is_state_beside(step)
             reasons += () if export else self._by_contents(step)
         if not reasons:
             self._good.add(step.series)
@@ -256,6 +259,19 @@ class Assessor:
 
     def _is_of_exports(self) -> bool:
         return all(is_export(each, self._run.path) for each in self._run.steps)
+
+    def _is_state_beside(self, step: Step) -> bool:
+        """Return whether it is what a trainer keeps once beside its steps: it has no model.
+
+        As torchtune's recipe_state, which has the optimizer of the latest.
+        """
+        names = within(step.path, self._run.path).parts
+        if step.number is not None or any(re.fullmatch(SPARED, name) for name in names):
+            return False
+        counted = (each for each in self._run.steps if each.number is not None)
+        return not self._contents[step.path].model and any(
+            self.contents_of(each).model for each in counted
+        )
 
     def _missing_parts(self, step: Step) -> list[str]:
         """Return the checkpoints that every older step of a series has, and a step has not."""

@@ -7,6 +7,7 @@ from zipfile import ZipFile
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from trainer_runs import OPTIMIZER, WEIGHT
 
 import ckptool
@@ -105,3 +106,20 @@ def test_a_folder_of_zip_archives_that_are_no_checkpoints(tmp_path: Path) -> Non
     with pytest.raises(Unrecognized, match="a zip archive of other files") as refused:
         checked(tmp_path)
     assert "unzip rl_model_40_steps.zip -d FOLDER" in str(refused.value.hint)
+
+
+def test_what_a_trainer_keeps_once_beside_its_steps_is_no_step(tmp_path: Path) -> None:
+    """torchtune 0.6, _checkpointer.py: recipe_state has the optimizer of the latest epoch."""
+    for epoch in (0, 1):
+        (folder := tmp_path / f"epoch_{epoch}").mkdir()
+        save_file({"w": WEIGHT}, folder / "model.safetensors", {"format": "pt"})
+    (folder := tmp_path / "recipe_state").mkdir()
+    torch.save({"optimizer": OPTIMIZER, "epochs_run": 2}, folder / "recipe_state.pt")
+    report = checked(tmp_path)
+    assert report.ok
+    assert report.latest_good is not None
+    assert report.latest_good.path == tmp_path / "epoch_1"
+    folder.rename(tmp_path / "epoch_2")
+    assert not checked(tmp_path).ok
+    (tmp_path / "epoch_2").rename(tmp_path / "last")
+    assert not checked(tmp_path).ok
