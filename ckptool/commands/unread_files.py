@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 _STEP = re.compile(r"(?:step|iter|epoch|checkpoint|ckpt)[a-z]*[-_=.]?[0-9]", re.IGNORECASE)
 _TENSORLESS = {"training_args.bin": "arguments of transformers' Trainer, no tensors"}
-_LORA = "pytorch_lora_weights.safetensors"
-"""What diffusers' training scripts save beside the state that accelerate goes on from."""
+_ADAPTER = re.compile(
+    r"pytorch_lora_weights\.safetensors|adapter_(?:model|\d+)\.(?:safetensors|pt|bin)"
+)
+"""What diffusers' scripts save beside accelerate's state, and torchtune beside merged weights."""
 _OF_TRAINER = re.compile(r"(?:optimizer|scheduler|scaler)\.(?:pt|bin)|rng_state(?:_\d+)?\.pth")
 """What transformers' Trainer (4.20 to 5.24) goes on from, beside a model and its record."""
 _MOST_FOLDERS = 200
@@ -97,8 +99,8 @@ def _file_notes(names: list[str], *, is_of_trainer: bool) -> Iterator[Problem]:
         first, some = group[0], list_some(group, 1)
         if tensorless := _TENSORLESS.get(first.rpartition("/")[2]):
             yield Problem(f"not read: {some}: {tensorless}", "note", file=first)
-        elif first == _LORA:
-            message = f"not read: {some}: diffusers' LoRA, a separate checkpoint"
+        elif _ADAPTER.fullmatch(first):
+            message = f"not read: {some}: an adapter, a separate checkpoint"
             yield Problem(message, "checkpoint-nested", file=first)
         elif is_of_trainer and _OF_TRAINER.fullmatch(first):
             message = f"beside the model: {some}: transformers' Trainer goes on from it"

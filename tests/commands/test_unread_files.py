@@ -421,3 +421,14 @@ def test_a_file_that_describes_a_checkpoint_stands_for_it(name: str, file: str) 
     whole = detect_checkpoint(described)
     assert whole.path == described.parent
     assert whole.source.files == LocalSource.folder(described.parent).files
+
+
+def test_an_adapter_beside_the_model_that_it_was_merged_into(tmp_path: Path) -> None:
+    """As torchtune 0.6 saves both, in PEFT's names and in its own."""
+    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    save_file({"a.lora_A": np.ones(2, np.float32)}, tmp_path / "adapter_model.safetensors")
+    torch.save({"a.lora_a": torch.ones(2)}, tmp_path / "adapter_0.pt")
+    assert notes_of(tmp_path).keys() == {
+        "checkpoint-nested adapter_model.safetensors",
+        "checkpoint-nested adapter_0.pt",
+    }
