@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import case
+from rich.console import Console as RichConsole
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
@@ -92,8 +93,8 @@ def test_a_log_has_lines_unless_they_are_not_wanted(name: str, tmp_path: Path) -
 
 def test_the_first_frame_of_the_bar_shows_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
-    terminal = Console(file=screen, force_terminal=True, width=100)
-    monkeypatch.setattr(progress_module, "console", lambda **_: terminal)
+    terminal = RichConsole(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(Console, "rich", lambda _: terminal)
     progress = Progress()
     progress.begin(100 << 20)
     progress.add(25 << 20)
