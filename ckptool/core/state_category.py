@@ -16,11 +16,15 @@ STATE_CATEGORIES = ("model", "optimizer", "other")
 
 _KIND = "fp32|exp_avg|exp_avg_sq|exp_inf|max_exp_avg_sq|momentum_buffer|square_avg"
 _KINDS = re.compile(_KIND)
-_STATE_DICT = r"(\w*_)?optim(izers?)?([A-Z_0-9]\w*)?"
-"""A step that holds an optimizer's state dict, such as ``optimizer_state_dict`` and ``optimG``."""
+_STATE_DICT = r"(?>(?:\w*_)?optim(?:izers?)?(?:[A-Z_0-9]\w*)?(?!\w))"
+"""A step that holds an optimizer's state dict, such as ``optimizer_state_dict`` and ``optimG``.
+
+Tried once, as are others below whose end is looked for first: else a long name that a stranger made
+takes the square of its length.
+"""
 _OPTIMIZER = re.compile(rf"{_STATE_DICT}|(opt|adam|chained)(_?\d+)?|{_KIND}")
 _OTHER = re.compile(
-    r"(\w*_)?schedulers?([A-Z_0-9]\w*)?|train_state|train|trainer|dataloader|data_loader"
+    r"(?>(?:\w*_)?schedulers?(?:[A-Z_0-9]\w*)?(?!\w))|train_state|train|trainer|dataloader|data_loader"
     r"|rng(_state)?|rng_states|extra_state|random_states|scaler|loss_scaler|sampler|meta|callbacks"
     r"|opt_param_scheduler|rerun_state_machine|checkpoint_version|iteration|content_metadata"
     r"|loops|step|epoch|global_step|config|cfg|args|progress|stateful|metrics|client_state"
@@ -29,8 +33,8 @@ _OTHER = re.compile(
 )
 _WRAPPER = re.compile(r"model|models|state_dict|model_state_dict|module|network|net|actor|ema")
 _OF_AN_OPTIMIZER = re.compile(
-    rf"(.+\.)?{_STATE_DICT}(\.[^.]+)?\.(state|param_groups|base_optimizer_state)(\..+)?"
-    rf"|(.+\.)?state\..+\.({_KIND}|step)"
+    rf"(?s)(.+\.)?{_STATE_DICT}(\.[^.]+)?\.(state|param_groups|base_optimizer_state)(\..+)?"
+    rf"|(?=.*\.(?:{_KIND}|step)\Z)(.+\.)?state\..+\.({_KIND}|step)"
 )
 """Names of an optimizer's state dict somewhere in another state dict."""
 _GROUPS = ".param_groups"

@@ -8,10 +8,13 @@ import pytest
 
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.dtype import BY_NAME
+from ckptool.core.quantization.master_names import parameter_of, parse_moment
 from ckptool.core.state_category import (
+    STATE_CATEGORIES,
     model_prefixes,
     optimizer_names,
     state_category,
+    state_category_of_name,
     weights,
     with_every_part,
     with_parts,
@@ -111,3 +114,15 @@ def test_an_optimizers_values_go_with_its_tensors(
 ) -> None:
     values = dict.fromkeys([*state, *settings, "step"], 1)
     assert optimizer_names(catalog(["model.w", *tensors], values)) == {*tensors, *state}
+
+
+@pytest.mark.parametrize(
+    "step", ["state.", "optim_", "optim.state.", "scheduler_", "state.exp_avg.", "state.param."]
+)
+@pytest.mark.parametrize("end", ["", "!", "\n", ".exp_avg", ".step", ".master_param"])
+def test_long_names_of_strangers_are_read_once(step: str, end: str) -> None:
+    """Each of these took minutes, the square of the length or worse."""
+    name = step * 20_000 + end
+    assert state_category_of_name(name, (name,)) in STATE_CATEGORIES
+    assert parameter_of(name) is None or "param" in name
+    assert parse_moment(name) is None or "exp_avg" in name

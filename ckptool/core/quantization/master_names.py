@@ -14,15 +14,15 @@ _PREFIXES = ("", "model.", "module.")
 """What may come before the name of a parameter that its master has: those of Megatron's
 torch_dist have nothing, DeepSpeed's ``module``."""
 _IN_STATE = re.compile(
-    r"(?:.+\.)?state\."
-    r"(?:(?:fp32_param|fp32_from_fp16|param)\.(?P<of_kind>.+)|(?P<own>.+)\.master_param)"
+    r"(?s)(?:.+\.)?state\.(?:fp32_param|fp32_from_fp16|param)\.(?P<of_kind>.+)"
+    r"|(?=.*\.master_param\Z)(?:.+\.)?state\.(?P<own>.+)\.master_param"
 )
 """The name of a master in an optimizer's state: by kind (Megatron-core's torch_dist; NeMo 1.2x, of
 Apex's DistributedFusedAdam), or by parameter (Megatron-FSDP, Transformer Engine's FusedAdam)."""
 _MOMENT = re.compile(
-    r"(?P<first>exp_avg(?:_sq)?)\.(?P<of_first>.+)"
+    r"(?s)(?P<first>exp_avg(?:_sq)?)\.(?P<of_first>.+)"
     r"|(?:.+\.)?state\.(?P<inner>exp_avg(?:_sq)?)\.(?P<of_inner>.+)"
-    r"|(?:(?:.+\.)?state\.)?(?P<of_last>.+)\.(?P<last>exp_avg(?:_sq)?)"
+    r"|(?=.*\.exp_avg(?:_sq)?\Z)(?:(?:.+\.)?state\.)?(?P<of_last>.+)\.(?P<last>exp_avg(?:_sq)?)"
 )
 """A moment's name: by kind (DeepSpeed, Megatron), or by parameter (torch)."""
 _LAYER = re.compile(r"(?<=\blayers)\.(\d+)(?=\.)")

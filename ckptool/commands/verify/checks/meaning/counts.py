@@ -31,7 +31,7 @@ from ckptool.storage.url import Location
 _DIFFER = "counts-differ"
 _FIRST = 2
 """Steps of which a save is not the first: some trainers count from zero, others from one."""
-_OF_OPTIMIZER = re.compile(r"(?:.+\.)?state\..+\.step|step\..+")
+_OF_OPTIMIZER = re.compile(r"(?s)(?=.*\.step\Z)(?:.+\.)?state\..+\.step|step\..+")
 """Names of values that count the steps of an optimizer's parameters; of groups some begin at 1."""
 _RATE = "param_groups.0.lr"
 """The learning rate in an optimizer.pt; the optimizer of a second ``train()`` is the first's."""

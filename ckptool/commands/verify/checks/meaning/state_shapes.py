@@ -17,9 +17,9 @@ from ckptool.core.state_category import state_category
 from ckptool.errors import Problem
 
 _KINDS = "exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer"
-_BY_KIND = re.compile(rf"(?:(?:.+\.)?state\.)?(?:{_KINDS})\.(.+)")
+_BY_KIND = re.compile(rf"(?s)(?:(?:.+\.)?state\.)?(?:{_KINDS})\.(.+)")
 """State as DeepSpeed and Megatron name it; a run of as many elements is that of a flat buffer."""
-_BY_PARAMETER = re.compile(rf"((?:(?:.+\.)?state\.)?(.+))\.(?:{_KINDS})")
+_BY_PARAMETER = re.compile(rf"(?s)(?=.*\.(?:{_KINDS})\Z)((?:(?:.+\.)?state\.)?(.+))\.(?:{_KINDS})")
 """State as torch names it; the parameter may be a number, then its first state says the shape."""
 _SQUARES = "exp_avg_sq"
 _DIMS = 2
