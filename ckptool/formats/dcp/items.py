@@ -103,7 +103,7 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
     found = catalog.tensors.items()
     closed = {n: e for n, e in found if not isinstance(e.chunks, LateChunks | RecordTable)}
     expect_items(source, Joined([_closed_places(entry) for entry in closed.values()]))
-    alike, alone = AlikeItems(source, closed.values()), AlikeItems(source, ())
+    alike = AlikeItems(source, closed.values())
     for name, entry in catalog.tensors.items():
         if name not in closed:
             contents.tensors[name] = entry
@@ -115,8 +115,8 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
             chunks: Sequence[Chunk] = _locate_chunks(source, entry, alike)
             table = whole.tensors[name].chunks
             if isinstance(table, ChunkTable):
-                opens = partial(_open_chunk, source, entry, alone)
-                chunks = LateChunks(table, opens, dict(enumerate(chunks)))
+                opened = dict(enumerate(chunks))
+                chunks = LateChunks(table, lambda chunk: chunk, opened)  # all are open
             contents.tensors[name] = replace(entry, chunks=chunks)
         except NoPlainTensor as error:
             inner = _read_inner_tensors(source, entry) or _read_sharded_state(source, entry)

@@ -36,7 +36,7 @@ WrittenValue = tuple[ObjectEntry, WrittenAt]
 
 
 class MetadataFile(FileLayout):
-    """The file; its bytes, hundreds of MB for a large mesh, are made when they are written."""
+    """``.metadata``, whose bytes, hundreds of MB for a large mesh, are made as they are written."""
 
     __slots__ = ("_pickler",)
 
