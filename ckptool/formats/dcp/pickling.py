@@ -36,25 +36,10 @@ WrittenValue = tuple[ObjectEntry, WrittenAt]
 
 
 class MetadataFile(FileLayout):
-    """``.metadata``, whose bytes, hundreds of MB for a large mesh, are made as they are written."""
+    """The file, in opcodes of protocol 4: hundreds of MB for a large mesh, made as it is written.
 
-    __slots__ = ("_pickler",)
-
-    def __init__(self, pickler: MetadataPickler) -> None:
-        super().__init__(".metadata", (), nbytes=pickler.nbytes)
-        self._pickler = pickler
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return (Literal(self._pickler.dump()),)
-
-    @property
-    def decisive(self) -> Iterable[Part]:
-        return self._pickler.decisive()
-
-
-class MetadataPickler:
-    """Writes opcodes of protocol 4. A method that returns bytes returns those that push a value."""
+    A method that returns bytes returns those that push a value.
+    """
 
     def __init__(self, chunks: WrittenItems, values: Sequence[WrittenValue]) -> None:
         self._head: list[bytes] = [pickle.PROTO + b"\x04"]
@@ -63,18 +48,14 @@ class MetadataPickler:
         self._values = values
         self._lists: dict[int, bytes] = {}
         self._files: Any = None
+        body = sum(map(len, self._body()))  # fills the head
+        super().__init__(".metadata", (), nbytes=sum(map(len, self._head)) + body)
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of the pickle."""
-        body = sum(map(len, self._body()))  # fills the head
-        return sum(map(len, self._head)) + body
+    def parts(self) -> tuple[Part, ...]:
+        return (Literal(b"".join([*self._head, *self._body()])),)
 
-    def dump(self) -> bytes:
-        """Return the pickle."""
-        body = b"".join(self._body())
-        return b"".join([*self._head, body])
-
+    @property
     def decisive(self) -> Iterator[Part]:
         """Yield what decides this file and, except for values, the files with chunks."""
         yield from map(Literal, self._chunks.decisive())

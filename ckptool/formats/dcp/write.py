@@ -14,7 +14,7 @@ from ckptool.core.selection import root_problem, with_loadable_paths
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.dcp.cuts import FileSplit, ItemBoxes, ItemFile, WrittenItems
-from ckptool.formats.dcp.pickling import MetadataFile, MetadataPickler, WrittenAt, WrittenValue
+from ckptool.formats.dcp.pickling import MetadataFile, WrittenAt, WrittenValue
 from ckptool.formats.dcp.splits import split_files
 from ckptool.formats.lightning import split_meta
 from ckptool.formats.writing import CARRIED, WriterAssignment, lay_out_companions, note_tied
@@ -49,7 +49,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     files = sorted({*chunks.written, *([0] if values else [])}, key=split.unit)
     layouts = [*lay_out_companions(catalog), *beside]
     layouts += [ItemFile(chunks, file, () if file else parts) for file in files]
-    layouts.append(MetadataFile(MetadataPickler(chunks, values)))
+    layouts.append(MetadataFile(chunks, values))
     notes = [*([changed_root] if changed_root else []), *note_tied(catalog)]
     if foreign:
         notes.append(f"{CARRIED}: {', '.join(foreign)}")
