@@ -245,10 +245,9 @@ def plan_large(tensors: int, chunks: int, mesh: str) -> Plan:
     target = parse_mesh(mesh)
     placed = PlacedTensors(target, {name: (Shard(0), Shard(1)) for name in catalog.tensors})
     plan = Plan(catalog, FORMATS["dcp"].lay_out(catalog, Request("out", placed=placed)))
-    files = {
-        n: plan.layout.files[n].parts for n in next(plan.batches(range(len(plan.layout.files))))
-    }
-    for group in plan.groups(files, TILE):
+    files = plan.layout.files
+    parts = {number: files[number].parts for number in next(plan.batches(range(len(files))))}
+    for group in plan.groups(parts, TILE):
         for _ in plan.jobs(group, TILE):
             pass
     return plan
