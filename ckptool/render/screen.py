@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
+
 if TYPE_CHECKING:
     from rich.console import Console as Rich
     from rich.console import ConsoleOptions
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 Piece = tuple[str, str]
 """Text, and its style as rich names it; empty for none."""
+Span = tuple[int, int, str]
+"""The first and the last character (exclusive) of a part, and its style."""
 
 MOST_LINES = 200
 """Lines of a list on a terminal."""
@@ -31,12 +34,13 @@ _TERMINALS = {"FORCE_COLOR", "TTY_COMPATIBLE"}
 
 
 class Text:
-    """Text in pieces, each with its style: of rich's ``Text`` what is used, by the same names."""
+    """Text with styles of its parts: of rich's ``Text`` what is used here, by the same names."""
 
-    __slots__ = ("pieces",)
+    __slots__ = ("plain", "spans")
 
-    def __init__(self, text: str = "", style: str = "") -> None:
-        self.pieces: list[Piece] = [(text, style)] if text else []
+    def __init__(self, text: str = "", style: str = "", spans: tuple[Span, ...] = ()) -> None:
+        self.plain = text
+        self.spans = ((0, len(text), style), *spans) if style and text else spans
 
     @classmethod
     def assemble(cls, *parts: str | Piece | Text) -> Text:
@@ -48,19 +52,15 @@ class Text:
 
     def append(self, part: str | Text, style: str = "") -> Text:
         """Add a part to the end, and return the text."""
-        if isinstance(part, Text):
-            self.pieces += part.pieces
-        elif part:
-            self.pieces.append((part, style))
+        at, added = len(self.plain), part if isinstance(part, Text) else Text(part, style)
+        if added.spans:
+            moved = ((at + begin, at + end, style) for begin, end, style in added.spans)
+            self.spans = (*self.spans, *moved)
+        self.plain += added.plain
         return self
 
     def __add__(self, part: str | Text) -> Text:
         return Text.assemble(self, part)
-
-    @property
-    def plain(self) -> str:
-        """The text alone."""
-        return "".join([text for text, _ in self.pieces])
 
     @property
     def cell_len(self) -> int:
@@ -68,24 +68,22 @@ class Text:
         return cell_len(self.plain)
 
     def __len__(self) -> int:
-        return sum(len(text) for text, _ in self.pieces)
+        return len(self.plain)
 
     def __getitem__(self, part: slice) -> Text:
         """Return a part of the characters, with their styles."""
-        cut = Text()
-        begin, end, _ = part.indices(len(self))
-        for text, style in self.pieces:
-            cut.append(text[max(0, begin) : max(0, end)], style)
-            begin, end = begin - len(text), end - len(text)
-        return cut
+        low, high, _ = part.indices(len(self.plain))
+        spans = (
+            (max(begin, low) - low, min(end, high) - low, style)
+            for begin, end, style in self.spans
+            if begin < high and end > low
+        )
+        return Text(self.plain[low:high], spans=tuple(spans))
 
     def rstrip(self) -> None:
         """Remove spaces from the end."""
-        while self.pieces:
-            text, style = self.pieces.pop()
-            if kept := text.rstrip():
-                self.pieces.append((kept, style))
-                return
+        kept = self[: len(self.plain.rstrip())]
+        self.plain, self.spans = kept.plain, kept.spans
 
     def split(self) -> list[Text]:
         """Return the lines, without their ends."""
@@ -97,9 +95,10 @@ class Text:
 
     def rich(self) -> RichText:
         """Return it as rich's."""
+        from rich.text import Span as RichSpan
         from rich.text import Text as RichText
 
-        return RichText.assemble(*self.pieces)
+        return RichText(self.plain, spans=[RichSpan(*span) for span in self.spans])
 
 
 def join(lines: Iterable[Text], between: str = "\n") -> Text:

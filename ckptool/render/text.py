@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptool.render.screen import Console, Piece, Text, cell_len, indent_of, join
+from ckptool.render.screen import Console, Piece, Span, Text, cell_len, indent_of, join
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -105,18 +105,20 @@ def columns(
 
 
 class _Part(NamedTuple):
-    """A cell's visible text, and the cells of the screen that it takes."""
+    """A cell's visible text, its style and spans, and the cells of the screen that it takes."""
 
-    text: Text
+    plain: str
+    style: str
+    spans: Sequence[Span]
     width: int
 
 
 def _part(cell: Cell) -> _Part:
     if isinstance(cell, Text):
-        return _Part(cell, cell.cell_len)
+        return _Part(cell.plain, "", cell.spans, cell.cell_len)
     text, style = (cell, "") if isinstance(cell, str) else cell
     text = visible(text)
-    return _Part(Text(text, style), cell_len(text))
+    return _Part(text, style, (), cell_len(text))
 
 
 def cell_width(cell: Cell) -> int:
@@ -125,12 +127,18 @@ def cell_width(cell: Cell) -> int:
 
 
 def _line(row: Sequence[_Part], widths: Sequence[int], aligns: str) -> Text:
-    line = Text()
-    for (text, taken), width, align in zip(row, widths, aligns, strict=True):
-        if width:
-            padding = " " * (width - taken)
-            before, after = (f"  {padding}", "") if align == "r" else ("  ", padding)
-            line.append(before).append(text).append(after)
+    pieces, spans, end = list[str](), list[Span](), 0
+    for (text, style, own, taken), width, align in zip(row, widths, aligns, strict=True):
+        if not width:
+            continue
+        padding = " " * (width - taken)
+        pieces += ("  ", padding, text) if align == "r" else ("  ", text, padding)
+        begin = end + 2 + (len(padding) if align == "r" else 0)
+        end += 2 + len(padding) + len(text)
+        if style and text:
+            spans.append((begin, begin + len(text), style))
+        spans += [(begin + first, begin + last, kind) for first, last, kind in own]
+    line = Text("".join(pieces), spans=tuple(spans))
     line.rstrip()
     return line
 
@@ -195,9 +203,8 @@ def _break_in(text: str, room: int, indent: int) -> int:
 
 def _shorten(parts: Sequence[_Part], width: int) -> list[_Part]:
     """Shorten parts to ``width`` cells; those that would look like others stay whole."""
-    plain = [part.text.plain for part in parts]
-    long = {text for text, part in zip(plain, parts, strict=True) if part.width > width}
-    short = {*plain} - long
+    long = {part.plain for part in parts if part.width > width}
+    short = {part.plain for part in parts} - long
     best: dict[str, float] = {}
     for share in _HEAD_SHARES if long else ():
         cut = {text: without_inside(Text(text), width, share).plain for text in long}
@@ -206,10 +213,12 @@ def _shorten(parts: Sequence[_Part], width: int) -> list[_Part]:
         best = max(best, apart, key=len)
         if len(best) == len(long):
             break
-    return [
-        _part(without_inside(part.text, width, best[text])) if text in best else part
-        for text, part in zip(plain, parts, strict=True)
-    ]
+    return [_cut(part, width, best[part.plain]) if part.plain in best else part for part in parts]
+
+
+def _cut(part: _Part, width: int, head: float) -> _Part:
+    whole = Text(part.plain, part.style, tuple(part.spans))
+    return _part(without_inside(whole, width, head))
 
 
 def without_inside(text: Text, width: int, head: float) -> Text:
