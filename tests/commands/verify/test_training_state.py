@@ -292,7 +292,8 @@ APART, DIFFER = ["steps-apart"], ["steps-differ"]
         ({"embed.w": 3}, APART),
         (dict.fromkeys(LATE[:2], 3), APART),  # a module of one layer
         (dict.fromkeys(LATE[:1], 3), DIFFER),
-        (dict.fromkeys(LATE[:2] + LATE[4:7], 3), DIFFER),  # half of a module, too
+        (dict.fromkeys([LATE[0], LATE[3]], 3), APART),  # matrices of one layer
+        (dict.fromkeys([LATE[0], LATE[3], LATE[6]], 3), DIFFER),  # one of the other, too
         (dict.fromkeys(LATE[1:], 3), APART),
     ],
 )

@@ -3,14 +3,15 @@
 What was frozen at first are whole parts: groups of the optimizer, layers, modules, or what is of
 one kind in all layers; of parameters with numbers, which are in the order of a model, several that
 follow one another, or all of one shape. One module alone, such as the embedding, may have been
-frozen, too, but nothing tells that from the state of an earlier save.
+frozen, too, or a branch of a layer be dropped now and then, but nothing tells that from the state
+of an earlier save.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.model import abstract
@@ -72,28 +73,26 @@ def _parts(values: Values, catalog: Catalog) -> Iterator[Collection[str]]:
 
 
 def _alone(values: Values, catalog: Catalog) -> Iterator[str]:
-    """Yield the counters of what may be frozen alone: a module, but no matrix of a layer.
+    """Yield the counters of what may be frozen alone: a module, or several parameters of a layer.
 
     Of parameters with numbers that is told by its shape, which an embedding shares with a head, or
     by the group's order: what is before and after the layers is at its ends.
     """
     outside, inside, numbered = (defaultdict[object, list[str]](list) for _ in range(3))
     shapes = _shapes(catalog)
-    for name in values:
-        steps = _parameter_of(name).split(".")
-        number = _first_number(steps)
-        if number is None:
-            outside[_module_of(name) or name].append(name)
-        elif len(steps) == 1:
+    for name, value in values.items():
+        if _parameter_of(name).isdigit():
             numbered[shapes.get(name.removesuffix(_STEP))].append(name)
-        for end in range(number + 2, len(steps)) if number is not None else ():
-            inside[".".join(steps[:end])].append(name)
+        elif _first_number(_parameter_of(name).split(".")) is None:
+            outside[_module_of(name) or name].append(name)
+        else:
+            inside[_module_of(name), value].append(name)
+    yield from (n for names in inside.values() if len(names) > 1 for n in names)
     yield from (n for names in numbered.values() if len(names) <= _OUTSIDE for n in names)
     for group in _option_groups(catalog, values) if numbered else ():
         ordered = sorted(group, key=lambda name: (len(name), name))
         yield from ordered[:_OUTSIDE] + ordered[-_OUTSIDE:]
-    modules = (names for names in inside.values() if len(names) > 1)
-    for names in chain(outside.values(), modules):
+    for names in outside.values():
         if len({values[name] for name in names}) == 1:
             yield from names
 
