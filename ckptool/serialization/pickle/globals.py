@@ -222,9 +222,9 @@ _KNOWN_PACKAGES = tuple(
     "torch.distributed.tensor. torch.distributed._tensor. torch.distributed.device_mesh."
     " torch.distributed._mesh_layout. torch.distributed._shard. torch.distributed.checkpoint."
     " megatron.core.dist_checkpointing. nvidia_resiliency_ext.checkpointing."
-    " bytecheckpoint.checkpointer.".split()
+    " bytecheckpoint.checkpointer. torchao.".split()
 )
-"""Their classes are records of shards and metadata."""
+"""Their classes are records of shards and metadata; torchao's wrap tensors, and say how to cast."""
 _HARMLESS_PACKAGES = frozenset(
     "__torch__ accelerate addict bitsandbytes composer datasets deepspeed diffusers"
     " distributed_shampoo easydict enum fairseq lightning lightning_fabric megatron"

@@ -28,6 +28,9 @@ CODES = {
     "torch.nn.modules.linear Linear": "unknown-global",
     "torch.utils.data.distributed DistributedSampler": "unknown-global",
     "torch.distributed.checkpoint.metadata Metadata": None,
+    "torchao.optim.subclass_8bit OptimState8bit": None,
+    "torchao.quantization.quantize_.workflows.int8.int8_tensor Int8Tensor": None,
+    "torchao.quantization quantize_": "unknown-callable",
     "omegaconf.dictconfig DictConfig": None,
     "numpy.random._pickle __generator_ctor": None,
 }
