@@ -88,3 +88,9 @@ def test_calls_that_wrap_one_another_without_end_are_not_tensor() -> None:
     for _ in range(30_000):
         args = (rebuild, Global("torch", "Tensor"), args, None)
     assert read_tensor(Call(rebuild, args)) is None
+
+
+def test_a_lora_of_litgpt_is_found_in_its_folder(tmp_path: Path) -> None:
+    (step := tmp_path / "step-00000002").mkdir()
+    torch.save({"model": {"h.0.lora_A": torch.ones(2)}}, step / "lit_model.pth.lora")
+    assert ckptool.open(step).tensors.keys() == {"model.h.0.lora_A"}
