@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
-
 if TYPE_CHECKING:
     from rich.console import Console as Rich
     from rich.console import ConsoleOptions
