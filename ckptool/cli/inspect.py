@@ -22,11 +22,12 @@ from ckptool.errors import CkptoolError, Several, UsageError, damaged
 from ckptool.storage.place import on_disk
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ckptool.commands.inspect.report import InspectReport
     from ckptool.commands.inspect.stats import StatsReport
     from ckptool.commands.reshard.holdings import MeshHoldings
     from ckptool.core.mesh import Mesh
-    from ckptool.render.screen import Console
     from ckptool.storage.url import Location
 
 
@@ -53,7 +54,7 @@ def inspect(
     """
     from ckptool.render.inspect.report import inspect_json, show, show_traffic
     from ckptool.render.messages import show_notes
-    from ckptool.render.screen import console
+    from ckptool.render.text import console
 
     form = parse_form(options.form, FORMS, as_json=screen.as_json) or "text"
     options = replace(options, tensors=(*(names or ()), *options.tensors))
@@ -187,7 +188,7 @@ def _show_run(run: Location, reading: ReadOptions, page_file: Path | None, form:
     """Show the steps of a run."""
     from ckptool.commands.inspect.steps import list_steps
     from ckptool.render.inspect.steps import steps_lines
-    from ckptool.render.screen import console
+    from ckptool.render.text import console, emit
 
     listed = list_steps(run, reading)
     write_page(page_file, listed.to_dict)
@@ -195,4 +196,4 @@ def _show_run(run: Location, reading: ReadOptions, page_file: Path | None, form:
         _print_content(listed.to_dict(), form, "steps")
     else:
         screen = console()
-        screen.emit(steps_lines(listed, screen))
+        emit(screen, steps_lines(listed, screen))

@@ -178,7 +178,7 @@ def _run_transfer(
 ) -> None:
     """Plan a transfer on each rank, write it or not, and show its report on the first rank.
 
-    What shows it is imported then: a quiet command needs none of it.
+    What shows it is imported then: quiet commands start without rich.
     """
     from ckptool.engine.ranks import join_ranks
 

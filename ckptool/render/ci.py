@@ -13,8 +13,7 @@ from ckptool.commands.verify.codes import ALWAYS, CHECKS, CODES
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.commands.verify.severity import Severity
 from ckptool.core.text import plural
-from ckptool.render.screen import console, say
-from ckptool.render.text import visible
+from ckptool.render.text import console, visible
 
 if TYPE_CHECKING:
     from xml.etree import ElementTree
@@ -93,10 +92,10 @@ def show_annotations(reports: Iterable[VerifyReport], *, stderr: bool) -> None:
     ]
     screen = console(stderr=stderr)
     for report, finding in found[:MOST_ANNOTATIONS]:
-        say(screen, annotation(report, finding))
+        screen.print(annotation(report, finding), markup=False, soft_wrap=True)
     more = len(found) - MOST_ANNOTATIONS
     if more > 0:
-        say(screen, f"and {plural(more, 'more finding')}, not annotated")
+        screen.print(f"and {plural(more, 'more finding')}, not annotated", markup=False)
 
 
 def annotation(report: VerifyReport, finding: Finding) -> str:

@@ -7,6 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from ckptool.commands.inspect.fold import (
     Numbers,
     fold_names,
@@ -18,8 +22,7 @@ from ckptool.core.dtype import short_name
 from ckptool.core.layout import FileLayout
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
 from ckptool.core.text import plural
-from ckptool.render.screen import Console, Text, console, first_lines
-from ckptool.render.text import columns, free, size, visible
+from ckptool.render.text import columns, console, emit, escaped, first_lines, free, size, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.keymap.maps import MapReport
@@ -54,7 +57,7 @@ def show_convert(report: RewrittenReport) -> None:
         room = free(report.free_bytes)
         lines.append(Text(f"  reads {read}, writes {written}{room}{compares(report)}"))
         lines += map(Text, planned_part(report))
-    screen.emit(lines)
+    emit(screen, lines)
     if dry_run:
         if report.map is not None:
             show_moves(report.map, screen)
@@ -85,11 +88,11 @@ def show_converted_steps(report: ConvertRunReport) -> None:
         for step in report.steps
     ]
     heads = ("step", "checkpoint", "", "size", "")
-    screen.emit(columns(screen, rows, "rllrl", heads=heads))
+    emit(screen, columns(screen, rows, "rllrl", heads=heads))
     counts = {state: len(report.of_state(state)) for state in _STATES}
     said = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
     answer = ("OK", "bold green") if report.ok else ("FAILED", "bold red")
-    screen.emit([Text(), Text.assemble(answer, f": {said or 'no step'}")])
+    emit(screen, [Text(), Text.assemble(answer, f": {said or 'no step'}")])
 
 
 def show_merge(report: MergeReport) -> None:
@@ -104,7 +107,7 @@ def show_merge(report: MergeReport) -> None:
         if not report.written:
             folded = fold_names(dict.fromkeys(of_text))
             lines += [Text(f"    {visible(name)}") for name, *_ in folded]
-    console().emit(lines)
+    emit(console(), lines)
 
 
 def rewriting_lines(report: RewrittenReport) -> Iterator[str]:
@@ -140,7 +143,7 @@ def show_part(report: TransferReport, part: Part) -> None:
         f"wrote part {part.number} of {part.of} of ", (target, "bold"), f": {_size_of(part)}"
     )
     after = "  once all parts are written, run the same command with --finish in place of --part"
-    console().emit([line, Text(after)])
+    emit(console(), [line, Text(after)])
 
 
 def planned_part(report: TransferReport) -> list[str]:
@@ -164,7 +167,7 @@ def compares(report: TransferReport) -> str:
 def show_files(files: Iterable[FileLayout], screen: Console) -> None:
     """Show every file with its size; those whose names differ in one number are one line."""
     rows = [row for alike in _alike(files) for row in _file_rows(alike)]
-    screen.emit(first_lines(screen, columns(screen, rows, "rlr", cuts=1)))
+    emit(screen, first_lines(screen, columns(screen, rows, "rlr", cuts=1)))
 
 
 def _alike(files: Iterable[FileLayout]) -> list[list[FileLayout]]:
@@ -192,17 +195,15 @@ def _file_rows(alike: Sequence[FileLayout]) -> list[list[str]]:
 
 def show_moves(report: MapReport, screen: Console) -> None:
     """Show one line for similar tensors whose names differ only in numbers."""
-    from rich.table import Table
-
     table = Table(box=None, padding=(0, 0, 0, 2), show_header=False)
     for overflow in ("fold", "ellipsis", "fold", "ellipsis", "ellipsis"):
         table.add_column(overflow=overflow)
     for moves in _group(report.moves):
         sources = _join_names(name for move in moves for name in move.sources)
         targets = _join_names(move.target for move in moves)
-        shape = visible(str(list(moves[0].entry.shape)))
-        table.add_row(sources, "->", targets, shape, visible(moves[0].operation))
-    screen.rich().print(table, markup=False)
+        shape = escaped(str(list(moves[0].entry.shape)))
+        table.add_row(sources, "->", targets, shape, escaped(moves[0].operation))
+    screen.print(table)
 
 
 def _group(moves: Iterable[Move]) -> list[list[Move]]:
@@ -228,5 +229,5 @@ def _join_names(names: Iterable[str]) -> str:
     lines = []
     for words, tuples in numbered.items():
         at_each_place = [tuple(sorted(set(place))) for place in zip(*tuples, strict=True)]
-        lines.append(visible(with_numbers(words, at_each_place)))
+        lines.append(escaped(with_numbers(words, at_each_place)))
     return "\n".join(lines)

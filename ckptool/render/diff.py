@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from ckptool.commands.inspect.fold import TensorLine, fold
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.text import plural
-from ckptool.render.screen import Console, console, say
-from ckptool.render.text import Cell, columns, size, visible
+from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
 from ckptool.render.verify import show_findings, show_summary_line
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ def show_diff(report: DiffReport) -> None:
     """Show both sides, one-sided names, differences, changes, then the summary."""
     screen = console()
     rows = [_side(side, called) for called, side in (("A", report.a), ("B", report.b))]
-    screen.emit(columns(screen, rows, "lllrr", cuts=1))
+    emit(screen, columns(screen, rows, "lllrr", cuts=1))
     if report.of_runs:
-        say(screen, "  ", ("the newest step that both runs have", "dim"))
+        say(screen, "  [dim]the newest step that both runs have[/]")
         show_findings(report.findings, screen)
     for side, entries in (("A", report.only_a), ("B", report.only_b)):
         lines = fold(entries)
@@ -46,9 +47,9 @@ def show_diff(report: DiffReport) -> None:
     if report.fit is not None:
         fit = report.fit
         gives = f"gives A {fit.common:,} of the {fit.wanted:,} names in B"
-        say(screen, ("hint:", "cyan"), f" {visible(fit.option)} {gives}")
+        say(screen, f"[cyan]hint:[/] {escaped(fit.option)} {gives}")
     elif report.hint is not None:
-        say(screen, ("hint:", "cyan"), f" {visible(report.hint)}")
+        say(screen, f"[cyan]hint:[/] {escaped(report.hint)}")
 
 
 def _side(side: DiffSide, called: str) -> list[Cell]:
@@ -69,10 +70,10 @@ def _show(
     """Show a heading with a count, then the first rows."""
     if not count:
         return
-    say(screen, "\n", (what, color), f": {plural(count, 'tensor')}")
-    screen.emit(columns(screen, rows[:_MOST_LINES], aligns, heads=heads, cuts=0))
+    say(screen, f"\n[{color}]{what}[/]: {plural(count, 'tensor')}")
+    emit(screen, columns(screen, rows[:_MOST_LINES], aligns, heads=heads, cuts=0))
     if len(rows) > _MOST_LINES:
-        say(screen, "  ", (f"and {len(rows) - _MOST_LINES:,} more lines; --json lists all", "dim"))
+        say(screen, f"  [dim]and {len(rows) - _MOST_LINES:,} more lines; --json lists all[/]")
 
 
 def _one_sided(line: TensorLine) -> list[Cell]:

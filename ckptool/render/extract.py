@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.text import Text
 
 from ckptool.commands.document import document
 from ckptool.core.dtype import short_name
 from ckptool.core.text import plural
 from ckptool.errors import Unsupported
-from ckptool.render.screen import Text, console
-from ckptool.render.text import size, visible
+from ckptool.render.text import console, emit, size, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.extract import Extraction, ExtractReport, TensorSlice, Values
@@ -29,7 +29,7 @@ def show_values(read: Sequence[Values]) -> None:
     for values in read:
         lines += [*([Text()] if lines else []), _heading(values.slice)]
         lines += [Text(line, "cyan") for line in _text(values, width).splitlines()]
-    screen.emit(lines)
+    emit(screen, lines)
 
 
 def _text(values: Values, width: int) -> str:
@@ -61,8 +61,8 @@ def show_extract(report: ExtractReport) -> None:
     head = Text.assemble("wrote ", (visible(str(report.target)), "bold"))
     head.append(f" ({report.target_format}): {counted}, {size(report.write_bytes)},")
     head.append(f" from {report.source_format}")
-    lines = [Text("  ") + _heading(taken) for taken in report.slices]
-    screen.emit([head, *lines])
+    lines = [Text("  ").append_text(_heading(taken)) for taken in report.slices]
+    emit(screen, [head, *lines])
 
 
 def values_json(taken: Extraction, read: Sequence[Values]) -> dict[str, Any]:

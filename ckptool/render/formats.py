@@ -11,8 +11,7 @@ from ckptool.commands.keymap.check import MapCheck
 from ckptool.commands.keymap.library import builtin_maps, map_text
 from ckptool.core.text import plural
 from ckptool.formats import list_formats
-from ckptool.render.screen import console, say
-from ckptool.render.text import Cell, columns, visible
+from ckptool.render.text import Cell, columns, console, emit, escaped, say
 
 
 def show_formats() -> None:
@@ -23,7 +22,7 @@ def show_formats() -> None:
         for name, *marks, summary in list_formats()
     ]
     screen = console()
-    screen.emit(columns(screen, rows, "lllll", heads=heads))
+    emit(screen, columns(screen, rows, "lllll", heads=heads))
 
 
 def formats_json() -> dict[str, Any]:
@@ -41,7 +40,7 @@ def show_maps() -> None:
         dims = [dim for dim, keys in sizes if keys and re.fullmatch("[a-z_]+", str(keys[0]))]
         rows.append([(keymap.name, "bold"), ", ".join(dims), keymap.summary])
     screen = console()
-    screen.emit(columns(screen, rows, "lll", heads=("map", "dims", "description")))
+    emit(screen, columns(screen, rows, "lll", heads=("map", "dims", "description")))
 
 
 def show_map(name: str) -> None:
@@ -62,16 +61,16 @@ def show_map_check(report: MapCheck) -> None:
         if number:
             say(out, "")
         rows = [(e.name, f"{e.count:,}" if e.count else "", e.nearest or "-") for e in found]
-        out.emit(columns(out, rows, "lrl", heads=heads))
+        emit(out, columns(out, rows, "lrl", heads=heads))
     if rest := len(report.rules) - len(near):
         say(out, f"{plural(rest, 'more rule' if near else 'rule')} matched no tensor")
     way = f"{report.map} ({report.source} to {report.target})"
     taken = f"matches {report.matched:,} of {plural(report.tensors, 'tensor')}"
-    say(out, visible(f"{'OK' if report.ok else 'FAILED'}: {way} {taken}"))
+    say(out, escaped(f"{'OK' if report.ok else 'FAILED'}: {way} {taken}"))
     if report.problem:
-        say(out, visible(report.problem))
+        say(out, escaped(report.problem))
     if report.hint:
-        say(out, visible(f"hint: {report.hint}"))
+        say(out, escaped(f"hint: {report.hint}"))
 
 
 def maps_json(name: str | None) -> dict[str, Any]:

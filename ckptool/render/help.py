@@ -13,9 +13,10 @@ from operator import itemgetter
 from shutil import which
 from typing import NamedTuple
 
+from rich.text import Text
+
 from ckptool.core.text import plural
-from ckptool.render.screen import Text, console
-from ckptool.render.text import header_table
+from ckptool.render.text import console, emit, header_table
 
 _WIDEST = 120
 """Columns of the pages: longer lines are hard to read."""
@@ -35,7 +36,7 @@ def read_pages() -> dict[str, str]:
 
 def show_topics(pages: Mapping[str, str], commands: Mapping[str, str]) -> None:
     """List the topics with the first sentences of their pages, then commands with summaries."""
-    screen = console().rich()
+    screen = console()
     width = max(map(len, [*pages, *commands]))
     sentences = {topic: first_sentence(page) for topic, page in pages.items()}
     for heading, rows in (("topic", sentences), ("command", commands)):
@@ -83,7 +84,7 @@ def show_places(places: Sequence[Place]) -> None:
         lines += [Text(f"    {place.sentence}")] if place.sentence else []
     if len(places) > _MOST_PLACES:
         lines.append(Text(f"and {plural(len(places) - _MOST_PLACES, 'more section')}"))
-    screen.emit([*lines, Text("ckptool help TOPIC shows a page")])
+    emit(screen, [*lines, Text("ckptool help TOPIC shows a page")])
 
 
 def _sentences(text: str) -> Iterator[str]:
@@ -112,12 +113,12 @@ def first_sentence(page: str) -> str:
 
 def show_page(page: str) -> None:
     """Show a page: as it is in a pipe; laid out on a terminal, in a pager if it is longer."""
+    screen = console()
     if not sys.stdout.isatty():
         sys.stdout.write(page)
         return
     from rich.markdown import Markdown
 
-    screen = console().rich()
     with screen.capture() as captured:
         screen.print(Markdown(page, hyperlinks=False), width=min(screen.width, _WIDEST))
     text = captured.get()

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from rich.console import Console
 
 from ckptool.commands.document import document
 from ckptool.errors import UNCODED, CkptoolError, Damaged
-from ckptool.render.screen import Console, console, say
-from ckptool.render.text import visible
+from ckptool.render.text import console, escaped, say
 
 _ROWS = 2048
 """Rows of a list that are printed at a time: half a megabyte of tensors."""
@@ -22,10 +22,10 @@ _ROWS = 2048
 def show_error(error: CkptoolError) -> None:
     """Show the problem in red, then the hint."""
     screen = console(stderr=True)
-    say(screen, ("error:", "bold red"), f" {_lines(error.message)}")
+    say(screen, f"[bold red]error:[/] {_lines(error.message)}")
     hint = _hint(error)
     if hint:
-        say(screen, ("hint:", "bold cyan"), f" {_lines(hint)}")
+        say(screen, f"[bold cyan]hint:[/] {_lines(hint)}")
 
 
 def error_json(error: CkptoolError) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def show_notes(notes: Iterable[str]) -> None:
     """Show each note on its own line."""
     screen = console(stderr=True)
     for note in notes:
-        say(screen, ("note:", "yellow"), f" {_lines(note)}")
+        say(screen, f"[yellow]note:[/] {_lines(note)}")
 
 
 def show_obstacle(reason: str | None) -> None:
@@ -68,13 +68,13 @@ def show_obstacle(reason: str | None) -> None:
 
 def show_interrupted(left: Iterable[str]) -> None:
     """Show that a command was interrupted, and what it left behind."""
-    rest = "".join(f": {visible(note)}" for note in left)
-    say(console(stderr=True), ("interrupted", "yellow"), rest)
+    rest = "".join(f": {escaped(note)}" for note in left)
+    say(console(stderr=True), f"[yellow]interrupted[/]{rest}")
 
 
 def show_step(text: str, screen: Console | None = None) -> None:
     """Show the current step of a long command, on a ``screen`` with a bar if there is one."""
-    say(screen or console(stderr=True), (visible(text), "dim"))
+    say(screen or console(stderr=True), f"[dim]{escaped(text)}[/]")
 
 
 def print_json(content: Mapping[str, Any]) -> None:
@@ -124,4 +124,4 @@ def _indent(content: Mapping[str, Any]) -> str:
 
 def _lines(text: str) -> str:
     """Escape untrusted text, and keep only breaks before the indented lines of a list."""
-    return "\n".join(visible(line) for line in re.split(r"\n(?=  )", text))
+    return "\n".join(escaped(line) for line in re.split(r"\n(?=  )", text))

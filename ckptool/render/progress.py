@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from ckptool.core.text import duration, duration_range
 from ckptool.engine.progress import Progress
 from ckptool.render.messages import show_step
-from ckptool.render.screen import Console, console, say
-from ckptool.render.text import size
+from ckptool.render.text import console, say, size
 
 if TYPE_CHECKING:
     from ckptool.commands.transfer.estimate import Estimate
@@ -82,7 +83,7 @@ class _Bar:
                 return Text("" if task.speed is None else f"{size(int(task.speed))}/s")
 
         columns = (BarColumn(), DownloadColumn(binary_units=True), Speed(), TimeRemainingColumn())
-        screen = console(stderr=True).rich()
+        screen = console(stderr=True)
         self._bars = Bars(*columns, console=screen, transient=True, auto_refresh=False)
         self._task = self._bars.add_task("")
         self._progress = progress
@@ -132,7 +133,7 @@ class Log:
         rate = done / (now - since)
         left = duration(max(0, total - done) / rate)
         share = f"{done / total if total else 1:.0%} of {size(total)}"
-        say(self._screen, (f"{share}, {size(int(rate))}/s, {left} left", "dim"))
+        say(self._screen, f"[dim]{share}, {size(int(rate))}/s, {left} left[/]")
 
     def close(self) -> None:
         """Print the last line, if it is due."""

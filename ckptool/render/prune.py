@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptool.core.text import plural
-from ckptool.render.screen import Piece, console, say
-from ckptool.render.text import Cell, columns, size, visible
+from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
 
 if TYPE_CHECKING:
     from ckptool.commands.runs.fates import StepFate
@@ -21,17 +20,19 @@ def show_prune(report: PruneReport) -> None:
     screen = console()
     heads = ("step", "checkpoint", "size", "", "why")
     rows = [_row(step, report) for step in report.steps]
-    screen.emit(columns(screen, rows, "rlrll", heads=heads))
+    emit(screen, columns(screen, rows, "rlrll", heads=heads))
     for leftover in report.leftovers:
         verb = "removed" if report.removed else "remove"
-        say(screen, (verb, "red"), f" {visible(str(leftover))}: an earlier removal was interrupted")
+        say(screen, f"[red]{verb}[/] {escaped(str(leftover))}: an earlier removal was interrupted")
     for stuck in report.stuck:
         reason = "an earlier removal was interrupted, and the rest cannot be removed"
-        path, problem = visible(str(stuck.path)), visible(str(stuck.problem))
-        say(screen, ("left", "yellow"), f" {path}: {reason}: {problem}")
-    say(screen, "\n", *_summary(report))
+        say(
+            screen,
+            f"[yellow]left[/] {escaped(str(stuck.path))}: {reason}: {escaped(str(stuck.problem))}",
+        )
+    say(screen, f"\n{_summary(report)}")
     if report.hint is not None:
-        say(screen, ("hint:", "cyan"), f" {visible(report.hint)}")
+        say(screen, f"[cyan]hint:[/] {escaped(report.hint)}")
 
 
 def _row(step: StepFate, report: PruneReport) -> list[Cell]:
@@ -47,7 +48,7 @@ def _row(step: StepFate, report: PruneReport) -> list[Cell]:
     ]
 
 
-def _summary(report: PruneReport) -> tuple[str | Piece, ...]:
+def _summary(report: PruneReport) -> str:
     going, stripped = report.of_fate("remove"), report.of_fate("strip")
     good = f"{plural(report.good, 'good step')} {'are' if report.good != 1 else 'is'} kept"
     parts = [(plural(len(going), "step"), going)] if going or not stripped else []
@@ -55,7 +56,7 @@ def _summary(report: PruneReport) -> tuple[str | Piece, ...]:
         parts.append((f"the optimizer of {plural(len(stripped), 'step')}", stripped))
     what = " and ".join(f"{name}, {size(sum(s.freed for s in steps))}" for name, steps in parts)
     if not going and not stripped and not report.leftovers:
-        return (f"nothing to remove; {good}",)
+        return f"nothing to remove; {good}"
     if report.removed:
-        return (f"removed {what}", "bold"), f"; {good}"
-    return (f"would remove {what}", "bold"), f"; {good}. To remove, add --yes"
+        return f"[bold]removed {what}[/]; {good}"
+    return f"[bold]would remove {what}[/]; {good}. To remove, add --yes"

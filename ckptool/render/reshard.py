@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.text import Text
+
 from ckptool.commands.inspect.fold import fold
 from ckptool.core.text import plural
 from ckptool.render.convert import compares, planned_part, rewriting_lines, show_files, show_moves
 from ckptool.render.inspect.listing import ROOMY, line_name, placements_text
-from ckptool.render.screen import Console, Text, console, first_lines
-from ckptool.render.text import Cell, columns, free, size, visible
+from ckptool.render.text import Cell, columns, console, emit, first_lines, free, size, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.reshard.reshard import Costs, LoadCost, ReshardReport
@@ -38,12 +40,12 @@ def show_reshard(report: ReshardReport) -> None:
         Text(_ranks(report)),
     ]
     if costs is None:
-        screen.emit(lines)
+        emit(screen, lines)
         return
-    screen.emit([*lines, *map(Text, [*_costs(report, costs), *planned_part(report)])])
+    emit(screen, [*lines, *map(Text, [*_costs(report, costs), *planned_part(report)])])
     if report.map is not None:
         show_moves(report.map, screen)
-    screen.emit(first_lines(screen, _choices(report, screen)))
+    emit(screen, first_lines(screen, _choices(report, screen)))
     show_files(report.files, screen)
 
 

@@ -1,25 +1,48 @@
-"""Words and numbers for the screen: escaping, sizes, aligned columns."""
+"""Words and numbers for the screen: the console, escaping, sizes, aligned columns."""
 
 from __future__ import annotations
 
+import io
+import re
+import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptool.render.screen import Console, Piece, Span, Text, cell_len, indent_of, join
+from rich.cells import cell_len
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Span, Text
 
 if TYPE_CHECKING:
+    from rich.console import ConsoleOptions
+    from rich.segment import Segment
+    from rich.style import Style
     from rich.table import Table
 
-Cell = str | Piece | Text
+Cell = str | tuple[str, str] | Text
 """A cell: untrusted text, alone or with its style, or a finished text."""
 
+_UNBOUNDED = 1 << 16
 _NARROWEST = 12
 _NARROWEST_WORDS = 26
 _HEAD_SHARES = (0.5, 0.3, 0.15, 0.7, 0.9)
 """The share of a shortened text before the ellipsis; the one that keeps most distinct is used."""
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_BATCH = 1 << 10
+MOST_LINES = 200
+"""Lines of a list on a terminal."""
+_WORD = re.compile(r"(?:`[^`]*`|\S)+")
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def console(stderr: bool = False, record: bool = False) -> Console:
+    """Return the console; if not a terminal, it is so wide that no line is ever cut or wrapped."""
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    width = None if stream.isatty() else _UNBOUNDED
+    return Console(stderr=stderr, record=record, width=width, emoji=False, highlight=False)
 
 
 def visible(text: str) -> str:
@@ -29,6 +52,11 @@ def visible(text: str) -> str:
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
     )
+
+
+def escaped(text: str) -> str:
+    """Make untrusted text safe inside rich markup."""
+    return escape(visible(text))
 
 
 def size(nbytes: int) -> str:
@@ -105,17 +133,20 @@ def columns(
 
 
 class _Part(NamedTuple):
-    """A cell's visible text, its style and spans, and the cells of the screen that it takes."""
+    """A cell's visible text, its style and spans, and the cells of the screen that it takes.
+
+    A tuple: rich takes ten times as long to make a ``Text``, and to append one to another.
+    """
 
     plain: str
-    style: str
+    style: str | Style
     spans: Sequence[Span]
     width: int
 
 
 def _part(cell: Cell) -> _Part:
     if isinstance(cell, Text):
-        return _Part(cell.plain, "", cell.spans, cell.cell_len)
+        return _Part(cell.plain, cell.style, cell.spans, cell.cell_len)
     text, style = (cell, "") if isinstance(cell, str) else cell
     text = visible(text)
     return _Part(text, style, (), cell_len(text))
@@ -128,17 +159,18 @@ def cell_width(cell: Cell) -> int:
 
 def _line(row: Sequence[_Part], widths: Sequence[int], aligns: str) -> Text:
     pieces, spans, end = list[str](), list[Span](), 0
-    for (text, style, own, taken), width, align in zip(row, widths, aligns, strict=True):
+    for part, width, align in zip(row, widths, aligns, strict=True):
         if not width:
             continue
-        padding = " " * (width - taken)
+        text, style, own, taken = part
+        padding = " " * max(0, width - taken)
         pieces += ("  ", padding, text) if align == "r" else ("  ", text, padding)
         begin = end + 2 + (len(padding) if align == "r" else 0)
         end += 2 + len(padding) + len(text)
-        if style and text:
-            spans.append((begin, begin + len(text), style))
-        spans += [(begin + first, begin + last, kind) for first, last, kind in own]
-    line = Text("".join(pieces), spans=tuple(spans))
+        if style:
+            spans.append(Span(begin, begin + len(text), style))
+        spans += [span.move(begin) for span in own]
+    line = Text("".join(pieces), spans=spans)
     line.rstrip()
     return line
 
@@ -155,17 +187,21 @@ def _stacked(
     others = _line(row, rest, aligns)
     cell = _line([row[longest]], [row[longest].width], "l")
     if longest < len(widths) - 1:
-        deeper = "" if beside <= room < beside + 2 else indent_of(cell)
+        deeper = "" if beside <= room < beside + 2 else _indent(cell)
         lines = [cell, Text.assemble(deeper, others)]
-        return join(_folded(line, room) for line in lines if line.plain.strip())
+        return _NEW_LINE.join(_folded(line, room) for line in lines if line.plain.strip())
     if room - beside < _NARROWEST_WORDS:
-        lines = [others, Text.assemble(indent_of(others), cell)]
-        return join(_folded(line, room) for line in lines if line.plain.strip())
-    first, *more = _folded(cell, room - beside, deeper=0).split()
-    others.append(" " * (beside - others.cell_len))
-    line = join([others + first, *(Text(" " * beside) + each for each in more)])
+        lines = [others, Text.assemble(_indent(others), cell)]
+        return _NEW_LINE.join(_folded(line, room) for line in lines if line.plain.strip())
+    first, *more = _folded(cell, room - beside, deeper=0).split("\n")
+    others.pad_right(beside - others.cell_len)
+    line = _NEW_LINE.join([others + first, *(Text(" " * beside) + each for each in more)])
     line.rstrip()
     return line
+
+
+def _indent(line: Text) -> str:
+    return " " * (len(line.plain) - len(line.plain.lstrip()))
 
 
 def _folded(line: Text, room: int, deeper: int = 2) -> Text:
@@ -176,7 +212,7 @@ def _folded(line: Text, room: int, deeper: int = 2) -> Text:
     if line.cell_len <= room:
         return line
     line.rstrip()
-    found = len(indent_of(line))
+    found = len(_indent(line))
     indent, further = (" " * min(cells, room // 2) for cells in (found, found + deeper))
     line = Text.assemble(indent, line[found:])
     pieces: list[Text] = []
@@ -185,8 +221,8 @@ def _folded(line: Text, room: int, deeper: int = 2) -> Text:
         pieces.append(line[:at])
         pieces[-1].rstrip()
         rest = line[at:]
-        line = Text.assemble(further, rest[len(indent_of(rest)) :])
-    return join([*pieces, line])
+        line = Text.assemble(further, rest[len(_indent(rest)) :])
+    return _NEW_LINE.join([*pieces, line])
 
 
 def _break_in(text: str, room: int, indent: int) -> int:
@@ -199,6 +235,9 @@ def _break_in(text: str, room: int, indent: int) -> int:
         if at > max(indent + 1, end // 3):
             return at
     return end
+
+
+_NEW_LINE = Text("\n")
 
 
 def _shorten(parts: Sequence[_Part], width: int) -> list[_Part]:
@@ -217,7 +256,7 @@ def _shorten(parts: Sequence[_Part], width: int) -> list[_Part]:
 
 
 def _cut(part: _Part, width: int, head: float) -> _Part:
-    whole = Text(part.plain, part.style, tuple(part.spans))
+    whole = Text(part.plain, part.style, spans=list(part.spans))
     return _part(without_inside(whole, width, head))
 
 
@@ -248,6 +287,11 @@ def _before_ellipsis(text: str, kept: int, head: float) -> int:
     return next(filter(has_whole_braces, nearest), wanted)
 
 
+def say(screen: Console, markup: str) -> None:
+    """Print lines of rich markup, however long; untrusted text in it must be ``escaped``."""
+    emit(screen, Text.from_markup(markup, emoji=False).split(allow_blank=True))
+
+
 def header_table(*fixed: str, folded: Sequence[str], width: int | None = None) -> Table:
     """Return an empty table: columns at least ``width`` cells wide, then folded ones."""
     from rich.table import Table
@@ -258,3 +302,61 @@ def header_table(*fixed: str, folded: Sequence[str], width: int | None = None) -
     for heading in folded:
         table.add_column(heading, overflow="fold")
     return table
+
+
+def emit(screen: Console, lines: Iterable[Text]) -> None:
+    """Print lines; an unwatched recording becomes as wide as they need.
+
+    On a terminal a line that is too long is wrapped between words.
+    """
+    lines = list(lines)
+    if screen.is_terminal:
+        lines = [_wrapped(part, screen.width) for line in lines for part in _parts_of(line)]
+    if screen.record and not screen.is_terminal:
+        screen.width = max((cell_len(line.plain) for line in lines), default=0) + 2
+    for start in range(0, len(lines), _BATCH):
+        screen.print(_Lines(lines[start : start + _BATCH]), end="", soft_wrap=True)
+
+
+def first_lines(screen: Console, lines: Sequence[Text]) -> list[Text]:
+    """Return the lines; on a terminal only the first ones, and a line that counts the rest."""
+    if not screen.is_terminal or len(lines) <= MOST_LINES:
+        return list(lines)
+    rest = f"  ... and {len(lines) - MOST_LINES:,} more lines; --json lists all"
+    return [*lines[:MOST_LINES], Text(rest, style="dim")]
+
+
+def _parts_of(line: Text) -> Iterable[Text]:
+    return line.split(allow_blank=True) if "\n" in line.plain else [line]
+
+
+def _wrapped(line: Text, room: int) -> Text:
+    """Wrap a line between words; a command in backticks is one, so that it can be copied.
+
+    Further lines are indented by two more cells. A longer word is left to the terminal.
+    """
+    if line.cell_len <= room:
+        return line
+    further = f"{_indent(line)}  "
+    pieces, begin, end = list[Text](), 0, 0
+    for word in _WORD.finditer(line.plain):
+        taken = cell_len(line.plain[begin : word.end()]) + (len(further) if pieces else 0)
+        if taken > room and end > begin:
+            pieces.append(line[begin:end])
+            begin = word.start()
+        end = word.end()
+    return Text(f"\n{further}").join([*pieces, line[begin:end]])
+
+
+class _Lines(list[Text]):
+    """Lines to print at once: printing each alone costs rich as much as thirty do."""
+
+    def __rich_console__(self, screen: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        """Yield the pieces of all lines, none of which is cut or wrapped."""
+        from rich.segment import Segment
+
+        if screen.color_system is None and not screen.record:  # all that rich would keep of them
+            yield Segment("".join(f"{line.plain}\n" for line in self))
+            return
+        for line in self:
+            yield from line.render(screen, end="\n")

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.text import Text
+
 from ckptool.commands.document import document
 from ckptool.commands.verify.codes import CODES
 from ckptool.commands.verify.findings import SIDES, Finding, VerifyReport
@@ -15,8 +18,7 @@ from ckptool.commands.verify.salvage.offer import salvage_offer
 from ckptool.commands.verify.severity import Severity
 from ckptool.core.text import plural
 from ckptool.render.messages import print_json_line
-from ckptool.render.screen import Console, Text, console, say
-from ckptool.render.text import Cell, columns, size, visible
+from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
 
 if TYPE_CHECKING:
     from ckptool.commands.runs.assessment import RunReport, StepReport
@@ -33,13 +35,13 @@ _MOST_LINES = 12
 def show_verify(report: VerifyReport) -> None:
     """Show what was read, each kind of finding with its hint, then the summary."""
     screen = console()
-    say(screen, (visible(str(report.path)), "bold"), f"  {report.format}")
+    say(screen, f"[bold]{escaped(str(report.path))}[/]  {report.format}")
     read = f", {size(report.nbytes)} read" if report.depth != "quick" else ""
     tensors = f"{plural(report.tensors, 'tensor')} in " if report.tensors else ""
-    say(screen, "  ", (f"{tensors}{plural(report.files, 'file')}{read}", "dim"))
+    say(screen, f"  [dim]{tensors}{plural(report.files, 'file')}{read}[/]")
     show_findings(report.findings, screen)
     if offer := salvage_offer(report):
-        say(screen, "\n", ("hint:", "cyan"), f" {visible(offer)}")
+        say(screen, f"\n[cyan]hint:[/] {escaped(offer)}")
     _show_summary(report, screen)
 
 
@@ -50,11 +52,11 @@ def show_findings(findings: Iterable[Finding], screen: Console) -> None:
     for code, group in groupby(by_code, key=lambda finding: finding.code):
         alike = list(group)
         severity, hint = alike[0].severity, alike[0].hint
-        head = (severity.value, _COLORS[severity]), " ", (code, "bold")
-        say(screen, "\n", *head, "  ", (CODES[code].meaning, "dim"))
+        meaning = f"[dim]{escaped(CODES[code].meaning)}[/]"
+        say(screen, f"\n[{_COLORS[severity]}]{severity.value}[/] [bold]{code}[/]  {meaning}")
         _print_some(screen, [finding.message for finding in alike], _MOST_FINDINGS)
         if hint:
-            say(screen, "  ", ("hint:", "cyan"), f" {visible(hint)}")
+            say(screen, f"  [cyan]hint:[/] {escaped(hint)}")
 
 
 def _show_summary(report: VerifyReport, screen: Console) -> None:
@@ -65,18 +67,18 @@ def show_summary_line(summary: str, *, ok: bool, screen: Console) -> None:
     """Show the one line that summarizes a report, its first word in color."""
     color = "bold green" if ok else "bold red"
     answer, mark, rest = summary.partition(":")
-    say(screen, "\n", (visible(answer), color), f"{mark}{visible(rest)}")
+    say(screen, f"\n[{color}]{escaped(answer)}[/]{mark}{escaped(rest)}")
 
 
 def _print_some(screen: Console, lines: Sequence[str], most: int = _MOST_LINES) -> None:
     for line in lines[:most]:
-        say(screen, f"  {visible(line)}")
+        say(screen, f"  {escaped(line)}")
     _print_more(screen, len(lines) - most)
 
 
 def _print_more(screen: Console, count: int) -> None:
     if count > 0:
-        say(screen, "  ", (f"and {count:,} more; --json lists all", "dim"))
+        say(screen, f"  [dim]and {count:,} more; --json lists all[/]")
 
 
 def show_against(report: AgainstReport) -> None:
@@ -98,7 +100,7 @@ def _show_sides(report: AgainstReport, screen: Console) -> None:
         ((side, "dim"), (str(path), "bold"), name or "cannot be read", (text, "dim"))
         for side, path, name, text in zip(SIDES, paths, formats, texts, strict=True)
     ]
-    screen.emit(columns(screen, rows, "llll"))
+    emit(screen, columns(screen, rows, "llll"))
 
 
 def _coverage_text(coverage: Coverage) -> str:
@@ -127,11 +129,11 @@ def _show_differing(tensors: tuple[DifferingTensor, ...], screen: Console) -> No
         for tensor in shown
     ]
     head, *lines = columns(screen, rows, "lrrrl", heads=heads, cuts=0)
-    screen.emit([Text(), head])
+    emit(screen, [Text(), head])
     for tensor, line in zip(shown, lines, strict=True):
         sides = zip(SIDES, (tensor.a, tensor.b), strict=True)
         elements = [((f"  {side}", "dim"), at.value, (at.place, "dim")) for side, at in sides]
-        screen.emit([line, *columns(screen, elements, "lll")])
+        emit(screen, [line, *columns(screen, elements, "lll")])
     _print_more(screen, len(tensors) - _MOST_LINES)
 
 
@@ -141,16 +143,16 @@ def show_latest_good(report: RunReport, *, quiet: bool) -> None:
     if not quiet:
         screen = console(stderr=True)
         for step in report.steps:
-            path, remarks = visible(str(step.path)), visible(_remarks(step))
+            path, remarks = escaped(str(step.path)), escaped(_remarks(step))
             if not step.ok:
-                say(screen, ("skipped", "yellow"), f" {path}: {remarks}")
+                say(screen, f"[yellow]skipped[/] {path}: {remarks}")
             elif remarks:
-                say(screen, ("not all checked", "yellow"), f" {path}: {remarks}")
+                say(screen, f"[yellow]not all checked[/] {path}: {remarks}")
         if latest is not None:
-            say(screen, (f"newest {visible(report.chosen)}", "dim"))
+            say(screen, f"[dim]newest {escaped(report.chosen)}[/]")
         else:
-            run = f"{visible(str(report.path))} ({plural(report.total, 'step')})"
-            say(screen, ("no good checkpoint", "bold red"), f" in {run}")
+            run = f"{escaped(str(report.path))} ({plural(report.total, 'step')})"
+            say(screen, f"[bold red]no good checkpoint[/] in {run}")
     if latest is not None:
         sys.stdout.buffer.write(os.fsencode(str(latest.path)) + b"\n")
         sys.stdout.buffer.flush()
@@ -161,13 +163,13 @@ def show_steps(report: RunReport) -> None:
     screen = console()
     heads = ("step", "checkpoint", "format", "", "why")
     rows = [_step_row(step, report) for step in report.steps]
-    screen.emit(columns(screen, rows, "rllll", heads=heads))
+    emit(screen, columns(screen, rows, "rllll", heads=heads))
     latest, good = report.latest_good, sum(step.ok for step in report.steps)
     if latest is None:
-        say(screen, "\n", ("FAILED", "bold red"), f": no good step of {report.total:,}")
+        say(screen, f"\n[bold red]FAILED[/]: no good step of {report.total:,}")
         return
-    counts = f"{good:,} of {report.total:,} steps OK"
-    say(screen, "\n", (counts, "bold green"), f"; latest good: {visible(str(latest.path))}")
+    counts = f"[bold green]{good:,} of {report.total:,} steps OK[/]"
+    say(screen, f"\n{counts}; latest good: {escaped(str(latest.path))}")
 
 
 def show_followed(report: StepReport, code: int | None, *, as_json: bool) -> None:
@@ -176,11 +178,11 @@ def show_followed(report: StepReport, code: int | None, *, as_json: bool) -> Non
         print_json_line(report.to_dict() | ({} if code is None else {"then": code}))
         return
     screen = console()
-    answer = ("OK", "bold green") if report.ok else ("FAILED", "bold red")
+    answer = "[bold green]OK[/]    " if report.ok else "[bold red]FAILED[/]"
     remarks = [_remarks(report)] if _remarks(report) else []
     remarks += [f"the command ended with {code}"] if code else []
-    said = f"  {visible('; '.join(remarks))}" if remarks else ""
-    say(screen, answer, f"{'    ' if report.ok else ''} {visible(str(report.path))}{said}")
+    said = f"  {escaped('; '.join(remarks))}" if remarks else ""
+    say(screen, f"{answer} {escaped(str(report.path))}{said}")
 
 
 def _step_row(step: StepReport, report: RunReport) -> list[Cell]:
@@ -205,7 +207,7 @@ def _remarks(step: StepReport) -> str:
 def show_salvage(report: SalvageReport) -> None:
     """Show the problems, what is lost and why, what is unknown, then what was written."""
     screen = console()
-    say(screen, (visible(report.path), "bold"), f"  {report.format}")
+    say(screen, f"[bold]{escaped(report.path)}[/]  {report.format}")
     _show_lines(screen, "problems", report.problems)
     _show_lost(screen, report)
     _show_lines(screen, "unknown", report.unknown)
@@ -219,34 +221,33 @@ def show_salvage(report: SalvageReport) -> None:
 
 def _show_lines(screen: Console, head: str, lines: Sequence[str]) -> None:
     if lines:
-        say(screen, "\n", (head, "bold yellow"))
+        say(screen, f"\n[bold yellow]{head}[/]")
         _print_some(screen, [line.partition("\n")[0] for line in lines])
 
 
 def _show_lost(screen: Console, report: SalvageReport) -> None:
     if not report.lost:
         return
-    say(screen, "\n", ("lost", "bold red"))
+    say(screen, "\n[bold red]lost[/]")
     rows = []
     for name, why in list(report.lost.items())[:_MOST_LINES]:
         reason = why.partition("\n")[0].removeprefix(f"{name}: ").removeprefix(f"{name} ")
         rows.append(((name, "bold"), reason))
-    screen.emit(columns(screen, rows, "ll"))
+    emit(screen, columns(screen, rows, "ll"))
     _print_more(screen, len(report.lost) - _MOST_LINES)
 
 
 def _show_end(screen: Console, report: SalvageReport) -> None:
     counts = f"{plural(report.tensors, 'tensor')}, {plural(report.values, 'value')}"
     if report.complete:
-        head = ("nothing lost", "bold green")
+        head = "[bold green]nothing lost[/]"
     elif report.lost:
-        head = (f"{len(report.lost):,} lost", "bold red")
+        head = f"[bold red]{len(report.lost):,} lost[/]"
     else:
-        head = ("all known names recovered", "bold yellow")
-    target = (visible(report.target), "bold")
-    wrote = f" ({report.target_format}): {counts}, {size(report.nbytes)}"
-    say(screen, "\n", head, "; wrote ", target, wrote)
-    say(screen, f"full list: {visible(report.listing)}")
+        head = "[bold yellow]all known names recovered[/]"
+    target = f"[bold]{escaped(report.target)}[/] ({report.target_format})"
+    say(screen, f"\n{head}; wrote {target}: {counts}, {size(report.nbytes)}")
+    say(screen, f"full list: {escaped(report.listing)}")
 
 
 def show_codes() -> None:
@@ -254,7 +255,7 @@ def show_codes() -> None:
     screen = console()
     width = max(map(len, CODES))
     for name, code in CODES.items():
-        say(screen, visible(f"{name:<{width}}  {code.severity.value:<7}  {code.meaning}"))
+        say(screen, escaped(f"{name:<{width}}  {code.severity.value:<7}  {code.meaning}"))
 
 
 def codes_json() -> dict[str, Any]:

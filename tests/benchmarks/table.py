@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from rich.text import Text
+
 from benchmarks.report import Ratio, RowResult, TransferBenchReport
 from ckptool.core.text import plural
 from ckptool.render.bench.report import describe_machine
-from ckptool.render.screen import Text, console
-from ckptool.render.text import columns, size, visible
+from ckptool.render.text import columns, console, emit, size, visible
 
 _HEADINGS = ("command", "median", "all rounds", "speed", "peak memory", "against its peers")
 
@@ -22,8 +23,8 @@ def show_transfer_bench(report: TransferBenchReport) -> None:
     rows = [[Text(heading, "bold") for heading in _HEADINGS]]
     for result in report.results:
         rows += _rows(report, result)
-    screen.emit([*_heading(report), blank, *columns(screen, rows, "lrrrrl")])
-    screen.emit([blank, *skipped] if skipped else [])
+    emit(screen, [*_heading(report), blank, *columns(screen, rows, "lrrrrl")])
+    emit(screen, [blank, *skipped] if skipped else [])
 
 
 def _heading(report: TransferBenchReport) -> list[Text]:

@@ -29,7 +29,7 @@ def test_the_list_of_commands_imports_none(option: str) -> None:
 @pytest.mark.parametrize("checkpoint", [DCP, HF], ids=["dcp", "hf"])
 def test_inspecting_imports_nothing_that_only_others_need(checkpoint: Path) -> None:
     names = (
-        *("numpy", "torch", "rich.text", "html", "logging", "concurrent.futures", "xml"),
+        *("numpy", "torch", "html", "logging", "concurrent.futures", "xml"),
         *("ckptool.engine", "ckptool.commands.verify.verify", "ckptool.formats.megatron.optimizer"),
         *(("ckptool.formats.deepspeed",) if checkpoint == DCP else ("hashlib",)),
     )
@@ -45,19 +45,19 @@ def test_inspecting_imports_nothing_that_only_others_need(checkpoint: Path) -> N
 
 @pytest.mark.parametrize("words", [("verify", "--quick"), ("diff",)], ids=lambda words: words[0])
 @pytest.mark.parametrize("checkpoint", [DCP, HF], ids=["dcp", "hf"])
-def test_numpy_is_imported_only_to_look_at_elements_and_rich_only_for_a_terminal(
+def test_numpy_is_imported_only_to_look_at_elements(
     words: tuple[str, ...], checkpoint: Path
 ) -> None:
-    """Importing them takes a third of the time of these commands."""
+    """Importing it takes a fifth of the time of these commands."""
     code = (
         "import sys; from ckptool.cli import _run; sys.argv = ['ckptool', *sys.argv[1:]]\n"
-        "code = _run(); sys.exit(str([code, *({'numpy', 'rich.console'} & {*sys.modules})]))"
+        "code = _run(); sys.exit(str([code, 'numpy' in sys.modules]))"
     )
     paths = [str(checkpoint)] * (2 if words == ("diff",) else 1)
     done = subprocess.run(
         [sys.executable, "-c", code, *words, *paths], capture_output=True, text=True, check=False
     )
-    assert done.stderr.splitlines()[-1] == "[0]"
+    assert done.stderr.splitlines()[-1] == "[0, False]"
 
 
 UNUSED = (
@@ -77,13 +77,13 @@ UNUSED = (
     ],
     ids=["convert", "reshard"],
 )
-def test_a_transfer_in_a_pipe_imports_no_screen_no_store_and_no_other_subject(
+def test_a_quiet_transfer_imports_no_screen_no_store_and_no_other_subject(
     words: tuple[str, ...], others: tuple[str, ...], tmp_path: Path
 ) -> None:
     names = (*UNUSED, *others)
     code = (
         "import sys; from ckptool.cli import _run\n"
-        "sys.argv = ['ckptool', sys.argv[1], '--no-verify', *sys.argv[2:]]\n"
+        "sys.argv = ['ckptool', sys.argv[1], '--quiet', '--no-verify', *sys.argv[2:]]\n"
         f"code = _run(); sys.exit(str([code, *(m for m in {names} if m in sys.modules)]))"
     )
     done = subprocess.run(
@@ -92,4 +92,4 @@ def test_a_transfer_in_a_pipe_imports_no_screen_no_store_and_no_other_subject(
         text=True,
         check=False,
     )
-    assert done.stderr.splitlines()[-1] == "[0]"
+    assert done.stderr.strip() == "[0]"

@@ -21,7 +21,6 @@ import ckptool
 from ckptool.cli.app import app
 from ckptool.render.inspect.listing import stats_lines, tensor_lines, value_lines
 from ckptool.render.inspect.overview import module_lines, overview
-from ckptool.render.screen import RichConsole
 from ckptool.render.text import columns
 
 STATE = {
@@ -103,7 +102,7 @@ WORDS = st.text("abcd.", min_size=1, max_size=60)
 
 @given(st.lists(WORDS, min_size=2, max_size=12, unique=True), st.integers(20, 60))
 def test_cut_rows_never_look_alike(cells: list[str], width: int) -> None:
-    screen = RichConsole(Console(file=StringIO(), force_terminal=True, width=width))
+    screen = Console(file=StringIO(), force_terminal=True, width=width)
     lines = columns(screen, [(cell, "[4, 4]") for cell in cells], "ll", cuts=0)
     shown = [line.plain for line in lines]
     assert len({*shown}) == len(cells)
@@ -122,7 +121,7 @@ CELLS = st.text("abc .(/é漢", max_size=50)
 def test_no_line_of_a_table_is_wider_than_the_terminal(
     rows: list[tuple[str, ...]], width: int, cuts: int | None
 ) -> None:
-    screen = RichConsole(Console(file=StringIO(), force_terminal=True, width=width))
+    screen = Console(file=StringIO(), force_terminal=True, width=width)
     lines = columns(screen, rows, "lrl", cuts=cuts)
     assert len(lines) == len(rows)
     for row, line in zip(rows, lines, strict=True):
@@ -135,7 +134,7 @@ def test_no_line_of_a_table_is_wider_than_the_terminal(
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 @pytest.mark.parametrize("name", ["dcp_fsdp2_tp", "deepspeed_experts"])
 def test_no_line_of_a_listing_is_wider_than_the_terminal(name: str, width: int) -> None:
-    screen = RichConsole(Console(file=StringIO(), force_terminal=True, width=width))
+    screen = Console(file=StringIO(), force_terminal=True, width=width)
     report = inspect_one(case(name).path)
     stats = ckptool.stats(case(name).path, "*")
     views = (
@@ -151,7 +150,7 @@ def test_no_line_of_a_listing_is_wider_than_the_terminal(name: str, width: int) 
 
 
 def test_the_cut_is_where_the_rows_are_alike() -> None:
-    screen = RichConsole(Console(file=StringIO(), force_terminal=True, width=40))
+    screen = Console(file=StringIO(), force_terminal=True, width=40)
     cells = [f"model.layers.{i}.self_attn.{p}_proj.weight.of.all" for i in (1, 2) for p in "qkvo"]
     lines = columns(screen, [(cell,) for cell in cells], "l", cuts=0)
     assert all(len(line.plain) <= 40 for line in lines)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import case
-from rich.console import Console as RichConsole
+from rich.console import Console
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
@@ -17,7 +17,6 @@ from ckptool.core.text import duration
 from ckptool.engine.progress import Progress
 from ckptool.render import progress as progress_module
 from ckptool.render.progress import INTERVAL, Log
-from ckptool.render.screen import Console
 
 GIB = 1 << 30
 
@@ -31,15 +30,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_line_comes_ten_seconds_after_the_last_one(clock: list[float]) -> None:
-    stream = io.StringIO()
+    screen = Console(file=io.StringIO(), width=200)
     progress = Progress()
-    log = Log(progress, Console(stream))
+    log = Log(progress, screen)
     progress.begin(40 * GIB)
     for _ in range(400):
         clock[0] += 0.1
         progress.add(GIB // 10)
         log.look()
-    lines = stream.getvalue().splitlines()
+    lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[0] == "25% of 40.0 GiB, 1.00 GiB/s, 30 s left"
     assert 3 <= len(lines) <= 40 / INTERVAL
 
@@ -93,8 +92,8 @@ def test_a_log_has_lines_unless_they_are_not_wanted(name: str, tmp_path: Path) -
 
 def test_the_first_frame_of_the_bar_shows_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
-    terminal = RichConsole(file=screen, force_terminal=True, width=100)
-    monkeypatch.setattr(Console, "rich", lambda _: terminal)
+    terminal = Console(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(progress_module, "console", lambda **_: terminal)
     progress = Progress()
     progress.begin(100 << 20)
     progress.add(25 << 20)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from rich.text import Text as RichText
+from rich.text import Text
 
 from ckptool.commands.inspect.fold import fold, products
 from ckptool.commands.inspect.report import report
@@ -37,10 +37,12 @@ from ckptool.formats import FORMATS
 from ckptool.render.convert import _alike, _file_rows
 from ckptool.render.inspect.report import show
 from ckptool.render.inspect.values import preview
-from ckptool.render.screen import RichConsole, Text, console, say
 from ckptool.render.text import (
     bar,
+    console,
+    escaped,
     magnitude,
+    say,
     size,
     visible,
     without_inside,
@@ -72,9 +74,7 @@ def screen(
     root = Path("ckpt")
     opened = OpenedCheckpoint(root, LocalSource(root, {}), FORMATS["dcp"], found)
     stream = io.StringIO()
-    console = RichConsole(
-        Console(file=stream, width=width, force_terminal=tty, color_system=None, emoji=False)
-    )
+    console = Console(file=stream, width=width, force_terminal=tty, color_system=None, emoji=False)
     show(report(opened), console, InspectOptions(**views), stats=stats)
     return stream.getvalue()
 
@@ -377,6 +377,7 @@ def test_magnitude(count, shown):
 def test_small_words():
     assert ranges([0, 1, 2, 3, 7, 9, 10]) == "0..3,7,9,10"
     assert visible("a\tb\u200fc") == "a\\tb\\u200fc"
+    assert Text.from_markup(escaped("[red]x[/]")).plain == "[red]x[/]"
     assert bar(0.5, 4) == "██"
     assert bar(0.0, 4) == ""
     assert bar(0.001, 4) == "▏"
@@ -388,9 +389,9 @@ def test_a_sentence_is_wrapped_between_words(width: int) -> None:
     command = "`ckptool verify runs/step-1000 --quick`"
     sentence = f"use another copy of the file, or the previous checkpoint: {command}, by [name]"
     file = io.StringIO()
-    screen = RichConsole(Console(file=file, width=width, force_terminal=True, highlight=False))
-    say(screen, "\n  ", ("hint:", "cyan"), f" {sentence}")
-    shown = RichText.from_ansi(file.getvalue()).plain
+    screen = Console(file=file, width=width, force_terminal=True, highlight=False)
+    say(screen, f"\n  [cyan]hint:[/] {escaped(sentence)}")
+    shown = Text.from_ansi(file.getvalue()).plain
     blank, first, *more = shown.splitlines()
     assert blank == ""
     assert first.startswith("  hint: use")

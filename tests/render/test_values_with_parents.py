@@ -19,7 +19,6 @@ from ckptool.cli.app import app
 from ckptool.commands.inspect.values import Inexact, content
 from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.render.inspect.listing import value_lines
-from ckptool.render.screen import RichConsole
 from ckptool.serialization.pickle.records import Call, Global
 
 DICT, NODE = ("omegaconf.dictconfig", "DictConfig"), ("omegaconf.nodes", "AnyNode")
@@ -49,8 +48,9 @@ CONFIG = config(model={"encoder_embed_dim": 771}, task={"data": "/corpus/xyz", "
 def shown(value: Any) -> list[str]:
     catalog = Catalog("torch-save", {}, {"cfg": ObjectEntry("cfg", ("cfg",), value)}, {})
     stream = io.StringIO()
-    screen = RichConsole(Console(file=stream, width=200))
-    screen.emit(value_lines(catalog, screen))
+    screen = Console(file=stream, width=200)
+    for line in value_lines(catalog, screen):
+        screen.print(line)
     return stream.getvalue().splitlines()
 
 

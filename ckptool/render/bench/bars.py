@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from ckptool.commands.bench.report import BenchReport, Measured
 from ckptool.commands.bench.words import seconds
 from ckptool.core.text import plural
 from ckptool.errors import Unsupported, UsageError
-from ckptool.render.screen import Console, Text
 from ckptool.render.text import columns, size, visible
 
 _BLOCKED, _BACKGROUND, _SYNCING = "#e0605a", "#5fafff", "#b9b4d0"
@@ -29,7 +31,7 @@ def rate(value: float) -> str:
 
 def draw_bars(report: BenchReport, screen: Console) -> list[Text]:
     """Draw a bar per strategy: blocked, written, durable, each as a share of the limits."""
-    shades = _SHADES if not screen.is_ascii else _ASCII
+    shades = _SHADES if screen.encoding.startswith("utf") else _ASCII
     legend = Text("  ")
     for shade, (color, name) in zip(shades, _NAMES.items(), strict=True):
         legend.append(shade, color).append(f" {name}  ")

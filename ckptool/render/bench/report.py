@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.text import Text
+
 from ckptool.commands.bench.baseline import Change
 from ckptool.commands.bench.cost import Cost
 from ckptool.commands.bench.report import BROKEN, BenchReport, Measured
@@ -15,8 +18,7 @@ from ckptool.core.text import duration, duration_range, plural
 from ckptool.render.bench.bars import draw_bars, rate
 from ckptool.render.messages import show_step
 from ckptool.render.progress import is_live
-from ckptool.render.screen import Console, Text, console, say
-from ckptool.render.text import columns, size, visible
+from ckptool.render.text import columns, console, emit, size, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.launch import Emit
@@ -52,14 +54,13 @@ def bench_progress(prepared: PreparedBench, *, quiet: bool) -> Iterator[Emit]:
 
     bars = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(24), TimeElapsedColumn())
     words = TextColumn("{task.description}", markup=False)
-    screen = console(stderr=True)
-    with Progress(*bars, words, console=screen.rich(), transient=True) as bar:
+    with Progress(*bars, words, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting the ranks", total=len(prepared.names))
 
         def show(event: Mapping[str, Any]) -> None:
             kind = event["event"]
             if kind == "limits":
-                _show_line(prepared, event, screen)
+                _show_line(prepared, event, bar.console)
             elif kind in ("measured", "skipped", "failed"):
                 bar.advance(task)
             elif kind in ("begin", "doing"):
@@ -122,15 +123,15 @@ def show_bench(report: BenchReport, changes: Sequence[Change] | None = None) -> 
         if screen.is_terminal and _width(rows) > screen.width:
             _blank_column(rows, column)
     blank = Text()
-    screen.emit([*_heading(report), blank, *columns(screen, rows, "lrrrrrrrrl", cuts=0), blank])
-    screen.emit([*draw_bars(report, screen), blank])
+    emit(screen, [*_heading(report), blank, *columns(screen, rows, "lrrrrrrrrl", cuts=0), blank])
+    emit(screen, [*draw_bars(report, screen), blank])
     if costs := _cost_rows(report):
-        screen.emit([*columns(screen, costs, "lrrrrrr", cuts=0), blank])
+        emit(screen, [*columns(screen, costs, "lrrrrrr", cuts=0), blank])
     if report.settings.abort:
-        screen.emit([*columns(screen, _abort_rows(report), "lllll", cuts=2), blank])
-    screen.emit([*_notes(report), Text.assemble("  ", (visible(advice(report)), "bold"))])
+        emit(screen, [*columns(screen, _abort_rows(report), "lllll", cuts=2), blank])
+    emit(screen, [*_notes(report), Text.assemble("  ", (visible(advice(report)), "bold"))])
     if changes is not None:
-        screen.emit([blank, *_change_lines(changes)])
+        emit(screen, [blank, *_change_lines(changes)])
 
 
 def _width(rows: Sequence[Sequence[Text]]) -> int:
@@ -176,10 +177,11 @@ def describe_machine(
 
 
 def _row(report: BenchReport, result: Measured) -> list[Text]:
-    style = _style(report, result)
+    name = _name(report, result)
+    style = name.style
     beside = "" if result.slowdown is None else f"{result.slowdown:+.0%}"
     return [
-        _name(report, result),
+        name,
         Text(seconds(result.blocked_median), style),
         Text("" if result.overlapped_median is None else seconds(result.overlapped_median), style),
         Text(seconds(result.blocked[0]), "dim"),
@@ -194,12 +196,9 @@ def _row(report: BenchReport, result: Measured) -> list[Text]:
 
 def _name(report: BenchReport, result: Measured) -> Text:
     """Return a strategy's name, in the style of its row; the best one is marked."""
-    mark = "▸" if result is report.best else " "
-    return Text(f"{mark} {visible(result.name)}", _style(report, result))
-
-
-def _style(report: BenchReport, result: Measured) -> str:
-    return "bold green" if result is report.best else "" if result.is_consistent else "dim"
+    best = result is report.best
+    style = "bold green" if best else "" if result.is_consistent else "dim"
+    return Text(f"{'▸' if best else ' '} {visible(result.name)}", style)
 
 
 def _saved_state(result: Measured) -> Text:
@@ -218,8 +217,8 @@ def _cost_rows(report: BenchReport) -> list[list[Text]]:
         return []
     rows = [[Text(heading, "dim") for heading in _COST_HEADINGS.split("|")]]
     for result in sorted(report.results, key=report.loss_of):
-        name, style = _name(report, result), _style(report, result)
-        rows.append([name, *(Text(cell, style) for cell in _cost_cells(report.cost(result)))])
+        name = _name(report, result)
+        rows.append([name, *(Text(cell, name.style) for cell in _cost_cells(report.cost(result)))])
     return rows
 
 
@@ -302,4 +301,4 @@ def _change(change: Change) -> str:
 def show_recommended(report: BenchReport) -> None:
     """Print the name of the best strategy and why, in one line."""
     named = "" if report.best is None or report.training.is_known else f"{report.best.name}: "
-    say(console(), f"{visible(named)}{visible(advice(report))}")
+    console().print(f"{visible(named)}{visible(advice(report))}", markup=False, soft_wrap=True)

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.text import Text
+
 from ckptool.commands.inspect.fold import TensorLine, natural
 from ckptool.commands.inspect.records import content_of, simple_value, unwrap
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -16,7 +19,6 @@ from ckptool.core.mesh import Placement
 from ckptool.core.selection import tensors_named
 from ckptool.core.text import list_some, plural, ranges
 from ckptool.render.inspect.values import preview
-from ckptool.render.screen import Console, Text
 from ckptool.render.text import Cell, cell_width, columns, visible
 from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.state_dict.values import type_name
@@ -189,13 +191,10 @@ def _number(value: Number | None) -> str:
 
 
 _STATES = re.compile(r"\{[A-Za-z][^{}]*\}$")
-_VARIED = re.compile(r"(\{[^{}]*\}|(?<![^.])\*(?![^.]))")
 
 
 def line_name(line: TensorLine, brief: bool) -> Text:
     """Return the name of a line, its braces in color; ``brief``, without the states' names."""
-    text = visible(_STATES.sub("{…}", line.name) if brief else line.name)
-    name = Text()
-    for number, part in enumerate(_VARIED.split(text)):
-        name.append(part, "bold cyan" if number % 2 else "")
+    name = Text(visible(_STATES.sub("{…}", line.name) if brief else line.name))
+    name.highlight_regex(r"\{[^{}]*\}|(?<![^.])\*(?![^.])", "bold cyan")
     return name

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.text import Text
+
 from ckptool.commands.inspect.fold import TensorLine, fold, natural
 from ckptool.commands.inspect.report import InspectReport, ModuleShare, PartShare, modules_of
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -15,8 +18,7 @@ from ckptool.core.text import plural, ranges
 from ckptool.render.inspect.listing import line_name, metadata_lines, placements_text
 from ckptool.render.inspect.values import notable_values
 from ckptool.render.reshard import mesh_text
-from ckptool.render.screen import MOST_LINES, Console, Text
-from ckptool.render.text import Cell, bar, columns, magnitude, size, visible
+from ckptool.render.text import MOST_LINES, Cell, bar, columns, magnitude, size, visible
 
 if TYPE_CHECKING:
     from ckptool.commands.reshard.holdings import MeshHoldings
@@ -117,7 +119,7 @@ def _bar(part: float, width: int, screen: Console) -> str:
     """Draw a bar of a share; none if the screen has no room for it."""
     if screen.is_terminal and screen.width < _ROOM_FOR_BARS:
         return ""
-    return bar(part, width, ascii_only=screen.is_ascii)
+    return bar(part, width, ascii_only=screen.options.ascii_only)
 
 
 def module_lines(

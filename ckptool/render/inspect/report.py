@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.text import Text
+
 from ckptool.commands.document import plain
 from ckptool.commands.inspect.report import InspectReport
 from ckptool.commands.options.inspect import OVERVIEW, InspectOptions
@@ -29,9 +32,8 @@ from ckptool.render.inspect.overview import (
     sorted_modules,
 )
 from ckptool.render.inspect.shards import chunk_locations, shard_lines
-from ckptool.render.screen import Console, Text, say
-from ckptool.render.screen import console as standard_console
-from ckptool.render.text import size
+from ckptool.render.text import console as standard_console
+from ckptool.render.text import emit, size
 
 if TYPE_CHECKING:
     from ckptool.commands.inspect.stats import TensorStats
@@ -65,7 +67,7 @@ def show(
         views.append([*value_lines(catalog, console), *metadata_lines(catalog, console)])
     if not views:
         views.append(overview(report, console, sort))
-    console.emit([line for view in views for line in (*view, Text())][:-1])
+    emit(console, [line for view in views for line in (*view, Text())][:-1])
 
 
 def _apart(catalog: Catalog, patterns: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -86,7 +88,7 @@ def show_traffic(report: InspectReport) -> None:
     if report.traffic is not None:
         read = size(report.traffic.received)
         text = f"{plural(report.traffic.requests, 'request')}, {read} read"
-    say(standard_console(stderr=True), text)
+    standard_console(stderr=True).print(text, highlight=False)
 
 
 def inspect_json(
@@ -150,4 +152,4 @@ def require_exportable(path: Path) -> None:
 
 def export_screen(screen: Console) -> bytes:
     """Return what ``screen`` recorded as SVG."""
-    return screen.rich().export_svg(title="ckptool").encode()
+    return screen.export_svg(title="ckptool").encode()

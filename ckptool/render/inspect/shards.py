@@ -10,6 +10,8 @@ from itertools import groupby, pairwise
 
 from msgspec import Struct
 from msgspec.structs import replace
+from rich.console import Console
+from rich.text import Text
 
 from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import (
@@ -25,7 +27,6 @@ from ckptool.core.dtype import short_name
 from ckptool.core.selection import tensors_named
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.text import plural, ranges
-from ckptool.render.screen import Console, Text
 from ckptool.render.text import Cell, columns, size, visible
 
 _WIDEST = 64
@@ -82,8 +83,9 @@ class _Picture:
         chunks = tuple(chunk for chunk in entry.chunks if len(chunk.box.lo) == rank)
         self._index = ChunkIndex(replace(entry, chunks=chunks))
         self._rank = rank
-        outline = ("+", "|", "-") if screen.is_ascii else ("┌", "│", "─")
-        self._corner, self._side, self._edge = ("", "", " ") if screen.has_colors else outline
+        plain = screen.color_system is None or screen.no_color
+        outline = ("+", "|", "-") if screen.options.ascii_only else ("┌", "│", "─")
+        self._corner, self._side, self._edge = outline if plain else ("", "", " ")
         self._label_width = max((len(_label(chunk)) for chunk in chunks), default=1)
         down, across = _cut_dims(entry.shape, chunks)
         width = max(8, min(screen.width - _MARGIN - 2, _WIDEST))
@@ -99,7 +101,7 @@ class _Picture:
         for number, row in enumerate(self._down.cells):
             line, above = self._row(row, above)
             margin = Text(f"{self._down.label(number):>{_MARGIN - 1}} ", style="dim")
-            lines.append(margin.append(line).append(self._side))
+            lines.append(margin.append_text(line).append(self._side))
         return lines + self._remarks()
 
     def _ruler(self) -> Text:
@@ -116,7 +118,7 @@ class _Picture:
         found = {column: self._chunks(row, column) for column in set(cells)}
         for chunks, block in groupby(cells, key=found.__getitem__):
             begins = not (len(chunks) == 1 and chunks[0] in above)
-            line.append(self._block(chunks, len(list(block)), begins=begins))
+            line.append_text(self._block(chunks, len(list(block)), begins=begins))
             seen += chunks if len(chunks) == 1 else []
         return line, seen
 

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.text import Text
+
 from ckptool.core.mesh import Mesh
 from ckptool.core.text import list_some, plural
-from ckptool.render.screen import Console, Text
 from ckptool.render.text import Cell, columns, size, visible
 
 if TYPE_CHECKING:

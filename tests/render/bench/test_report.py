@@ -25,7 +25,6 @@ from ckptool.commands.bench.words import advice, seconds, slowdown
 from ckptool.errors import Unsupported, UsageError
 from ckptool.render.bench.bars import draw_bars, require_plottable, write_plot
 from ckptool.render.bench.report import show_bench, show_recommended
-from ckptool.render.screen import RichConsole
 
 
 def test_advice_is_one_sentence_with_all_numbers() -> None:
@@ -184,7 +183,7 @@ def test_bars_fit_the_terminal_and_loads_are_beside_them_where_there_is_room(
     width: int, loads: bool
 ) -> None:
     longest = measured("nvrx/worker-a-save+multi-process", 1.0, 2.0)
-    screen = RichConsole(Console(width=width, force_terminal=True))
+    screen = Console(width=width, force_terminal=True)
     lines = [line.plain for line in draw_bars(report(SYNC, longest), screen)]
     assert max(map(len, lines)) <= width
     assert ("load, of memory copy" in lines[1]) == loads
