@@ -309,7 +309,8 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         sums: ReadSums | None = None,
     ) -> None:
         run, source = self.options.run, self.opened.source
-        stage.write(Work(self.plan, source, run, numbers, share, progress, sums))
+        work = Work(self.plan, source, run, numbers, share, progress, sums, stage.joined)
+        stage.target.write(work)
 
     def _commit(self, stage: Stage, progress: Progress, share: Share) -> str | None:
         """Put the output in place, of which this process wrote a share; or mark a part as done."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.core.layout import Layout
-from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.share import Share
 from ckptool.engine.write.commit import Commit, FileCommit, FolderCommit, aside_of
 from ckptool.engine.write.existing import (
@@ -240,9 +239,9 @@ class DiskTarget(Target):
 
     # Write
 
-    def write(self, work: Work, joined: RecordCheck | None) -> None:
+    def write(self, work: Work) -> None:
         """Write files of the plan into the folder."""
-        run(work, self.folder, self._journal, joined)
+        run(work, self.folder, self._journal)
 
     @property
     def written(self) -> LocalSource:

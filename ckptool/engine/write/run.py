@@ -48,20 +48,17 @@ _MOST_CHUNKS = 512
 """Chunks of small tensors that are read by one job, which may read the gaps between them, too."""
 
 
-def run(
-    work: Work, folder: Path, journal: Journal | None = None, joined: RecordCheck | None = None
-) -> None:
+def run(work: Work, folder: Path, journal: Journal | None = None) -> None:
     """Write files of a plan below ``folder``.
 
     Each finished file is noted in a ``journal``, and files noted there are not written again.
-    What another process is to check by what this one reads is noted in ``joined``. Raises Damaged
-    if source bytes do not match the checksum that their writer stored or a file ends early,
-    TransferError if writing fails, Unsupported if the budget is too small.
+    Raises Damaged if source bytes do not match the checksum that their writer stored or a file ends
+    early, TransferError if writing fails, Unsupported if the budget is too small.
     """
     work.source.keep(fetched_ahead(work.source, work.options))
     finished = [] if journal is None else find_finished(work, folder, journal)
     todo = [number for number in work.numbers if number not in finished]
-    _PlanWriter(work, folder, joined).write(todo, finished, journal)
+    _PlanWriter(work, folder).write(todo, finished, journal)
 
 
 def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool = True) -> int:
@@ -101,9 +98,8 @@ def workers_within_budget(plan: Plan, options: RunOptions, *sources: Files) -> i
 class _PlanWriter:
     """One run of a plan: the files that are still to be written, and the state of each."""
 
-    def __init__(self, work: Work, folder: Path, joined: RecordCheck | None) -> None:
+    def __init__(self, work: Work, folder: Path) -> None:
         self._work = work
-        self._joined = joined
         self._plan = work.plan
         self._files = work.plan.layout.files
         self._source = work.source
@@ -118,7 +114,7 @@ class _PlanWriter:
         """Write the files ``todo``; the sources of the ``finished`` ones are checked again."""
         self._journal = journal
         workers = workers_within_budget(self._plan, self._work.options, self._source)
-        records = self._work.check_records(finished, self._joined)
+        records = self._work.check_records(finished)
         self._progress.add(sum(self._files[number].nbytes for number in finished))
         jobs = plan_jobs(self._write_jobs(todo))
         tiles = _PlanTiles(self._source, records, self._work.sums, self._output)

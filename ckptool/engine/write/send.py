@@ -41,20 +41,17 @@ class Capacity(NamedTuple):
     parts: int
 
 
-def send(
-    work: Work, folder: RemotePath, finished: Collection[str], joined: RecordCheck | None = None
-) -> None:
+def send(work: Work, folder: RemotePath, finished: Collection[str]) -> None:
     """Write those files of a plan that are not ``finished`` yet.
 
     The layout's last file appears after all others, and once the source is found to be unchanged
-    and its checksums match. What another process is to check is noted in ``joined``. Raises as
-    ``run`` does.
+    and its checksums match. Raises as ``run`` does.
     """
     source, options, files = work.source, work.options, work.plan.layout.files
     todo = [number for number in work.numbers if files[number].path not in finished]
     done = [number for number in work.numbers if number not in todo]
     capacity = within_budget(work.plan, source, options, todo)
-    records = work.check_records(done, joined)
+    records = work.check_records(done)
     contents = _FileContents(work.plan, source, records, work.sums, capacity.readers)
     work.progress.add(sum(files[number].nbytes for number in done))
     last = [number for number in todo if number == len(files) - 1]

@@ -120,7 +120,7 @@ class Target(Protocol):
         """Return whether the mark is visible here; True if no process may be elsewhere."""
         return True
 
-    def write(self, work: Work, joined: RecordCheck | None) -> None:
+    def write(self, work: Work) -> None:
         """Write files of the plan, but for those that an earlier run finished."""
 
     @property
@@ -225,10 +225,6 @@ class Stage:
         if role.part is not None:
             self._names = [self._files[number].path for number in taken]
         return taken
-
-    def write(self, work: Work) -> None:
-        """Write files of the plan."""
-        self.target.write(work, self.joined)
 
     def require_joined(self, source: Files, workers: int) -> None:
         """Check the records of which each part read a run; Damaged if one differs."""

@@ -12,7 +12,6 @@ from typing import Any
 
 from ckptool.core.layout import Data, Layout, ScatteredData
 from ckptool.core.text import list_some
-from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.share import Share
 from ckptool.engine.write.existing import (
     already_in_store,
@@ -256,7 +255,7 @@ class StoreTarget(Target):
 
     # Write
 
-    def write(self, work: Work, joined: RecordCheck | None) -> None:
+    def write(self, work: Work) -> None:
         """Write files of the plan, but for those that an earlier run finished."""
         from ckptool.engine.write.send import send
 
@@ -266,7 +265,7 @@ class StoreTarget(Target):
             self._require_whole([*self._sizes][:-1])
         for name in names:
             self._read_back.pop(name, None)
-        send(work, self._folder, self._finished, joined)
+        send(work, self._folder, self._finished)
 
     @property
     def written(self) -> RemoteSource:

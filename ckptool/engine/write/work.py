@@ -38,7 +38,8 @@ class Work(Struct, frozen=True):
     """The plan's files of ``numbers`` (layout indices), to be written as a share of all the work.
 
     ``progress`` counts bytes as they are written. ``sums``, if the output is to be proved,
-    get the checksum of all that is read.
+    get the checksum of all that is read. What a process notes of records for another one to check
+    goes into ``joined``.
     """
 
     plan: Plan
@@ -48,22 +49,22 @@ class Work(Struct, frozen=True):
     share: Share = ALL
     progress: Progress = UNWATCHED
     sums: ReadSums | None = None
+    joined: RecordCheck | None = None
 
-    def check_records(self, finished: Collection[int], joined: RecordCheck | None) -> RecordCheck:
+    def check_records(self, finished: Collection[int]) -> RecordCheck:
         """Return the check that notes what is read of records, with those that must be read.
 
         If nothing is shared these are all that are touched, also by the ``finished`` files, which
-        are not written again. What another process is to check is noted in ``joined``, if that is
-        given and returned.
+        are not written again.
         """
-        records = joined or RecordCheck(shared=not self.share.is_all)
+        records = self.joined or RecordCheck(shared=not self.share.is_all)
         if self.share.is_all:
             files = self.plan.layout.files
             parts = (part for number in finished for part in files[number].parts)
             self._touch(self.plan.chunks(parts), records)
             return records
         cut: CutChunks = []
-        wanted = checked_chunks(self.plan, self.numbers, None if joined is None else cut)
+        wanted = checked_chunks(self.plan, self.numbers, None if self.joined is None else cut)
         self._touch(wanted, records)
         self._touch(cut, records, joined=True)
         return records

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.core.layout import Layout
-from ckptool.engine.checksum import RecordCheck, crc32
+from ckptool.engine.checksum import crc32
 from ckptool.engine.write.parts import PartState
 from ckptool.engine.write.run import run
 from ckptool.engine.write.schemas import JournalHead, PartEnd
@@ -66,9 +66,9 @@ class FakeTarget(Target):
     def join(self, rank: int) -> None:
         """There are no other ranks."""
 
-    def write(self, work: Work, joined: RecordCheck | None) -> None:
+    def write(self, work: Work) -> None:
         folder = self._shelf.scratch / "scratch"
-        run(work, folder, None, joined)
+        run(work, folder)
         for number in work.numbers:
             name = work.plan.layout.files[number].path
             self._shelf.staged[name] = (folder / name).read_bytes()

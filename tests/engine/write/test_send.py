@@ -101,8 +101,9 @@ def test_what_it_reads_of_a_record_that_others_share_is_noted_for_the_end(
     rows = ReshardOptions(parse_mesh("2"), rules=(parse_rule("*=Shard(0)"),), to="dcp")
     prepared = prepare_reshard(out / "s.pt", out / "m", rows)
     plan, joined = prepared.plan, RecordCheck(shared=True)
-    half = Work(plan, prepared.opened.source, RUN, [plan.numbers["__0_0.distcp"]], Share(0, 2))
-    send(half, in_store(s3.url("m")), (), joined)
+    numbers, half = [plan.numbers["__0_0.distcp"]], Share(0, 2)
+    work = Work(plan, prepared.opened.source, RUN, numbers, half, joined=joined)
+    send(work, in_store(s3.url("m")), ())
     (noted,) = note_cut(joined)
     ((start, nbytes, crc),) = noted.pieces
     assert (noted.nbytes, nbytes) == (2400, 1200)
