@@ -14,7 +14,7 @@ from contextlib import closing
 
 from msgspec import Struct, field
 
-from ckptool.core.catalog import Extent, Record, TensorEntry
+from ckptool.core.catalog import Extent, Place, Record, TensorEntry
 from ckptool.core.chunks import ChunkTable, RecordTable
 from ckptool.core.dtype import DType
 from ckptool.errors import CkptoolError
@@ -33,9 +33,10 @@ Kind = tuple[int, DType, tuple[int, ...]]
 
 
 class AlikeItems:
-    """The unopened items of tensors that are similar to one of their kind, which is opened."""
+    """The unopened items of tensors: of those that are alike one is opened."""
 
     def __init__(self, source: Source, entries: Iterable[TensorEntry]) -> None:
+        self._source = source
         self._kinds: dict[Kind, _Alike] = {}
         self._cuts: dict[object, list[_Alike]] = {}
         for entry in entries:
@@ -61,11 +62,11 @@ class AlikeItems:
             self._cuts[cut] = [self._kind(Item.of(entry, box, at)) for box, at in pairs]
         return self._cuts[cut]
 
-    def place(self, item: Item) -> Extent | None:
-        """Return where the elements of an item are; None if it is similar to none."""
+    def locate(self, item: Item) -> Place:
+        """Return where the elements of an item are; raises as ``locate_item`` does."""
         alike, at = self._kinds.get(_kind_of(item)), (item.at.file, item.at.offset)
         if alike is None or alike.model is None or at not in alike.sums:
-            return None
+            return locate_item(self._source, item)
         return alike.model.place_at(*at, alike.sums[at])
 
     def table(self, entry: TensorEntry) -> RecordTable | None:

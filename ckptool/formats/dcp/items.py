@@ -28,7 +28,6 @@ from ckptool.formats.dcp.opening import (
     NoPlainTensor,
     Openings,
     closed_items,
-    locate_item,
     open_item,
     part_of_item,
 )
@@ -103,16 +102,16 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
     found = catalog.tensors.items()
     closed = {n: e for n, e in found if not isinstance(e.chunks, LateChunks | RecordTable)}
     expect_items(source, Joined([_closed_places(entry) for entry in closed.values()]))
-    alike = AlikeItems(source, closed.values())
+    items = AlikeItems(source, closed.values())
     for name, entry in catalog.tensors.items():
         if name not in closed:
             contents.tensors[name] = entry
             continue
-        if (records := alike.table(entry)) is not None:
+        if (records := items.table(entry)) is not None:
             contents.tensors[name] = replace(entry, chunks=records)
             continue
         try:
-            chunks: Sequence[Chunk] = _locate_chunks(source, entry, alike)
+            chunks: Sequence[Chunk] = _locate_chunks(entry, items)
             table = whole.tensors[name].chunks
             if isinstance(table, ChunkTable):
                 opened = dict(enumerate(chunks))
@@ -136,31 +135,31 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
     return replace(catalog, tensors=contents.tensors, objects=objects, notes=notes)
 
 
-def _locate_chunks(source: Source, entry: TensorEntry, alike: AlikeItems) -> tuple[Chunk, ...]:
-    """Open a tensor's chunks; raise one error for all that fail."""
+def _locate_chunks(entry: TensorEntry, items: AlikeItems) -> tuple[Chunk, ...]:
+    """Open the items of a tensor's chunks; raise one error for all that fail."""
     chunks: list[Chunk] = []
     problems: list[Problem] = []
     for chunk in entry.chunks:
         try:
-            chunks.append(_open_chunk(source, entry, alike, chunk))
-        except NoPlainTensor:
-            raise
+            places = [_locate_place(entry, chunk.box, at, items) for at in chunk.places]
         except CkptoolError as error:
+            error.message.tensor = entry.name
+            if isinstance(error, NoPlainTensor):
+                raise
             problems.append(error.message)
+        else:
+            chunks.append(chunk.at_places(places))
     if problems:
         raise damaged(problems, subject=entry.name)
     return tuple(chunks)
 
 
-def _open_chunk(source: Source, entry: TensorEntry, alike: AlikeItems, chunk: Chunk) -> Chunk:
-    """Open the items of a chunk of a tensor, but for those that are ``alike``."""
-    try:
-        return chunk.at_places(
-            [_locate_place(source, entry, chunk.box, alike, at) for at in chunk.places]
-        )
-    except CkptoolError as error:
-        error.message.tensor = entry.name
-        raise
+def _locate_place(entry: TensorEntry, box: Box, at: Place, items: AlikeItems) -> Place:
+    if not isinstance(at, Container) or at.opening is not None:
+        return at
+    item = Item.of(entry, box, at)
+    place = items.locate(item)
+    return place if at.part is None else part_of_item(item, place, at.part, box.shape)
 
 
 def _read_inner_tensors(source: Source, entry: TensorEntry) -> Assembled | None:
@@ -215,13 +214,3 @@ def _closed_places(entry: TensorEntry) -> Sequence[Container]:
     if isinstance(entry.chunks, ChunkTable):
         return entry.chunks.items
     return [item.at for item in closed_items(entry)]
-
-
-def _locate_place(
-    source: Source, entry: TensorEntry, box: Box, alike: AlikeItems, at: Place
-) -> Place:
-    if not isinstance(at, Container) or at.opening is not None:
-        return at
-    item = Item.of(entry, box, at)
-    place = alike.place(item) or locate_item(source, item)
-    return place if at.part is None else part_of_item(item, place, at.part, box.shape)

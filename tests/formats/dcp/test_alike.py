@@ -77,7 +77,6 @@ def test_most_items_are_not_opened(saved: Path, monkeypatch: pytest.MonkeyPatch)
         opened.append(item.tensor)
         return locate_item(source, item)
 
-    monkeypatch.setattr(items, "locate_item", noted)
     monkeypatch.setattr(alike, "locate_item", noted)
     assert isinstance(located(saved), dict)
     assert sorted(opened) == ["a0", "b0", "half", "large0", "turned"]
