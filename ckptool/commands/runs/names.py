@@ -59,11 +59,15 @@ _APART = (
     r"(?i)(?<![\d.])\d+(?:\.\d+)?[bt](?![a-z0-9])|\d+x\d+(?:\.\d+)?[bm]?(?![a-z0-9])"
     r"|(?<![a-z])(?:run|exp|experiment|fold|cv|seed|version|ver|v|trial|split|job|id|attempt|replica"
     r"|replicat|worker|node|gpu|rank|part|shard|member|model_parallel|layer|expert|stage)s?[-_=]?\d+"
-    r"|(?<![a-z0-9])[a-z][\w/]*(?==)|\d+-of-\d+|(?<!\d)(?:19|20)\d\d[-_.]?[01]\d[-_.]?[0-3]\d(?:[-_tT.+]?\d\d[-_:.]?\d\d"
-    r"(?:[-_:.]?\d\d)?(?:\+\d\d)?)?(?!\d)|(?<!\d)\d\d[-_:]\d\d[-_:]\d\d(?!\d)|(?<![a-z0-9])(?=[0-9a-f]*\d)"
+    r"|(?<![a-z0-9])[a-z][\w/]*(?==)|\d+-of-\d+|\d+-?best(?![a-z])|(?<![a-z0-9])(?=[0-9a-f]*\d)"
     r"(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}(?![a-z0-9])|\d+[km](?![a-z0-9])"
 )
-"""Numbers of what is not a step: sizes, runs, dates, hashes."""
+"""Numbers of what is not a step: sizes, runs, how many were averaged, hashes."""
+_DAY = r"(?<!\d)(?:19|20)\d\d[-_.][01]\d[-_.][0-3]\d(?!\d)"
+_DATE = (
+    r"(?<!\d)(?:19|20)\d\d[-_.]?[01]\d[-_.]?[0-3]\d(?:[-_tT.+]?\d\d[-_:.]?\d\d"
+    r"(?:[-_:.]?\d\d)?(?:\+\d\d)?)?(?!\d)|(?<!\d)\d\d[-_:]\d\d[-_:]\d\d(?!\d)"
+)
 _BARE = r"(?<![\d.])(?<!\de)\d{1,18}(?!\d|\.\d|e\d)"
 _ROLE = (
     r"(?i)(?<![a-z])(?:models?|module|net|network|weights?|params?|states?|dict|opt|optims?"
@@ -202,7 +206,7 @@ def _by_trainer(name: str) -> tuple[Spans, bool]:
 
 def _by_words(name: str, *, is_folder: bool) -> tuple[Spans, bool]:
     """Return what the words step, iteration, checkpoint and epoch count in a name."""
-    clean = _blank(_TYPE, name)
+    clean = _blank(_DAY, _blank(_TYPE, name))
     found: Spans = {}
     if (match := _named(_EPOCH, clean)) is not None:
         found["epoch"] = (*match.span("number"), _value(match))
@@ -237,7 +241,7 @@ def _value(match: re.Match[str]) -> int:
 def _bare(name: str) -> tuple[int, int, int] | None:
     """Return the last number of a name that may be a step; None if there is none."""
     clean = re.sub(_SUFFIX, lambda m: " " * len(m[0]), name)
-    for pattern in (_TYPE, _VALUES, _APART):
+    for pattern in (_TYPE, _VALUES, _DATE, _APART):
         clean = _blank(pattern, clean)
     matches = list(re.finditer(_BARE, clean))
     return (*matches[-1].span(), int(matches[-1][0])) if matches else None

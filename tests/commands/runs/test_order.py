@@ -47,6 +47,8 @@ FOLDER, FILE = True, False
         ("checkpoint_1_500.pt", None, 1, 500),
         ("rl_model_80_steps.zip", None, None, 80),
         ("net-10-epochs.pt", None, 10, None),
+        ("rl_model_20000000_steps", None, None, 20_000_000),
+        ("step_20240501", None, None, 20_240_501),
         ("sdxl_lightning_4step_unet.pth", None, None, None),
         ("max_80_steps.pt", None, None, None),
         ("max_steps=1000", None, None, None),
@@ -67,7 +69,8 @@ def test_what_a_name_counts(
         "seed42", "version_3", "model-v2", "2024-05-01", "20240501_120000.pt", "05-01-2024-run",
         "model-00001-of-00002.safetensors", "step_1e3", "w4a16.pt", "model.fp16.pt", "top5_71.pt",
         "deadbee1", "rank3.pt", "shard_7.pt", "epoch=x-val_loss=12.ckpt",
-        "CKPT+2026-11-29+06-00-04+01",
+        "CKPT+2026-11-29+06-00-04+01", "checkpoint_2026-11-29_06-00-02.123456",
+        "valid.acc.ave_10best.pth",
     ],
 )  # fmt: skip
 def test_other_numbers_are_no_step(name: str) -> None:
