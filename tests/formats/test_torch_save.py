@@ -94,3 +94,8 @@ def test_a_lora_of_litgpt_is_found_in_its_folder(tmp_path: Path) -> None:
     (step := tmp_path / "step-00000002").mkdir()
     torch.save({"model": {"h.0.lora_A": torch.ones(2)}}, step / "lit_model.pth.lora")
     assert ckptool.open(step).tensors.keys() == {"model.h.0.lora_A"}
+
+
+def test_a_file_that_is_one_tensor_has_no_finding(tmp_path: Path) -> None:
+    torch.save(torch.get_rng_state(), tmp_path / "rng.pt")
+    assert ckptool.verify(tmp_path / "rng.pt").findings == ()

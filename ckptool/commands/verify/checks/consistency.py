@@ -45,7 +45,8 @@ def catalog_problems(catalog: Catalog) -> Iterator[Problem]:
     yield from conflict_problems(catalog)
     gaps = list(filter(None, map(coverage_problem, entries)))
     yield from filter(None, [lone_rank_problem(entries, gaps), *gaps])
-    for name, path in ((entry.name, flat_name(entry.path)) for entry in entries):
+    inner = (entry for entry in entries if entry.path)  # a file may be one tensor, without a path
+    for name, path in ((entry.name, flat_name(entry.path)) for entry in inner):
         if path != name:
             yield Problem(f"{name}: its path is {path!r}", "name-mismatch", tensor=name)
     _, unwritten = select_plain(catalog)
