@@ -33,8 +33,11 @@ _INTEGERS = {int}
 _TOO_LARGE = 1 << 63
 _ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _SPACED_COLON = re.compile(rb'"\s+:')
-_NEGATIVE_ZERO = re.compile(rb"[\[,:\s]-0")
-"""A floating-point number to the library, which is no size and no offset; or a part of a name."""
+_NEGATIVE_ZERO = re.compile(rb"-0(?<=[\[,:\s]-0)")
+"""A floating-point number to the library, which is no size and no offset; or a part of a name.
+
+What precedes it is looked at last: that takes a tenth of the time.
+"""
 _LONG_NUMBER = b"0" * (_MOST_DIGITS + 1)
 """Matches a number with too many digits, or a name, once all digits are zeros."""
 
