@@ -119,7 +119,9 @@ def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem
     if surveyed.format.loading.config is not None:
         with suppress(CkptoolError):  # said by the check of the config's sizes
             config = read_beside(surveyed.source, CONFIG)
-    expected = shapes_of(config) or {}
+    expected = shapes_of(config)
+    if not expected:
+        return
     known = {name for name in catalog.tensors if not name.endswith(_COMPUTED)}
     if not known or not known <= expected.keys():
         return

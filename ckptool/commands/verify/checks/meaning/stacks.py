@@ -109,7 +109,8 @@ def _slices_of(tensors: Mapping[str, TensorEntry]) -> Iterator[Slice]:
 
     Kernels of a convolution have more dims, or one is small: its filters are no layers.
     """
-    for name, ends in _stacked(tensors).items():
+    may_be = any(len(entry.shape) > _DIMS for entry in tensors.values())
+    for name, ends in _stacked(tensors).items() if may_be else ():
         shape = tensors[name].shape
         if len(shape) == len(ends) + _DIMS and min(shape[-_DIMS:]) >= _KERNEL:
             for index in product(*map(range, shape[: len(ends)])):

@@ -16,7 +16,8 @@ from ckptool.core.quantization.master_names import keys_of
 from ckptool.core.state_category import state_category
 from ckptool.errors import Problem
 
-_KINDS = "exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer"
+_MEAN, _BUFFER = "exp_avg", "momentum_buffer"
+_KINDS = f"{_MEAN}|exp_avg_sq|max_exp_avg_sq|{_BUFFER}"
 _BY_KIND = re.compile(rf"(?s)(?:(?:.+\.)?state\.)?(?:{_KINDS})\.(.+)")
 """State as DeepSpeed and Megatron name it; a run of as many elements is that of a flat buffer."""
 _BY_PARAMETER = re.compile(rf"(?s)(?=.*\.(?:{_KINDS})\Z)((?:(?:.+\.)?state\.)?(.+))\.(?:{_KINDS})")
@@ -82,6 +83,9 @@ def _pairs(catalog: Catalog) -> Iterator[_Pair]:
     DeepSpeed's universal checkpoints had moments of one rank's experts beside masters of all
     (AutoEP).
     """
+    states = [entry for entry in catalog.tensors.values() if _is_state(entry)]
+    if not states:
+        return
     models = models_by_tail(catalog.tensors)
     firsts: dict[str, TensorEntry] = {}
     masks = {
@@ -89,17 +93,23 @@ def _pairs(catalog: Catalog) -> Iterator[_Pair]:
         for name, entry in catalog.tensors.items()
         if entry.source_dtype.kind == "bool"
     }
-    for name, entry in catalog.tensors.items():
-        if (by_kind := _BY_KIND.fullmatch(name)) and state_category(entry) == "optimizer":
+    for entry in states:
+        if by_kind := _BY_KIND.fullmatch(entry.name):
             shapes = _shapes_of(by_kind[1], catalog)
             fits = entry.shape in shapes.values() or entry.shape in map(_flat, shapes.values())
             if shapes:
                 said_by, shape = next(iter(shapes.items()))
                 yield _Pair(entry, by_kind[1], said_by, entry.shape if fits else shape)
-        elif (found := _BY_PARAMETER.fullmatch(name)) and state_category(entry) == "optimizer":
+        elif found := _BY_PARAMETER.fullmatch(entry.name):
             first = firsts.setdefault(found[1], entry)
             of = first if found[2].isdigit() else models.get(found[2], first)
             yield _Pair(entry, found[2], of.name, of.shape, masks.get(found[1]))
+
+
+def _is_state(entry: TensorEntry) -> bool:
+    """Return whether a tensor may be state that has its parameter's shape."""
+    is_named_so = _MEAN in entry.name or _BUFFER in entry.name
+    return is_named_so and state_category(entry) == "optimizer"
 
 
 def _shapes_of(parameter: str, catalog: Catalog) -> Mapping[str, Shape]:

@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby, pairwise, takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -157,6 +158,7 @@ def _masters_alone(catalog: Catalog) -> Iterator[Slice]:
             yield Slice(parameter, name)
 
 
+@lru_cache(maxsize=1024)
 def is_matrix(shape: Shape) -> bool:
     """Return whether a tensor is a matrix, or more, of elements that are not equal by chance."""
     return sum(size > 1 for size in shape) > 1 and math.prod(shape) >= _LEAST
