@@ -28,8 +28,8 @@ class Chunks(Sequence[Chunk]):
     """The chunks of a tensor, and what is asked of all of them, answered as it costs least.
 
     They are ``plain`` if it is known that they are stored as they are, without a codec or a copy;
-    ``bare`` if they have no record either, and are one; ``alone`` if none shares its record or item
-    with another, or has a copy.
+    ``bare`` if they have no record either, and are one, all of the tensor; ``alone`` if none shares
+    its record or item with another, or has a copy.
     """
 
     __slots__ = ()

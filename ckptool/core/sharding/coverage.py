@@ -56,7 +56,10 @@ def coverage_problem(entry: TensorEntry) -> Problem | None:
 
     Nor those of what it is computed of.
     """
-    boxes = chunks_of(entry).boxes
+    chunks = chunks_of(entry)
+    if chunks.bare:
+        return None
+    boxes = chunks.boxes
     if not is_grid(boxes, entry.shape) and (problem := _tiling_problem(entry, boxes)):
         return problem
     behind = [part for at in computed_places(entry) for part in at.stored]

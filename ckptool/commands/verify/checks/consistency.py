@@ -22,6 +22,7 @@ from ckptool.commands.model.adapter_config import (
 from ckptool.commands.model.config import config_problems
 from ckptool.commands.model.records import CONFIG, Record, read_beside
 from ckptool.core.catalog import Catalog, TensorEntry, flat_name
+from ckptool.core.chunks import chunks_of
 from ckptool.core.sharding.coverage import coverage_problem, lone_rank_problem
 from ckptool.engine.check.replicas import differing_replicas
 from ckptool.errors import UNCODED, CkptoolError, Damaged, Problem
@@ -69,7 +70,7 @@ def _conflict_problem(name: str, why: str) -> Problem:
 
 def replica_problems(entries: Iterable[TensorEntry], source: Files) -> Iterator[Problem]:
     """Yield the copies of one chunk that differ, or that cannot be read."""
-    for entry in entries:
+    for entry in (entry for entry in entries if not chunks_of(entry).alone):
         try:
             yield from differing_replicas([entry], source)
         except CkptoolError as error:
