@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from operator import eq
 
 from msgspec import Struct, field
 
 from ckptool.core.dtype import DType
-from ckptool.engine.check.spans import ByteSpan, SpanTile, View, span_jobs
+from ckptool.engine.check.spans import ByteSpan, SpanTile, span_jobs
 from ckptool.engine.checksum import CrcPiece, crc32, join_crcs
 from ckptool.engine.progress import Progress
 from ckptool.engine.read.byte_reader import ByteSource
@@ -106,39 +106,26 @@ def _check_tile(
     span: ByteSpan, tile: SpanTile, report: ContentReport, pieces: list[CrcPiece]
 ) -> None:
     """Look for values that are odd, and note the checksum of a tile or its last nonzero byte."""
-    end = tile.start + tile.nbytes
     known = _is_of_one_type(span) and all_finite(tile.data, span.views[0].dtype)
-    for view in () if known else span.views:
-        low, high = max(tile.start, view.start), min(end, view.start + view.nbytes)
-        if low >= high:
-            continue
-        if not all_finite(tile.data[low - tile.start : high - tile.start], view.dtype):
+    for view in span.views:
+        start = view.start - span.offset - tile.start
+        data = tile.data[max(0, start) : max(0, start + view.nbytes)]
+        if not known and not all_finite(data, view.dtype):
             report.not_finite.add(view.tensor)
-    _probe(tile, span.views)
+        if data and view.probe is not None and view.part is not None:
+            view.probe.take(data, view.part, max(0, -start) // view.dtype.itemsize)
     if span.crc32 is not None:
         pieces.append((tile.start, tile.nbytes, crc32(tile.data)))
     elif span.packing is None:
         report.note_written(span.file, _written_end(span, tile))
 
 
-def _probe(tile: SpanTile, views: Sequence[View]) -> None:
-    """Show what a tile has of tensors with a probe to these."""
-    end = tile.start + tile.nbytes
-    for view in views:
-        if view.probe is None or view.part is None:
-            continue
-        low, high = max(tile.start, view.start), min(end, view.start + view.nbytes)
-        if low < high:
-            data = tile.data[low - tile.start : high - tile.start]
-            view.probe.take(data, view.part, (low - view.start) // view.dtype.itemsize)
-
-
 def _is_of_one_type(span: ByteSpan) -> bool:
     """Return whether several views fill a span with elements of one type."""
     if len(span.views) < 2 or len({view.dtype for view in span.views}) > 1:
         return False
-    ends = accumulate((view.nbytes for view in span.views), initial=0)
-    starts = (*(view.start for view in span.views), span.nbytes)
+    ends = accumulate((view.nbytes for view in span.views), initial=span.offset)
+    starts = (*(view.start for view in span.views), span.end)
     return all(map(eq, ends, starts))
 
 

@@ -92,10 +92,10 @@ def head_in(data: memoryview, part: Part, first: int) -> int | None:
 
     Tensors whose first elements differ are not equal.
     """
-    nbytes = min(_HEAD, part.box.volume) * part.dtype.itemsize
-    if first or any(part.box.lo) or len(data) < nbytes:
+    if first or any(part.box.lo):
         return None
-    return checksum(data[:nbytes])
+    nbytes = min(_HEAD, math.prod(part.box.hi)) * part.dtype.itemsize
+    return checksum(data[:nbytes]) if len(data) >= nbytes else None
 
 
 def _sum(numbers: Array, start: int, part: Part, units: int) -> int:

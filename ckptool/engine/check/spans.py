@@ -35,7 +35,7 @@ class Probe(Protocol):
 
 
 class View(Struct, frozen=True):
-    """A run of a span that is a tensor's elements: ``start`` and ``nbytes`` in bytes.
+    """A run of a span that is a tensor's elements: ``nbytes`` from ``start``, as a span's offset.
 
     ``row`` is the bytes of one index of all dims but the last, 0 if there is only one dim. A
     ``probe`` looks at the elements of the ``part`` that the run is.

@@ -23,6 +23,7 @@ from ckptool.core.catalog import (
     TensorEntry,
     places,
 )
+from ckptool.core.chunks import chunks_of
 from ckptool.core.text import list_some
 from ckptool.engine.check.content import all_finite, can_be_not_finite
 from ckptool.engine.check.spans import ByteSpan, Packing, Part, Probe, View
@@ -36,7 +37,9 @@ from ckptool.storage.files import Files
 
 _TILE = 1 << 20
 
+Shape = tuple[int, ...]
 _Where = str | Packing
+_Run = tuple[_Where, int, tuple[int, ...]]
 _Locate = Callable[[Catalog], Catalog]
 
 
@@ -114,40 +117,49 @@ class Views(Struct):
         views, probes = cls(), probes or {}
         seen: set[object] = set()
         for entry in entries:
-            for chunk in entry.chunks:
+            chunks, probe = chunks_of(entry), probes.get(entry.name)
+            run, shape = chunks.extent, entry.shape
+            if run and 0 not in shape and views._add_run(entry, chunks.boxes[0], shape, run, probe):
+                continue  # these bytes are no other tensor's
+            for chunk in chunks:
                 shape = chunk.box.shape
                 for at in chunk.places:
                     key = at, shape
                     if 0 not in shape and key not in seen:
                         seen.add(key)
-                        probe = probes.get(entry.name) if at is chunk.at else None
-                        views._add(entry, chunk.box, shape, at, probe)
+                        of_place = probe if at is chunk.at else None
+                        views._add(entry, chunk.box, shape, at, of_place)
         return views
 
     def _add(
-        self, entry: TensorEntry, box: Box, shape: tuple[int, ...], at: Place, probe: Probe | None
+        self, entry: TensorEntry, box: Box, shape: Shape, at: Place, probe: Probe | None
     ) -> None:
-        dtype = entry.source_dtype
-        run = _run(at, shape, dtype.itemsize)
-        if run is None:
+        run = _run(at)
+        if run is None or not self._add_run(entry, box, shape, run, probe):
             self.scattered.append((entry, box, at))
-            return
-        where, start, (nbytes, by_rows) = run
+
+    def _add_run(
+        self, entry: TensorEntry, box: Box, shape: Shape, run: _Run, probe: Probe | None
+    ) -> bool:
+        """Add a place if its elements fill a run of bytes; return whether they do."""
+        where, start, strides = run
+        dtype = entry.source_dtype
+        filled = _filled(shape, strides, dtype.itemsize)
+        if filled is None:
+            return False
         row = shape[-1] * dtype.itemsize if len(shape) > 1 else 0
-        part = Part(entry.shape, box, dtype) if probe and shape and by_rows else None
-        self.runs[where].append(View(start, nbytes, dtype, entry.name, row, part, probe))
+        part = Part(entry.shape, box, dtype) if probe and shape and filled.by_rows else None
+        self.runs[where].append(View(start, filled.nbytes, dtype, entry.name, row, part, probe))
+        return True
 
 
-def _run(at: Place, shape: tuple[int, ...], itemsize: int) -> tuple[_Where, int, _Filled] | None:
-    """Return the place of the elements and what they fill, if that is one run."""
-    if not isinstance(at, (Extent, EncodedBlob)) or at.ops:
-        return None
-    filled = _filled(shape, at.strides, itemsize)
-    if filled is None:
-        return None
-    if isinstance(at, EncodedBlob):
-        return Packing(at.file, at.offset, at.nbytes, at.codec), at.start, filled
-    return at.file, at.offset, filled
+def _run(at: Place) -> _Run | None:
+    """Return where elements are as they are: their file or packing, the start and the strides."""
+    if isinstance(at, Extent) and not at.ops:
+        return at.file, at.offset, at.strides
+    if isinstance(at, EncodedBlob) and not at.ops:
+        return Packing(at.file, at.offset, at.nbytes, at.codec), at.start, at.strides
+    return None
 
 
 class _Filled(NamedTuple):
@@ -158,7 +170,7 @@ class _Filled(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _filled(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> _Filled | None:
+def _filled(shape: Shape, strides: tuple[int, ...], itemsize: int) -> _Filled | None:
     """Return what elements fill, as many tensors do alike; None if that is no run."""
     nbytes = span_of(shape, strides, itemsize)
     if math.prod(shape) * itemsize < nbytes:
@@ -186,8 +198,7 @@ def _place(view: View, spans: list[ByteSpan], starts: list[int]) -> bool:
     at = bisect_right(starts, view.start) - 1
     if at < 0 or view.start + view.nbytes > spans[at].end:
         return False
-    span = spans[at]
-    span.views.append(replace(view, start=view.start - span.offset))
+    spans[at].views.append(view)
     return True
 
 
@@ -197,19 +208,19 @@ def _own_spans(file: str, views: list[View]) -> list[ByteSpan]:
     """
     spans: list[ByteSpan] = []
     for view in sorted(views, key=lambda view: (view.start, -view.nbytes)):
-        start = view.start - spans[-1].offset if spans else 0
-        if not spans or start % view.dtype.itemsize or not _belongs(view, spans[-1]):
+        if not spans or not _belongs(view, spans[-1]):
             spans.append(ByteSpan(file, view.start, 0, None, f"{file}: {view.tensor}"))
-            start = 0
-        spans[-1].nbytes = max(spans[-1].nbytes, start + view.nbytes)
-        spans[-1].views.append(replace(view, start=start))
+        span = spans[-1]
+        span.nbytes = max(span.nbytes, view.start + view.nbytes - span.offset)
+        span.views.append(view)
     return spans
 
 
 def _belongs(view: View, span: ByteSpan) -> bool:
     """Return whether a view shares bytes with a span, or is to be read with it."""
     is_next = view.start == span.end and view.dtype is span.views[-1].dtype
-    return view.start < span.end or (is_next and span.nbytes + view.nbytes <= _TILE)
+    is_near = view.start < span.end or (is_next and span.nbytes + view.nbytes <= _TILE)
+    return is_near and (view.start - span.offset) % view.dtype.itemsize == 0
 
 
 def scattered_not_finite(views: Views, source: Files) -> tuple[set[str], list[Problem]]:
@@ -274,7 +285,7 @@ def unwritten_ends(
 def _cut(span: ByteSpan, start: int, end: int) -> Iterator[View]:
     """Yield the views of a span that ``start`` cuts within a row, just after a value."""
     for view in span.views:
-        before = start - span.offset - view.start
+        before = start - view.start
         inside = 0 < before < view.nbytes and (not view.row or before % view.row)
         if inside and start - end < view.dtype.itemsize:
             yield view

@@ -46,8 +46,8 @@ class Weight:
         """Look at elements of a part, the first of which is its ``first``-th."""
         dtype = self._dtype
         codes = np.frombuffer(data, _CODES[dtype.itemsize])
-        value = int(codes[0])
-        is_one = self._is_one and value == int(codes[-1])  # few get further
+        value = codes.item(0)
+        is_one = self._is_one and value == codes.item(-1)  # few get further
         is_one = is_one and self.first in (None, value) and not (codes != value).any()
         sample = codes[:: codes.size // _SAMPLE | 1]  # odd: of no column alone
         spread = sample[:: sample.size // _SPREAD | 1].tolist()
