@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptool.commands.detect import (
@@ -42,6 +42,7 @@ from ckptool.errors import (
     refused,
 )
 from ckptool.formats.base import DELTA, Format, ScanOptions
+from ckptool.serialization.safetensors import SafetensorsFile
 from ckptool.storage.files import Files
 from ckptool.storage.place import run_bounded
 from ckptool.storage.url import Location
@@ -227,6 +228,7 @@ class Survey(Struct, frozen=True):
     """What could be read of a checkpoint, complete or not.
 
     ``catalog`` is None if nothing could be assembled; ``problems`` say why, and what was skipped.
+    ``headers`` are those of safetensors files that were read whole, by file.
     """
 
     path: Location
@@ -235,6 +237,7 @@ class Survey(Struct, frozen=True):
     catalog: Catalog | None
     problems: tuple[Problem, ...]
     named: str | None = None
+    headers: dict[str, SafetensorsFile] = field(default_factory=dict)
 
     @property
     def opened(self) -> OpenedCheckpoint | None:
@@ -254,7 +257,8 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
     source = candidate.source
     problems = [problem] if (problem := unfinished_problem(source)) is not None else []
     problems += unlisted_problems(candidate.unlisted)
-    scanning = scan_options(options, candidate.format, problems)
+    headers = dict[str, SafetensorsFile]()
+    scanning = replace(scan_options(options, candidate.format, problems), headers=headers)
     catalog = None
     try:
         catalog = _scan(candidate, scanning)
@@ -271,7 +275,7 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
         catalog = _with_parts(replace(catalog, conflicts=others), options)
     causes = with_cause(source, problems)
     how = candidate.path, source, candidate.format, catalog, tuple(causes)
-    return Survey(*how, named=candidate.named)
+    return Survey(*how, named=candidate.named, headers=headers)
 
 
 def survey_readable(path: Location, options: ReadOptions = AS_DETECTED) -> Survey | None:

@@ -17,6 +17,7 @@ from ckptool.core.sharding.tensor_parallel import NamedRule
 from ckptool.errors import CkptoolError, Problem, Unrecognized, Unsupported, damaged
 
 if TYPE_CHECKING:
+    from ckptool.serialization.safetensors import SafetensorsFile
     from ckptool.serialization.source import Source
 
 
@@ -38,7 +39,8 @@ class ScanOptions(Struct, frozen=True):
     ``placements``, no mesh is inferred from the chunks: only what shows or keeps placements asks
     for them.
 
-    With a list ``problems`` a scan skips damaged parts and notes them there; else it raises.
+    With a list ``problems`` a scan skips damaged parts and notes them there; else it raises. With
+    ``headers``, it notes there those of the safetensors files in which nothing was skipped.
     """
 
     per_rank: bool = False
@@ -49,6 +51,7 @@ class ScanOptions(Struct, frozen=True):
     world_size: int | None = None
     named: str | None = None
     placements: bool = True
+    headers: dict[str, SafetensorsFile] | None = None
 
     def with_placements(self, catalog: Catalog) -> Catalog:
         """Return the catalog with the mesh and placements that its chunks imply, if asked for."""

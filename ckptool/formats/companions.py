@@ -133,7 +133,8 @@ def scan_subfolder(
     """
     problems: list[Problem] | None = None if options.problems is None else []
     try:
-        catalog = scan(source.narrowed(folder), replace(options, problems=problems))
+        inner = replace(options, problems=problems, headers=None)
+        catalog = scan(source.narrowed(folder), inner)
     except CkptoolError as error:
         raise error.in_folder(folder) from None
     moved = [problem.in_folder(folder) for problem in problems or ()]

@@ -131,9 +131,7 @@ class Verification:
             if share.is_all
             else DataPart(share, surveyed.catalog, surveyed.source.files)
         )
-        self._files = FileCheck(
-            surveyed.source, surveyed.format, self._sample.takes, quick=options.quick
-        )
+        self._files = FileCheck(surveyed, self._sample.takes, quick=options.quick)
         self._nbytes = 0
         self._unchecked: set[str] = set()
         self._of_files: list[Problem] | None = None

@@ -93,7 +93,10 @@ def read_whole_tensors(
     source: Source, file: str, options: ScanOptions
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Return the tensors of a file of whole tensors, and the file's metadata."""
+    before = len(options.problems or ())
     header = read_safetensors(source, file, options.problems)
+    if options.headers is not None and len(options.problems or ()) == before:
+        options.headers[file] = header
     tensors = {
         name: TensorEntry(name, (name,), item.kind.dtype, item.kind.shape, item.chunks)
         for name, item in header.tensors.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.verify import verify
 from ckptool.core.chunks import WholeTensor
+from ckptool.serialization.safetensors_header import read_entries
 
 COUNT = 3000
 
@@ -40,3 +42,20 @@ def test_no_chunk_is_made_of_a_tensor_in_which_nothing_is_odd(
     save_file(state, tmp_path / "model.safetensors")
     assert verify(tmp_path / "model.safetensors", VerifyOptions()).nbytes == 3 * 16 * 24 * 4
     assert not made
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_header_is_parsed_once_unless_something_is_wrong_with_it(
+    cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, parsed = tmp_path / "model.safetensors", list[str]()
+    save_file({"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(3)}, path)
+    path.write_bytes(path.read_bytes()[: -cut or None])
+
+    def count(text: bytes, file: str, *rest: Any) -> Any:
+        parsed.append(file)
+        return read_entries(text, file, *rest)
+
+    monkeypatch.setattr("ckptool.serialization.safetensors.read_entries", count)
+    assert verify(path, VerifyOptions()).ok is not bool(cut)
+    assert (len(parsed) == 1) is not bool(cut)

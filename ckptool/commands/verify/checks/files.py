@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 
+from ckptool.commands.open import Survey
 from ckptool.commands.unread_files import unfinished_file
 from ckptool.commands.verify.checks.archives import ArchiveCheck
 from ckptool.commands.verify.checks.pickles import PickleAudit
@@ -100,11 +101,12 @@ class FileCheck:
     """
 
     def __init__(
-        self, source: Source, row: Format, chosen: Callable[[Container], bool], *, quick: bool
+        self, surveyed: Survey, chosen: Callable[[Container], bool], *, quick: bool
     ) -> None:
-        self._source = source
+        self._source = source = surveyed.source
+        self._headers = surveyed.headers
         self._chosen = chosen
-        self.rules: Rules = {file: file_rule(row, file) for file in source.files}
+        self.rules: Rules = {file: file_rule(surveyed.format, file) for file in source.files}
         self.pickles = PickleAudit()
         self.archives = ArchiveCheck(source, self.pickles, only_structure=quick)
         self._problems: list[Problem] = []
@@ -176,7 +178,8 @@ class FileCheck:
             self._look_at_torch_file(file, size)
 
     def _look_at_safetensors(self, file: str) -> None:
-        tensors = read_safetensors(self._source, file).tensors
+        header = self._headers.pop(file, None) or read_safetensors(self._source, file)
+        tensors = header.tensors
         unaligned = [n for n, item in tensors.items() if item.offset % item.dtype.alignment]
         if unaligned:
             counts = f"{len(unaligned):,} of {len(tensors):,} tensors"
