@@ -99,14 +99,15 @@ class PlanReader:
                 yield PlannedPiece(tile, 0, data, crc32(data))
             return
         for tile in tiles:
-            entry, found = tile.entry, self._open(tile)
+            entry, found = tile.entry, opened(tile.sources)
             segments = None
             if entry.source_dtype == entry.dtype:
                 segments = segments_of(found, tile.shape, entry.dtype.itemsize)
             if segments is None:
-                data = self._gather(tile, found)
+                data = self._data(tile, found)
                 yield PlannedPiece(tile, 0, data, crc32(data))
                 continue
+            self._touch(entry, found)
             for segment in segments:
                 yield from self._copy(tile, segment)
 
@@ -114,13 +115,18 @@ class PlanReader:
         """Return the bytes of a tile in the form to be written, valid until the next call."""
         if tile.band is not None:
             return next(self._cut([tile], tile.band))[1]
-        return self._gather(tile, self._open(tile))
+        return self._data(tile, opened(tile.sources))
 
     def _cut(self, tiles: Sequence[Tile], band: Box) -> Iterator[tuple[Tile, memoryview]]:
         """Read a band of a tensor, and cut tiles from it, each valid until the next."""
         from ckptool.engine.read.gather import cut
 
-        values = self._read_band(tiles[0].entry, band)
+        entry = tiles[0].entry
+        found = self._gatherer.find(entry, band)
+        if sum(each.box.volume for each in found) != band.volume:
+            raise Damaged(f"{entry.name}: {band} is not covered")
+        values = self._gather(entry, band.shape, found)
+        self._note_made(entry, [(band, values)])
         for tile in tiles:
             yield tile, cut(values, tile, self._memory(tile.nbytes))
 
@@ -159,18 +165,6 @@ class PlanReader:
                 self._records.touch(segment.record, entry.name)
         return segments
 
-    def _read_band(self, entry: TensorEntry, band: Box) -> Array:
-        """Return a box of a tensor in the type to be written, valid until the next."""
-        volume = 0
-        for chunk, common, _, _ in self._gatherer.find(entry, band):
-            touch(self._records, entry, chunk)
-            volume += common.volume
-        if volume != band.volume:
-            raise Damaged(f"{entry.name}: {band} is not covered")
-        values = self._gatherer.read_values(entry, band)
-        self._note_made(entry, [(band, values)])
-        return values
-
     def _memory(self, nbytes: int) -> memoryview:
         """Return memory for a tile, which the next call may return again."""
         if nbytes > len(self._tile):
@@ -181,12 +175,10 @@ class PlanReader:
         """Close all files."""
         self._bytes.close()
 
-    def _open(self, tile: Tile) -> Sequence[Overlap]:
-        """Return what chunks have of a tile, opened; note their records."""
-        found = opened(tile.sources)
+    def _touch(self, entry: TensorEntry, found: Iterable[Overlap]) -> None:
+        """Note the records of what chunks of a tensor, which are open, have of something."""
         for each in found:
-            touch(self._records, tile.entry, each.chunk)
-        return found
+            touch(self._records, entry, each.chunk)
 
     def _copy(self, tile: Tile, segment: Segment) -> Iterator[PlannedPiece]:
         """Read a segment in pieces that fit the processor's cache."""
@@ -202,17 +194,25 @@ class PlanReader:
         if record is not None:
             self._records.piece(record, offset, nbytes, total)
 
-    def _gather(self, tile: Tile, found: Sequence[Overlap]) -> memoryview:
+    def _data(self, tile: Tile, found: Sequence[Overlap]) -> memoryview:
         """Return the bytes of a tile in the form to be written."""
-        from ckptool.engine.read.gather import array, part_of, raw
+        from ckptool.engine.read.gather import part_of, raw
 
-        entry, stored = tile.entry, tile.entry.source_dtype
-        memory = self._bytes.memory(math.prod(tile.shape) * stored.itemsize)
-        values = array(tile.shape, stored, memory)
-        self._gatherer.fill(values, entry, found)
-        made = self._gatherer.convert(entry, values)
-        self._note_made(entry, ((each.box, part_of(made, each.where)) for each in found))
+        made = self._gather(tile.entry, tile.shape, found)
+        self._note_made(tile.entry, ((each.box, part_of(made, each.where)) for each in found))
         return raw(made)
+
+    def _gather(
+        self, entry: TensorEntry, shape: tuple[int, ...], found: Sequence[Overlap]
+    ) -> Array:
+        """Return an array of what chunks have of it, in the type to be written."""
+        from ckptool.engine.read.gather import array
+
+        self._touch(entry, found)
+        stored = entry.source_dtype
+        values = array(shape, stored, self._bytes.memory(math.prod(shape) * stored.itemsize))
+        self._gatherer.fill(values, entry, found)
+        return self._gatherer.convert(entry, values)
 
     def _note_made(self, entry: TensorEntry, boxes: Iterable[tuple[Box, Array]]) -> None:
         """Note boxes of a tensor that is cast or computed, as they are to be written."""
