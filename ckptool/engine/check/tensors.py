@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from msgspec import Struct, field
 
-from ckptool.core.dtype import short_name
 from ckptool.engine.check.difference import Difference, Tolerance
 from ckptool.engine.check.pairs import Failure, PairSource, PairTile, TensorPair
 from ckptool.engine.check.run_pairs import run_jobs
@@ -67,13 +65,3 @@ def compare(
     source = PairSource(*reads)
     read_tiles(source, run_jobs(pairs, source.sides), found.look, workers, progress)
     return found
-
-
-def cast_text(pairs: Sequence[TensorPair]) -> str:
-    """Return the words on how many of equal pairs were cast before they were compared."""
-    both = sum(pair.is_cast for pair in pairs)
-    if both:
-        return f", {both:,} of them cast to the coarser type of both"
-    cast = (pair.one for pair in pairs if pair.one.dtype != pair.one.source_dtype)
-    counts = Counter(short_name(entry.dtype.name) for entry in cast)
-    return "".join(f", {n:,} of them after a cast to {name}" for name, n in counts.items())

@@ -22,6 +22,7 @@ from ckptool.commands.verify.compare.coverage import (
     Amount,
     Coverage,
     align,
+    cast_text,
     catalog_coverage,
     list_unread,
     rewritten_coverage,
@@ -50,7 +51,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.text import plural
 from ckptool.engine.check.difference import DifferingTensor, differing_tensor
 from ckptool.engine.check.pairs import TensorPair
-from ckptool.engine.check.tensors import cast_text, compare
+from ckptool.engine.check.tensors import compare
 from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import UNREAD, Damaged, Hostile, Problem, UsageError
@@ -393,8 +394,7 @@ class Comparison:
         how = "bit by bit" if self._comparing.tolerance is None else "within the tolerance"
         different = {tensor.name for tensor in self.differing}
         equal = [pair for pair in self.pairs if pair.one.name not in different]
-        compared, once = sum(pair.one.nbytes for pair in equal), cast_text(equal)
-        if self._beyond:
-            once += f" ({plural(self._beyond.total(), 'value')} beyond its range)"
+        compared = sum(pair.one.nbytes for pair in equal)
+        once = cast_text(equal, self._beyond.total())
         values = f", {plural(self._values, 'non-tensor value')}" if self._values else ""
         return f"{plural(len(equal), 'tensor')} ({compared:,} bytes) {how}{once}{values}"

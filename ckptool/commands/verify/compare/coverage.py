@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from msgspec import Struct
@@ -19,9 +19,11 @@ from ckptool.commands.verify.compare.names import (
 )
 from ckptool.commands.verify.findings import Finding
 from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.dtype import short_name
 from ckptool.core.selection import is_used, meant_by, names_of
 from ckptool.core.state_category import optimizer_names, state_category, with_every_part
 from ckptool.core.text import plural
+from ckptool.engine.check.pairs import TensorPair
 from ckptool.errors import Problem
 from ckptool.serialization.safetensors_metadata import texts_of
 from ckptool.storage.url import Location
@@ -166,3 +168,16 @@ def list_unread(failing: list[Finding]) -> set[str]:
     if {finding.code for finding in failing} != {NOT_COMPARED}:
         return set()
     return {name for finding in failing for name in finding.names}
+
+
+def cast_text(pairs: Sequence[TensorPair], beyond: int) -> str:
+    """Return the words on how many of equal pairs were cast before they were compared.
+
+    So many values were ``beyond`` the range of the type.
+    """
+    cast = (pair.one for pair in pairs if pair.one.dtype != pair.one.source_dtype)
+    counts = Counter(short_name(entry.dtype.name) for entry in cast)
+    text = "".join(f", {n:,} of them after a cast to {name}" for name, n in counts.items())
+    if both := sum(pair.is_cast for pair in pairs):
+        text = f", {both:,} of them cast to the coarser type of both"
+    return f"{text} ({plural(beyond, 'value')} beyond its range)" if beyond else text
