@@ -193,7 +193,7 @@ def test_a_rank_opens_its_share_alone_and_what_is_alike_together(
         assert verify(out, VerifyOptions(), ranks=Two(rank, said)).ok
         assert 0 < len(looked_at) <= 28 + 20 * rank  # bytes are shared, those of .metadata too
     assert len(looked_at) == len({*looked_at}) == 48
-    assert {item.tensor for item in located} == {"w.0"}  # the others are compared with it
+    assert len(located) == 2  # each rank's first, with which its others are compared
 
 
 def test_under_torchrun_one_rank_speaks_and_all_answer(folder: Path, out: Path) -> None:
