@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ckptool.commands.inspect.fold import (
@@ -195,6 +194,8 @@ def _file_rows(alike: Sequence[FileLayout]) -> list[list[str]]:
 
 def show_moves(report: MapReport, screen: Console) -> None:
     """Show one line for similar tensors whose names differ only in numbers."""
+    from rich.table import Table
+
     table = Table(box=None, padding=(0, 0, 0, 2), show_header=False)
     for overflow in ("fold", "ellipsis", "fold", "ellipsis", "ellipsis"):
         table.add_column(overflow=overflow)

@@ -29,7 +29,7 @@ def test_the_list_of_commands_imports_none(option: str) -> None:
 @pytest.mark.parametrize("checkpoint", [DCP, HF], ids=["dcp", "hf"])
 def test_inspecting_imports_nothing_that_only_others_need(checkpoint: Path) -> None:
     names = (
-        *("numpy", "torch", "html", "logging", "concurrent.futures", "xml"),
+        *("numpy", "torch", "rich.table", "html", "logging", "concurrent.futures", "xml"),
         *("ckptool.engine", "ckptool.commands.verify.verify", "ckptool.formats.megatron.optimizer"),
         *(("ckptool.formats.deepspeed",) if checkpoint == DCP else ("hashlib",)),
     )
