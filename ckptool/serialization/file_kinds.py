@@ -301,6 +301,7 @@ def nothing_found(path: object, source: Source) -> Unrecognized:
     """Return the error for a folder without a checkpoint, with what else is there."""
     names = list(source.files)
     message = f"{path}: no checkpoint found in {plural(len(names), 'file')}: {list_some(names)}"
+    message = message if names else f"{path}: the folder is empty"
     hint = "run `ckptool formats` to list known formats; use --from FORMAT to force one"
     for name, kind in _foreign_files(source):
         return Unrecognized(f"{message}; {name} is {kind.what}", hint=kind.hint_for(name))
