@@ -6,6 +6,7 @@
     ├── SourceError       3    the source is missing, unrecognized or malformed
     │   ├── NotFound           nothing is there
     │   ├── Unrecognized       something is there, but no checkpoint ckptool knows
+    │   │   ├── Empty          a checkpoint's file with nothing in it
     │   │   └── Several        a folder of more than one checkpoint, such as a run's steps
     │   ├── Damaged            a checkpoint that is not whole or contradicts itself
     │   └── Hostile            a pickle that names a global able to run code
@@ -191,6 +192,10 @@ class NotFound(SourceError):
 
 class Unrecognized(SourceError):
     """No known checkpoint format is there."""
+
+
+class Empty(Unrecognized):
+    """The file is what a checkpoint is, but has no tensor and no value."""
 
 
 class Several(Unrecognized):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import Layout
-from ckptool.errors import Unrecognized
+from ckptool.errors import Empty, Unrecognized
 from ckptool.formats.base import (
     Detection,
     FileRole,
@@ -67,7 +67,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     contents = assemble({_rank_of(leaves): leaves}, per_rank=options.per_rank)
     options.report(contents.problems, subject=file)
     if not contents.tensors and not contents.objects and not contents.conflicts:
-        raise Unrecognized(f"{file}: an empty state dict: no tensor and no value in it")
+        raise Empty(f"{file}: an empty state dict: no tensor and no value in it")
     worlds = {mesh.size for mesh in contents.meshes}
     if worlds - {1}:
         part = f"{file} holds one rank's part of a checkpoint of {max(worlds)} ranks"

@@ -30,7 +30,7 @@ from ckptool.commands.verify.verify import examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category, weights
 from ckptool.core.text import list_some
-from ckptool.errors import CkptoolError, NoAnswer, NotFound, TransferError
+from ckptool.errors import CkptoolError, Empty, NoAnswer, NotFound, TransferError
 from ckptool.storage.place import is_gone
 from ckptool.storage.url import Location, within
 
@@ -193,6 +193,7 @@ class Assessor:
         reasons = [*self._by_names(step)]
         reports: list[VerifyReport] = []
         surveys: list[Survey] = []
+        empty: list[str] = []
         if not reasons or self._thorough:
             for part in step.parts:
                 where = "" if part == step.path else f"{within(part, self._run.path)}: "
@@ -203,11 +204,13 @@ class Assessor:
                 except NoAnswer:
                     raise
                 except (CkptoolError, OSError) as error:
-                    reasons.append(f"{where}{error}")
+                    (empty if isinstance(error, Empty) else reasons).append(f"{where}{error}")
                     continue
                 surveys.append(examined.surveyed)
                 reports.append(report)
                 reasons += [where + why for why in self._faults(report, examined.surveyed.catalog)]
+        if empty and not Contents.of(tuple(surveys)).model:
+            reasons += empty
         export = is_export(step, self._run.path) and not self._is_of_exports()
         if not reasons:
             reasons += damaged_side_files(step, self._run, surveys, options)

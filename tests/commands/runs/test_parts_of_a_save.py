@@ -86,6 +86,17 @@ def test_files_beside_an_optimizer_in_a_folder_of_their_own_are_one_save(tmp_pat
     assert [step.ok for step in checked(tmp_path).steps].count(False) == 1
 
 
+def test_a_part_with_nothing_in_it_is_no_fault_beside_a_model(tmp_path: Path) -> None:
+    """As stable-baselines3 2.7 saves pytorch_variables.pth of most algorithms."""
+    (folder := tmp_path / "final").mkdir()
+    torch.save(OPTIMIZER, folder / "policy.optimizer.pth")
+    torch.save({}, folder / "pytorch_variables.pth")
+    torch.save({}, folder / "policy.pth")
+    assert "empty state dict" in checked(tmp_path).steps[0].reasons[0]
+    torch.save({"w": WEIGHT}, folder / "policy.pth")
+    assert checked(tmp_path).ok
+
+
 def test_one_save_in_a_folder_that_counts_has_its_number(tmp_path: Path) -> None:
     speechbrain(tmp_path / "step-5", 0.5)
     assert [step.number for step in checked(tmp_path / "step-5").steps] == [5]
