@@ -73,17 +73,16 @@ def keys_of(parameter: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     renamed = parameter
     for norm, key in NORMS.items():
         renamed = renamed.replace(norm, key)
-    for name, is_of_layers, is_of_experts in product(
-        {parameter: None, renamed: None}, (True, False), (True, False)
-    ):
-        index: tuple[int, ...] = ()
-        layer, expert = _LAYER.search(name), _EXPERT.search(name)
-        if layer and is_of_layers:
-            name, index = _LAYER.sub("", name), (int(layer[1]),)
-        if expert and is_of_experts:
-            name, index = _EXPERT.sub(r"\1", name), (*index, int(expert[2]))
-        if bool(layer) >= is_of_layers and bool(expert) >= is_of_experts and name != parameter:
-            yield name, index
+    for name in {parameter: None, renamed: None}:
+        found = _LAYER.search(name), _EXPERT.search(name)
+        for layer, expert in product(*({match: None, None: None} for match in found)):
+            key, index = name, tuple[int, ...]()
+            if layer:
+                key, index = _LAYER.sub("", key), (int(layer[1]),)
+            if expert:
+                key, index = _EXPERT.sub(r"\1", key), (*index, int(expert[2]))
+            if key != parameter:
+                yield key, index
 
 
 def _is_weight(entry: TensorEntry, index: tuple[int, ...], master: TensorEntry) -> bool:

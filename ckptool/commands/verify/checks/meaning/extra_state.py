@@ -23,6 +23,10 @@ _LAYERS = 4
 
 States = Mapping[str, Sequence[TensorEntry]]
 """The moments of each parameter: by its name, or by its number among those of an optimizer."""
+Models = Mapping[str, TensorEntry]
+"""The model's tensors, by name and by name without the first step."""
+Known = Mapping[str, set[str]]
+"""The names of the model's tensors that a parameter may be."""
 
 
 def unfit_state_problems(catalog: Catalog) -> Iterator[Problem]:
@@ -42,12 +46,14 @@ def unfit_state_problems(catalog: Catalog) -> Iterator[Problem]:
         else:
             named[parameter].append(entry)
     if named:
-        yield from _problem(_beside_the_model(catalog, named), "the model does")
-        yield from _lacking(catalog, named)
+        models = models_by_tail(catalog.tensors)
+        known = {parameter: _of_model(parameter, models) for parameter in named}
+        yield from _problem(_beside_the_model(catalog, named, models, known), "the model does")
+        yield from _lacking(catalog, models, known)
     groups = _numbers_in_groups(catalog) if numbered else {}
     for optimizer, states in numbered.items():
-        if known := groups.get(optimizer):
-            extra = {number: own for number, own in states.items() if int(number) not in known}
+        if numbers := groups.get(optimizer):
+            extra = {number: own for number, own in states.items() if int(number) not in numbers}
             yield from _problem(extra, "the optimizer's groups do")
 
 
@@ -59,17 +65,15 @@ def _problem(extra: States, who: str) -> Iterator[Problem]:
         yield Problem(message, "optimizer-extra", tensor=names[0])
 
 
-def _beside_the_model(catalog: Catalog, states: States) -> States:
+def _beside_the_model(catalog: Catalog, states: States, models: Models, known: Known) -> States:
     """Return the state of layers and experts that the model does not have, beside most that it has.
 
     Names that differ from the model's by more than numbers may be its own: torchtitan 0.3 saves
     parts of a fused weight, but the state of the whole. Of tied parameters a model may have another
     name: one of the same shape without state.
     """
-    models = models_by_tail(catalog.tensors)
-    known = {name: _of_model(name, models) for name in states}
     extra = [n for n in states if not known[n] and n not in catalog.conflicts]
-    if 2 * len(extra) >= len(states):
+    if not extra or 2 * len(extra) >= len(states):
         return {}
     kinds = {kind for name in models if (kind := abstract(name)[0])}
     with_state = {name for names in known.values() for name in names}
@@ -81,7 +85,7 @@ def _beside_the_model(catalog: Catalog, states: States) -> States:
     }
 
 
-def _of_model(parameter: str, models: Mapping[str, TensorEntry]) -> set[str]:
+def _of_model(parameter: str, models: Models) -> set[str]:
     """Return the names of the model's tensors that may be a parameter."""
     keys = (key for key, _ in keys_of(parameter))
     return {models[key].name for key in keys if key in models}
@@ -100,13 +104,12 @@ def _numbers_in_groups(catalog: Catalog) -> dict[str, set[int]]:
     return numbers
 
 
-def _lacking(catalog: Catalog, states: States) -> Iterator[Problem]:
+def _lacking(catalog: Catalog, models: Models, known: Known) -> Iterator[Problem]:
     """Yield the weights without state of one layer in the middle, if all other layers have it.
 
     Frozen layers are whole, and the first and the last may not be used whole, nor a branch of one.
     """
-    models = models_by_tail(catalog.tensors)
-    with_state = {name for each in states for name in _of_model(each, models)}
+    with_state = {name for names in known.values() for name in names}
     layers: dict[str, dict[int, str]] = defaultdict(dict)
     for name in {entry.name for entry in models.values()} - catalog.conflicts.keys():
         kind, numbers = abstract(name)

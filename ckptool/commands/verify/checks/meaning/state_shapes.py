@@ -6,6 +6,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 
 from msgspec import Struct
 
@@ -88,6 +89,7 @@ def _pairs(catalog: Catalog) -> Iterator[_Pair]:
         return
     models = models_by_tail(catalog.tensors)
     firsts: dict[str, TensorEntry] = {}
+    shapes_of = cache(partial(_shapes_of, catalog))
     masks = {
         name.rpartition(".")[0]: entry.shape
         for name, entry in catalog.tensors.items()
@@ -95,7 +97,7 @@ def _pairs(catalog: Catalog) -> Iterator[_Pair]:
     }
     for entry in states:
         if by_kind := _BY_KIND.fullmatch(entry.name):
-            shapes = _shapes_of(by_kind[1], catalog)
+            shapes = shapes_of(by_kind[1])
             fits = entry.shape in shapes.values() or entry.shape in map(_flat, shapes.values())
             if shapes:
                 said_by, shape = next(iter(shapes.items()))
@@ -112,7 +114,7 @@ def _is_state(entry: TensorEntry) -> bool:
     return is_named_so and state_category(entry) == "optimizer"
 
 
-def _shapes_of(parameter: str, catalog: Catalog) -> Mapping[str, Shape]:
+def _shapes_of(catalog: Catalog, parameter: str) -> Mapping[str, Shape]:
     """Return the shapes that a parameter has, as a weight and as a master, by their names."""
     keys = [*keys_of(parameter), (f"fp32.{parameter}", ())]
     found = ((catalog.tensors.get(key), len(index)) for key, index in keys)
