@@ -21,8 +21,12 @@ few values."""
 _FLOOD = 0.9
 """A share of denormal values, among those that are not zero, that no weights have."""
 _ENOUGH = 32
-_FULL = ("float32", "bfloat16")
-"""Types whose denormal numbers are too small for weights; in float16 some changes are."""
+_FULL = {
+    "float32": (np.uint32(0x7FFF_FFFF), np.uint32(0x7F80_0000)),
+    "bfloat16": (np.uint16(0x7FFF), np.uint16(0x7F80)),
+}
+"""The bits of all but the sign, and of the exponent, of types whose denormal numbers are too small
+for weights; in float16 some changes are."""
 
 
 class Weight:
@@ -53,10 +57,9 @@ class Weight:
         spread = sample[:: sample.size // _SPREAD | 1].tolist()
         is_varied = self.is_varied or len(set(spread)) >= _VARIED
         nonzero = denormal = 0
-        if dtype.name in _FULL:
-            sizes = sample & codes.dtype.type((1 << (8 * dtype.itemsize - 1)) - 1)
-            nonzero = int(np.count_nonzero(sizes))
-            denormal = nonzero - int(np.count_nonzero(sizes >> dtype.mantissa))
+        if (bits := _FULL.get(dtype.name)) is not None:
+            nonzero, normal = (int(np.count_nonzero(sample & mask)) for mask in bits)
+            denormal = nonzero - normal
         head = head_in(data, part, first)
         with self._lock:
             self.elements += codes.size
