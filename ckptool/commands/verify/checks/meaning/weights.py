@@ -29,7 +29,7 @@ from ckptool.errors import Problem
 from ckptool.storage.files import Files
 
 if TYPE_CHECKING:
-    from ckptool.commands.verify.checks.meaning.weight_bits import Weight
+    from ckptool.engine.check.weight_bits import Weight
 
 _LEAST = 64
 """Elements of a matrix that are not equal by chance."""
@@ -140,7 +140,7 @@ def _are_equal(one: TensorEntry, other: TensorEntry, source: Files) -> bool:
 
 def _looked_at(matrices: Mapping[str, DType]) -> dict[str, Weight]:
     """Return what looks at each matrix; numpy is imported for none."""
-    from ckptool.commands.verify.checks.meaning.weight_bits import Weight
+    from ckptool.engine.check.weight_bits import Weight
 
     return {name: Weight(dtype) for name, dtype in matrices.items()}
 
