@@ -31,6 +31,9 @@ from ckptool.storage.url import Location, within
 
 _NAMES_FILES = (FileRole.METADATA, FileRole.INDEX)
 _SHARD = r"\d+-of-\d+"
+_OF_TRAINING = frozenset(
+    "opt optim optims optimizer optimizers sched scheduler schedulers rng scaler".split()
+)
 
 
 def find_run(place: Location) -> Run:
@@ -186,7 +189,7 @@ def _entries(run: Location, checkpoints: Iterable[Location]) -> list[Step]:
 
 
 def _saves_by_contents(checkpoints: Sequence[Location]) -> set[Location]:
-    """Return the folders that are one save: an optimizer lies in them, beside what is none.
+    """Return the folders that are one save: state of training lies in them, beside what is none.
 
     Nothing in such a folder counts, is the best or the last, or lies in a folder deeper below.
     """
@@ -203,11 +206,7 @@ def _is_one_save(files: Sequence[Location]) -> bool:
         return False
     if any(re.fullmatch(SPARED, path.name) is not None for path in files):
         return False
-    return {_is_of_optimizer(name.role) for name in names} == {True, False}
-
-
-def _is_of_optimizer(role: str) -> bool:
-    return not {"opt", "optim", "optims", "optimizer", "optimizers"}.isdisjoint(role.split())
+    return {not _OF_TRAINING.isdisjoint(name.role.split()) for name in names} == {True, False}
 
 
 def _entry(run: Location, path: Location, inner: Sequence[Location]) -> Step:

@@ -103,6 +103,16 @@ def test_one_save_in_a_folder_that_counts_has_its_number(tmp_path: Path) -> None
     assert [step.number for step in ckptool.list_steps(tmp_path / "step-5").steps] == [5]
 
 
+def test_a_lost_optimizer_does_not_make_files_of_one_save_steps(tmp_path: Path) -> None:
+    for name in ("best", "last"):
+        (folder := tmp_path / name).mkdir()
+        torch.save({"w": WEIGHT}, folder / "model.pt")
+        torch.save(OPTIMIZER, folder / "optimizer.pt")
+        torch.save({"last_epoch": 3}, folder / "scheduler.pt")
+    (tmp_path / "last" / "optimizer.pt").unlink()
+    assert {step.path.name for step in checked(tmp_path).steps} == {"best", "last"}
+
+
 def test_the_best_and_the_last_beside_an_optimizer_are_saves_apart(tmp_path: Path) -> None:
     for name in ("best.pt", "last.pt"):
         torch.save({"w": WEIGHT}, tmp_path / name)
