@@ -64,7 +64,9 @@ def as_one_step(run: Run) -> Run:
     """
     place = run.path
     parts = [part for step in run.steps for part in step.parts]
-    if len(parts) < 2 or any(step.position for step in run.steps):
+    numbers = [step.name.bare or 0 for step in run.steps]  # shards are numbered without a gap
+    counts = any(step.position for step in run.steps) or max(numbers, default=0) > len(numbers)
+    if len(parts) < 2 or counts or not parse_name(place.name, is_folder=True).tells:
         return run
     steps = _entries(place.parent, parts)
     return Run(place, tuple(steps), run.source) if len(steps) == 1 else run

@@ -146,3 +146,11 @@ def test_what_a_trainer_keeps_once_beside_its_steps_is_no_step(tmp_path: Path) -
     assert not checked(tmp_path).ok
     (tmp_path / "epoch_2").rename(tmp_path / "last")
     assert not checked(tmp_path).ok
+
+
+@pytest.mark.parametrize("name", ["resnet_100_epochs", "epoch_100"])
+def test_a_run_named_by_its_length_is_no_step(name: str, tmp_path: Path) -> None:
+    (run := tmp_path / name).mkdir()
+    for epoch in (50, 100):
+        torch.save({"w": WEIGHT}, run / f"model_{epoch}.pt")
+    assert [step.number for step in checked(run).steps] == [100, 50]
