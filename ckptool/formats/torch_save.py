@@ -130,7 +130,7 @@ FORMAT = Format(
     Detection(
         _probe,
         files=(FileRule(r".*\.index(\.[^.]+)?\.json", FileRole.INDEX),),
-        suffixes=(".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ".pth.lora"),
+        suffixes=(".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ".pth.lora", ".state"),
     ),
     Reading(_scan),
     Writing(convert=_lay_out),

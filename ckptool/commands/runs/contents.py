@@ -26,11 +26,13 @@ _ROLES = {
 }
 """What training goes on from, by words in the names of files and folders."""
 _STATE = re.compile(
-    r"(?i).+\.(?:pt|pth|bin|pkl|pickle|ckpt|safetensors|npz|npy|msgpack|distcp|tar|joblib)"
+    r"(?i).+\.(?:pt|pth|bin|pkl|pickle|ckpt|safetensors|npz|npy|msgpack|distcp|tar|joblib|state)"
     r"|\.metadata|(?:.*_)?(?:state|progress|meta|metadata)\.(?:json|ya?ml|txt)"
 )
 _DCP = re.compile(r"__(\d+)_\d+\.distcp|\.metadata")
-_SUFFIX = re.compile(r"(?i)(?:\.index)?\.(?:pt|pth|bin|pkl|pickle|ckpt|safetensors|json|npz|npy)$")
+_SUFFIX = re.compile(
+    r"(?i)(?:\.index)?\.(?:pt|pth|bin|pkl|pickle|ckpt|safetensors|json|npz|npy|state)$"
+)
 _WORLD = re.compile(r"world_size_(\d+)_rank_\d+|(?<=rank)[-_]?\d+[-_]of[-_](\d+)")
 _SHARDS = re.compile(r"[-_.]?\d+-of-\d+")
 _OF_RANK = re.compile(r"(.*\D)(\d+)")

@@ -82,7 +82,7 @@ _BESIDE_MODEL = (
     r"(?i)(?<![a-z])(?:opt|optims?|optimizers?|adam|sched|schedulers?|ema|rng|scaler|critic|value"
     r"|reward|ref|dis|disc|discriminator|net_?d|d|data|dataloader|train(?:ing)?_states?)(?![a-z])"
 )
-_SUFFIX = r"(?i)(?:\.(?:pt|pth|bin|ckpt|safetensors|pkl|tar|npz))+$"
+_SUFFIX = r"(?i)(?:\.(?:pt|pth|bin|ckpt|safetensors|pkl|tar|npz|state))+$"
 
 
 class Position(Struct, frozen=True):

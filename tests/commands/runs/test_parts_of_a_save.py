@@ -148,6 +148,23 @@ def test_what_a_trainer_keeps_once_beside_its_steps_is_no_step(tmp_path: Path) -
     assert not checked(tmp_path).ok
 
 
+def test_the_training_states_of_basicsr_belong_to_its_models(tmp_path: Path) -> None:
+    """BasicSR 1.4, models/base_model.py: two folders, whose files have a number in common."""
+    for folder in ("models", "training_states"):
+        (tmp_path / folder).mkdir()
+    for step in (5000, 10000, 15000):
+        torch.save({"params": {"w": WEIGHT}}, tmp_path / f"models/net_g_{step}.pth")
+        torch.save(
+            {"iter": step, "optimizers": [OPTIMIZER]}, tmp_path / f"training_states/{step}.state"
+        )
+    steps = checked(tmp_path).steps
+    assert [(s.number, s.ok, len(s.beside)) for s in steps] == [
+        (15000, True, 1), (10000, True, 1), (5000, True, 1)
+    ]  # fmt: skip
+    (tmp_path / "training_states" / "15000.state").unlink()
+    assert not checked(tmp_path).steps[0].ok
+
+
 @pytest.mark.parametrize("name", ["resnet_100_epochs", "epoch_100"])
 def test_a_run_named_by_its_length_is_no_step(name: str, tmp_path: Path) -> None:
     (run := tmp_path / name).mkdir()
