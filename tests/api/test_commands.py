@@ -22,9 +22,9 @@ import ckptool
 from ckptool.api import keywords
 from ckptool.api.arguments import source_text
 from ckptool.cli.app import app, load_command
-from ckptool.commands import inspect as inspecting
 from ckptool.commands import open as open_module
 from ckptool.commands.bench import run as run_module
+from ckptool.commands.inspect import report as inspecting
 from ckptool.commands.options.bench import BenchOptions
 from ckptool.errors import Changed, UsageError
 

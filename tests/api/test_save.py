@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
 
 import ckptool
-from ckptool.engine.write.stage import Stage
+from ckptool.engine.write.disk_target import DiskTarget
 from ckptool.errors import NotVerified, TransferError, Unsupported, UsageError
 from ckptool.storage.virtual.memory import MemoryFiles, MemoryReader
 
@@ -189,7 +189,7 @@ def test_a_save_that_failed_is_begun_again(tmp_path: Path, monkeypatch: pytest.M
 
     state = {"w": torch.ones(4)}
     with monkeypatch.context() as patched:
-        patched.setattr(Stage, "write", fill)
+        patched.setattr(DiskTarget, "write", fill)
         with pytest.raises(TransferError, match="No space left") as caught:
             ckptool.save(state, tmp_path / "m", to="dcp")
     assert "--resume" not in f"{caught.value.hint}"
