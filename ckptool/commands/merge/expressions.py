@@ -70,7 +70,7 @@ def add(operands: Sequence[Operand], total: WeightedSum, text: str) -> Computati
         if is_summed:
             parts = [entry, *(operand.catalog.tensors[name] for operand in others)]
             own = tensors.get(shared.get(name, ""))
-            made = computed(entry, parts, total, same_box, exceeds=total.exceeds)
+            made = computed(entry, parts, total, same_box, exceeds=total.exceeds, in_pieces=True)
             entry = made if own is None else replace(made, chunks=own.chunks)
         tensors[name] = entry
         said.append(Expression(name, text if is_summed else first.label))
@@ -91,11 +91,13 @@ def computed(
     kept: int = 0,
     *,
     exceeds: bool = False,
+    in_pieces: bool = False,
 ) -> TensorEntry:
     """Return a tensor of the shape and type of another that is computed of others.
 
     It ``exceeds`` if its numbers may be beyond the range of these. Parts that are computed
-    themselves, as of quantized tensors, are not rounded to their type.
+    themselves, as of quantized tensors, are not rounded to their type, and are whole in memory:
+    nothing is computed ``in_pieces`` of them.
     """
     wide = BY_NAME["float32"]
     stored = tuple(replace(each, dtype=wide) if is_computed(each) else each for each in parts)
@@ -107,7 +109,7 @@ def computed(
         reads=reads,
         kept=kept,
         exceeds=exceeds,
-        in_pieces=not kept and not any(map(is_computed, stored)),
+        in_pieces=in_pieces and not any(map(is_computed, stored)),
     )
     chunk = Chunk(Box.whole(like.shape), at)
     return replace(like, chunks=(chunk,), placements=None, mesh=None, stored=None)

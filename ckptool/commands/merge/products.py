@@ -21,6 +21,8 @@ from ckptool.engine.formulas.low_rank import (
 from ckptool.errors import Unsupported
 
 _TURNED = (1, 0)
+_WIDE = 4
+"""Times as many columns as its rank a weight has, so that rows of B take little beside its own."""
 
 
 class Product(Struct, frozen=True):
@@ -51,8 +53,10 @@ def product_of(target: Target, weight: TensorEntry, settings: Settings) -> Produ
         raise Unsupported(f"{settings.place} {says} lora_magnitude_vector of {target.lora.module}")
     factors = _factors(target, weight)
     parts = [factors.weight, factors.left, factors.right]
+    is_wide = factors.weight.shape[-1] >= _WIDE * factors.left.shape[-1]
+    how = {"exceeds": True, "in_pieces": is_wide}
     if magnitudes is None:
-        entry = computed(factors.weight, parts, LowRank(scale), low_rank_reads, exceeds=True)
+        entry = computed(factors.weight, parts, LowRank(scale), low_rank_reads, **how)
     else:
         flat = merge_dims(magnitudes, 0, len(magnitudes.shape))
         if len(factors.weight.shape) != 2 or flat.shape != factors.weight.shape[:1]:
@@ -62,7 +66,7 @@ def product_of(target: Target, weight: TensorEntry, settings: Settings) -> Produ
             )
         formula = Magnitudes(LowRank(scale))
         parts.append(flat)
-        entry = computed(factors.weight, parts, formula, magnitude_reads, exceeds=True)
+        entry = computed(factors.weight, parts, formula, magnitude_reads, **how)
     return Product(factors.restore(entry), scale, magnitudes is not None)
 
 

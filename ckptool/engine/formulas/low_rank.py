@@ -157,7 +157,8 @@ def _products(
         columns, own_columns = _common(start, stop, box.lo[-1], box.hi[-1])
         bits = gather(right, _within(outer, (0, start), (rank, stop))).reshape(rank, stop - start)
         of_cells = factor(_in_cells(as_doubles(bits, right.source_dtype)), 1)
-        for row, count in _rows_at_once(top, bottom, height, _PART // (stop - start)):
+        most = height if is_exact else _PART // (len(of_cells.high) * _CELL)
+        for row, count in _rows_at_once(top, bottom, height, most):
             of_blocks = as_doubles(of_rows[row - top :][:count], left.source_dtype)
             blocks = of_blocks.reshape(-1, min(count, height), rank)
             product = np.empty((*blocks.shape[:2], len(of_cells.high), _CELL))

@@ -93,7 +93,7 @@ def test_a_number_is_the_same_in_any_box(
     shape, rank = sizes
     stored = lora(shape, rank, dtype)
     if data.draw(st.booleans()):
-        stored.tensors[2][..., 0, -1] = float("inf")
+        stored.tensors[data.draw(st.sampled_from([1, 2]))][..., 0, -1] = float("inf")
     box = draw_box(shape, data)
     for name in ("float64", "bfloat16"):  # of exact products, and of others
         whole = stored.box(Box.whole(shape), name)
