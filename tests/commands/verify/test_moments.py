@@ -458,7 +458,8 @@ def test_squares_of_gradients_that_are_kept_for_some_steps(
     for own in state.values():
         own[kind].zero_()
         own["exp_avg_sq"].zero_()
-    groups = [{"params": [0, 1, 2], "lr": 0.1, "keep_num": 10, "step": count}]
+    others = {"max_precond_dim": 10_000, "warmup_steps": 100}
+    groups = [{"params": [0, 1, 2], "lr": 0.1, "keep_num": 10, "step": count} | others]
     torch.save({"optimizer": {"state": state, "param_groups": groups}}, tmp_path / "c.pt")
     assert bool(found(tmp_path / "c.pt")) == is_odd
 

@@ -41,9 +41,8 @@ _STEPS = 2
 """Counted steps after which something has moments: one step without gradients may be that which
 makes the state (DeepSpeed, torch's ``get_optimizer_state_dict``)."""
 
-_OPTION = re.compile(r"(?:.*\.)?param_groups\..+\.(\w+)")
-_COUNTS = ("step", "k", "params")
-"""What of an optimizer's groups is no option."""
+_KEPT = re.compile(r"(?:.*\.)?param_groups\..+\.keep_num")
+"""How many gradients AdaShift keeps before there are squares of them (pytorch_optimizer 3.5)."""
 _OF_GROUP = re.compile(r".*\bparam_groups\.\d+\.step")
 _OF_EXPERTS = re.compile("expert|moe")
 _SEVERAL = 3
@@ -116,13 +115,10 @@ class Moments:
         return _steps_of_values(self._catalog) if least is None else least
 
     def _begins_later(self, steps: float | None) -> bool:
-        """Return whether an option says of at least as many steps as were taken.
-
-        Gradients may be kept for so many before there are squares of them (AdaShift).
-        """
-        named = ((_OPTION.fullmatch(name), e.value) for name, e in self._catalog.objects.items())
-        numbers = (n for option, n in named if option and option[1] not in _COUNTS)
-        return steps is not None and any(type(n) is int and n >= steps for n in numbers)
+        """Return whether an optimizer keeps the gradients of at least as many steps."""
+        objects = self._catalog.objects.items()
+        kept = (entry.value for name, entry in objects if _KEPT.fullmatch(name))
+        return steps is not None and any(type(n) is int and n >= steps for n in kept)
 
     def _squares_lost(self, seen: Seen, entries: Located, elements: Elements) -> Iterator[Problem]:
         """Yield squares that are all zero where the mean is large enough not to be."""
