@@ -25,6 +25,8 @@ _FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/model_optim_rng\.pt")
 a second number is an expert rank's where there are no pipelines."""
 _ARGUMENTS = "training_args.bin"
 _PAIR = 2
+_MOST = 10**6
+"""More processes than the names of random states count."""
 _FEW = 4
 
 
@@ -81,7 +83,8 @@ def _processes(source: Source) -> int:
         with suppress(CkptoolError):
             arguments = read_torch_file(source, _ARGUMENTS).inert
             state = _fields_of(_fields_of(arguments).get("distributed_state"))
-            return size_in(state, "num_processes") or 0
+            count = size_in(state, "num_processes") or 0
+            return count if count < _MOST else 0
     return 0
 
 
