@@ -195,7 +195,7 @@ class Unrecognized(SourceError):
 
 
 class Empty(Unrecognized):
-    """The file is what a checkpoint is, but has no tensor and no value."""
+    """The file is what torch.save writes, but has no tensor and no value."""
 
 
 class Several(Unrecognized):

@@ -229,7 +229,7 @@ _HARMLESS_PACKAGES = frozenset(
     "__torch__ accelerate addict bitsandbytes composer datasets deepspeed diffusers"
     " distributed_shampoo easydict enum fairseq lightning lightning_fabric megatron"
     " ml_collections mmcv mmengine nemo numpy olmo_core omegaconf peft pytorch_lightning"
-    " pytorch_optimizer safetensors timm tokenizers torch torchao torchtitan torchtune torchvision"
+    " pytorch_optimizer safetensors timm tokenizers torch torchtitan torchtune torchvision"
     " transformers transformer_engine trl ultralytics verl yacs".split()
 )
 """Packages whose classes are records of settings, modules and tensors, whatever one is called."""
