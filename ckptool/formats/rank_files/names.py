@@ -43,11 +43,11 @@ _SINGLE = re.compile(
 STATES_OF_A_RANK = ("random_states", "rng_state", "extra_state")
 _SAVE_IN = re.compile(
     rf"{_SAVE}[-_=.]?[0-9]{{1,18}}(?![0-9])|(?<![a-z])(?:best|last|latest)(?![a-z])"
-    r"|(?<![0-9])0[0-9]{4,17}(?![0-9])",
+    r"|(?:(?<=model_)|(?<=optim_)|(?<=optimizer_))0[0-9]{4,17}(?![0-9])",
     re.IGNORECASE,
 )
 """What says which save a file is of: a counting word, or a number with zeros before it, as in
-``optim_000020_rank1.pt`` of nanochat."""
+``optim_000020_rank1.pt`` of nanochat; such numbers after other words count parts as well."""
 _OF_OPTIMIZER, _OF_MODEL = (re.compile(rf"(?<![a-z]){word}") for word in ("optim", "model"))
 
 

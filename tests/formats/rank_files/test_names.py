@@ -35,6 +35,14 @@ def test_a_rank_that_no_machine_has(names: tuple[str, ...], tmp_path: Path) -> N
         open_checkpoint(tmp_path)
 
 
+def test_numbers_of_parts_are_no_saves(tmp_path: Path) -> None:
+    for part in range(2):
+        for rank in range(2):
+            torch.save({f"w{part}": torch.ones(2)}, tmp_path / f"part_{part:05d}_rank{rank}.pt")
+    assert len(open_checkpoint(tmp_path).catalog.tensors) == 2
+    assert len(open_checkpoint(tmp_path / "part_00000_rank0.pt").catalog.files) == 4
+
+
 @pytest.mark.parametrize(
     "name",
     [
