@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 
 from ckptool.errors import Damaged, Problem, Several
-from ckptool.formats.rank_files.records import are_processes, recorded_ranks, records_shards
+from ckptool.formats.rank_files.records import are_apart, are_processes, recorded_ranks
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
 from ckptool.serialization.source import Source, find_missing_ranks, require_rank
 
@@ -48,7 +48,7 @@ _SAVE_IN = re.compile(
 )
 """What says which save a file is of: a counting word, or a number with zeros before it, as in
 ``optim_000020_rank1.pt`` of nanochat; such numbers after other words count parts as well."""
-_OF_OPTIMIZER, _OF_MODEL = (re.compile(rf"(?<![a-z]){word}") for word in ("optim", "model"))
+_OF_MODEL = re.compile(r"model(?:_[0-9]{1,18})?\.(?:pt|pth|bin|ckpt|pkl)")
 
 
 class RankFile(Struct, frozen=True):
@@ -96,13 +96,13 @@ def are_slices(source: Source, files: Sequence[RankFile]) -> bool:
     """Return whether files are what each rank alone has of an optimizer, beside a whole model.
 
     As nanochat writes it: the model once, and of the moments the rows that a rank updates. Nothing
-    says which those are, so each file is a checkpoint by itself.
+    says which those are, so each file is a checkpoint by itself, unless they are replicas.
     """
-    own = {item.file for item in files}
-    if not own or not all(_OF_OPTIMIZER.match(item.family) for item in files):
+    if not files or not all(item.family.startswith("optim") for item in files):
         return False
-    others = (file for file in source.files if file not in own and file.endswith(_SUFFIXES))
-    return any(map(_OF_MODEL.match, others)) and not records_shards(source, files[0].file)
+    return any(map(_OF_MODEL.fullmatch, source.files)) and any(
+        are_apart(source, [item.file for item in of]) for of in by_family(files).values()
+    )
 
 
 def other_saves(files: Sequence[RankFile], file: str) -> frozenset[str]:

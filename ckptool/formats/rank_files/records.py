@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from ckptool.errors import CkptoolError
 from ckptool.serialization.archive.dtensor import DTensorShare, Share
 from ckptool.serialization.source import Source, expect_archives
+from ckptool.serialization.state_dict.assemble import difference_of
 from ckptool.serialization.state_dict.flat_params import is_flat
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, ShareLeaf, read_file_leaves
 
@@ -97,12 +98,35 @@ def are_processes(source: Source, files: Sequence[str], numbers: Collection[int]
     return 1 in numbers and _have_equal_shapes(contents)
 
 
-def records_shards(source: Source, file: str) -> bool:
-    """Return whether a file says what it has of larger tensors, or cannot be read."""
-    try:
-        return _has_shards(read_file_leaves(source, file))
-    except CkptoolError:
-        return True
+def are_apart(source: Source, files: Sequence[str]) -> bool:
+    """Return whether files are no replicas: by headers, plain tensors of one name differ.
+
+    One file is a replica of nothing. Not if a file says what it has of larger tensors; one that
+    cannot be read says nothing.
+    """
+    first: Mapping[str, Leaf] | None = None
+    for file in files:
+        try:
+            leaves = read_file_leaves(source, file)
+        except CkptoolError:
+            continue
+        if _has_shards(leaves):
+            return False
+        if first is not None and _differ(first, leaves):
+            return True
+        first = first or leaves
+    return first is not None and len(files) == 1
+
+
+def _differ(some: Mapping[str, Leaf], others: Mapping[str, Leaf]) -> bool:
+    """Return whether tensors of one name differ, as far as headers show."""
+    pairs = ((some[name], others[name]) for name in some.keys() & others.keys())
+    return any(
+        isinstance(a.value, PlainLeaf)
+        and isinstance(b.value, PlainLeaf)
+        and difference_of({0: a, 1: b})
+        for a, b in pairs
+    )
 
 
 def _has_shards(leaves: Mapping[str, Leaf]) -> bool:

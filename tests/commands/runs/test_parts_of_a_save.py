@@ -46,6 +46,18 @@ def test_slices_of_an_optimizer_beside_a_whole_model_are_one_step(tmp_path: Path
     assert before.ok
 
 
+@pytest.mark.parametrize(("other", "ranks"), [("model", (0, 0)), ("model_args", (0, 1))])
+def test_replicas_of_an_optimizer_beside_a_model_are_no_slices(
+    other: str, ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    torch.save({"w": WEIGHT}, tmp_path / f"{other}.pt")
+    for at, rank in enumerate(ranks):
+        torch.save({"exp_avg": torch.ones(2) + rank}, tmp_path / f"optim_rank{at}.pt")
+    report = ckptool.verify(tmp_path)
+    codes = {finding.code for finding in report.findings}
+    assert codes == {"file-unused"} | ({"replicas-differ"} if ranks[1] else set())
+
+
 def test_files_of_ranks_of_two_saves_with_padded_numbers_are_two(tmp_path: Path) -> None:
     for step in (20, 25):
         for rank in range(2):
