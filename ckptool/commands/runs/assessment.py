@@ -15,7 +15,7 @@ from ckptool.commands.detect import require_known
 from ckptool.commands.document import Report
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.runs.contents import Completeness, unfinished
+from ckptool.commands.runs.contents import Completeness, missing_ranks, unfinished
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run, written_after
@@ -259,6 +259,8 @@ class Assessor:
         missing = self._missing_parts(step) or self._completeness.lacking(step)
         if missing and why is None:
             yield f"{list_some(missing, 4)} is missing; every earlier step has it"
+        elif why is None:
+            yield from missing_ranks(step)
 
     def _is_of_exports(self) -> bool:
         return all(is_export(each, self._run.path) for each in self._run.steps)

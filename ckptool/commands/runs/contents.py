@@ -11,6 +11,7 @@ from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.steps import Run, Step, says_another
 from ckptool.commands.runs.trainers import unfinished_mark, unwritten_last
 from ckptool.errors import Damaged, NotFound
+from ckptool.serialization.source import find_missing_ranks
 from ckptool.storage.url import Location, within
 
 _ROLES = {
@@ -120,6 +121,25 @@ def unfinished(step: Step, run: Run) -> str | None:
         if last is not None:
             return f"{last} is missing, which its trainer writes last"
     return None
+
+
+def missing_ranks(step: Step) -> Iterator[str]:
+    """Yield for files of ranks in a step by whose names one of another rank is missing.
+
+    Numbers from 1 may count something else, if not the files of an optimizer; others are ranks of
+    LoRA.
+    """
+    ranks: dict[tuple[Location, str, str], dict[int, str]] = {}
+    for path in dict.fromkeys((*step.entries, *step.parts)):
+        head, *found = re.split(r"rank[-_]?(\d+)", parse_name(path.name, is_folder=False).role)
+        if len(found) == 2:
+            ranks.setdefault((path.parent, head, found[1]), {})[int(found[0])] = path.name
+    for (_, head, _), names in ranks.items():
+        world = max(names) + 1
+        missing = ", ".join(map(str, find_missing_ranks(names, world)))
+        if missing and (0 in names or (1 in names and head.startswith("opt"))):
+            like = names[min(names)]
+            yield f"{like} and its like: the file of rank {missing} of {world} is missing"
 
 
 def _names_beside(step: Step, entry: Location, run: Run) -> set[str]:

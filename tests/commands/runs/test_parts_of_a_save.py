@@ -46,6 +46,25 @@ def test_slices_of_an_optimizer_beside_a_whole_model_are_one_step(tmp_path: Path
     assert before.ok
 
 
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("number", ["_000020", ""])
+def test_a_rank_without_its_slice_is_missing(rank: int, number: str, tmp_path: Path) -> None:
+    nanochat(tmp_path, 20, ranks=4)
+    for path in [*tmp_path.iterdir()]:
+        path.rename(tmp_path / path.name.replace("_000020", number))
+    assert [step.ok for step in checked(tmp_path).steps] == [True]
+    (tmp_path / f"optim{number}_rank{rank}.pt").unlink()
+    (step,) = checked(tmp_path).steps
+    assert f"the file of rank {rank} of 4 is missing" in step.reasons[0]
+
+
+def test_the_rank_of_an_adapter_is_no_process(tmp_path: Path) -> None:
+    for rank in (4, 8):
+        torch.save({"w": WEIGHT}, tmp_path / f"lora_rank{rank}_step5.pt")
+        torch.save(OPTIMIZER, tmp_path / f"lora_rank{rank}_step5_optim.pt")
+    assert all(step.ok for step in checked(tmp_path).steps)
+
+
 @pytest.mark.parametrize(("other", "ranks"), [("model", (0, 0)), ("model_args", (0, 1))])
 def test_replicas_of_an_optimizer_beside_a_model_are_no_slices(
     other: str, ranks: tuple[int, ...], tmp_path: Path
