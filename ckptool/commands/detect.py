@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -164,9 +164,7 @@ def _detect_from_file(path: Location) -> Candidate:
             hint = f"tar -xf {path} -C FOLDER, then run ckptool on a part of FOLDER"
             raise Unrecognized(f"{path}: {what}: {list_some(list(archive.files))}", hint=hint)
         return inside
-    alone = detect(source)
-    if alone and not alone.detection.suffixes and around is not None and not alone.matches(around):
-        alone = _single_file_format(path.name) or alone  # a rank's file that is none of a set
+    alone = _detect_alone(source, path.name, lambda row: around is None or row.matches(around))
     if alone is not None:
         return Candidate(path, source, alone)
     if not source.files[path.name]:
@@ -350,6 +348,7 @@ def _candidates(
     """
     folders = source.subfolders()
     covered: set[str] = set()
+    has_set = cache(lambda folder, row: row.matches(folders.get(folder, source)))
     for folder in sorted(folders, key=lambda name: (name.count("/"), natural_key(name))):
         if folder.count("/") >= _LEVELS or any(str(p) in covered for p in Path(folder).parents):
             continue
@@ -361,18 +360,22 @@ def _candidates(
             yield Candidate(path / folder, inner, row)
     for name in source.files:
         if not any(str(parent) in covered for parent in Path(name).parents):
-            file = _try_detect(path / name, partial(_single_file, path, source, name), failed)
+            of_one = partial(_single_file, path, source, name, has_set)
+            file = _try_detect(path / name, of_one, failed)
             if file is not None:
                 yield file
 
 
-def _single_file_format(name: str) -> Format | None:
-    """Return the format of a single file of this name."""
-    singles = single_file_suffixes()
-    return next((singles[suffix] for suffix in singles if name.endswith(suffix)), None)
+def _detect_alone(alone: Files, name: str, has_set: Callable[[Format], bool]) -> Format | None:
+    """Return the format of a file by itself: of a rank's only if its folder has a set of them."""
+    row, singles = detect(alone), single_file_suffixes()
+    is_whole = row is None or row.detection.suffixes or has_set(row)
+    return row if is_whole else next((singles[s] for s in singles if name.endswith(s)), row)
 
 
-def _single_file(path: Location, source: Files, name: str) -> Candidate | None:
+def _single_file(
+    path: Location, source: Files, name: str, has_set: Callable[[str, Format], bool]
+) -> Candidate | None:
     is_side = name.endswith(EXTRA) and name.removesuffix(EXTRA) + ".safetensors" in source.files
     is_named = name.endswith((ARCHIVE, *single_file_suffixes()))
     if is_side or not is_named or holds_counts_alone(source, name):
@@ -381,7 +384,7 @@ def _single_file(path: Location, source: Files, name: str) -> Candidate | None:
     archive = archive_in(alone, path / name)
     if archive is not None:
         return _detect_in_archive(path / name, archive)
-    row = detect(alone)
+    row = _detect_alone(alone, name, partial(has_set, name.rpartition("/")[0]))
     return None if row is None else Candidate(path / name, alone, row)
 
 

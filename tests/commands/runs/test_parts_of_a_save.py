@@ -38,8 +38,9 @@ def test_slices_of_an_optimizer_beside_a_whole_model_are_one_step(tmp_path: Path
         (25, (), 2), (20, (), 2)
     ]  # fmt: skip
     assert ckptool.verify(run / "optim_000025_rank1.pt").ok
-    with pytest.raises(Several):
+    with pytest.raises(Several) as several:
         ckptool.verify(run)
+    assert str(several.value).count("(torch-save)") == 6
     (run / "optim_000025_rank0.pt").unlink()
     newest, before = checked(run).steps
     assert "optim rank0 is missing" in newest.reasons[0]
