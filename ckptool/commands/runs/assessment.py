@@ -15,7 +15,12 @@ from ckptool.commands.detect import require_known
 from ckptool.commands.document import Report
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.runs.contents import Completeness, missing_ranks, unfinished
+from ckptool.commands.runs.contents import (
+    Completeness,
+    may_be_empty,
+    missing_ranks,
+    unfinished,
+)
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run, written_after
@@ -204,7 +209,8 @@ class Assessor:
                 except NoAnswer:
                     raise
                 except (CkptoolError, OSError) as error:
-                    (empty if isinstance(error, Empty) else reasons).append(f"{where}{error}")
+                    may_be = isinstance(error, Empty) and may_be_empty(part, step, self._run)
+                    (empty if may_be else reasons).append(f"{where}{error}")
                     continue
                 surveys.append(examined.surveyed)
                 reports.append(report)

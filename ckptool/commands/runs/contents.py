@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import lru_cache
 
+from ckptool.commands.open import open_checkpoint
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.steps import Run, Step, says_another
 from ckptool.commands.runs.trainers import unfinished_mark, unwritten_last
-from ckptool.errors import Damaged, NotFound
+from ckptool.errors import CkptoolError, Damaged, Empty, NoAnswer, NotFound
 from ckptool.serialization.source import find_missing_ranks
 from ckptool.storage.url import Location, within
 
@@ -37,6 +38,11 @@ _SUFFIX = re.compile(
 _WORLD = re.compile(r"world_size_(\d+)_rank_\d+|(?<=rank)[-_]?\d+[-_]of[-_](\d+)")
 _SHARDS = re.compile(r"[-_.]?\d+-of-\d+")
 _OF_RANK = re.compile(r"(.*\D)(\d+)")
+_MAY_BE_EMPTY = frozenset(
+    "sched scheduler schedulers rng scaler amp trainer train training data dataloader loader"
+    " extra".split()
+)
+_AVERAGED = r"(?i)(?<![a-z])(?:swa|ewma|polyak|avg|averaged?)(?![a-z])"
 _CORE = 1
 """How many earlier steps must have a file of a known role, before a later one must; else 2."""
 
@@ -75,6 +81,45 @@ def _key(file: str, number: int | None) -> str | None:
 def role_of(key: str) -> str | None:
     """Return what a file is for, by its name; None if that says nothing."""
     return next((role for role, words in _ROLES.items() if re.search(words, key.lower())), None)
+
+
+def may_be_empty(part: Location, step: Step, run: Run) -> bool:
+    """Return whether a part of a step may have nothing in it, beside a model.
+
+    As stable-baselines3's pytorch_variables.pth in each of its saves. No model's, optimizer's or
+    average's may, nor what has something in it in an earlier step. Raises NoAnswer.
+    """
+    names = _names_of(part, step, run)
+    roles = {role for name in names for role in parse_name(name, is_folder=False).role.split()}
+    if not roles <= _MAY_BE_EMPTY or any(re.search(_AVERAGED, name) for name in names):
+        return False
+    kinds = _kinds(names)
+    older = (each for each in run.steps[: run.steps.index(step)] if each.home == step.home)
+    alike = ((each, other) for each in older for other in each.parts)
+    return all(_is_empty(o) for each, o in alike if _kinds(_names_of(o, each, run)) == kinds)
+
+
+def _names_of(part: Location, step: Step, run: Run) -> Sequence[str]:
+    """Return the names on the path of a part, without the folder that is the step."""
+    entry = next(each for each in step.entries if each == part or each in part.parents)
+    holders = within(entry, run.path).parts[len(step.home.parts) : -1]
+    return *holders, *(within(part, entry).parts or (part.name,))
+
+
+def _kinds(names: Sequence[str]) -> Sequence[str]:
+    return [parse_name(name, is_folder=False).kind for name in names]
+
+
+def _is_empty(part: Location) -> bool:
+    try:
+        open_checkpoint(part)
+    except Empty:
+        return True
+    except NoAnswer:
+        raise
+    except (CkptoolError, OSError):
+        return False
+    return False
 
 
 def saved(step: Step, run: Run) -> float | None:

@@ -129,6 +129,42 @@ def test_a_part_with_nothing_in_it_is_no_fault_beside_a_model(tmp_path: Path) ->
     assert checked(tmp_path).ok
 
 
+def test_a_part_that_is_empty_in_every_step_is_no_fault(tmp_path: Path) -> None:
+    for step in (10, 20):
+        (folder := tmp_path / f"step_{step}").mkdir()
+        torch.save({"w": WEIGHT}, folder / "policy.pth")
+        torch.save(OPTIMIZER, folder / "policy.optimizer.pth")
+        torch.save({}, folder / "pytorch_variables.pth")
+    assert [step.ok for step in checked(tmp_path).steps] == [True, True]
+    torch.save({"x": WEIGHT}, tmp_path / "step_10" / "pytorch_variables.pth")
+    assert [step.ok for step in checked(tmp_path).steps] == [False, True]
+
+
+@pytest.mark.parametrize("part", ["critic", "netD", "optim", "ema", "swa", "speaker"])
+def test_an_emptied_part_of_a_step_is_damage(part: str, tmp_path: Path) -> None:
+    for step in (10, 20):
+        (folder := tmp_path / f"step_{step}").mkdir()
+        state = OPTIMIZER if part == "optim" else {"w": WEIGHT}
+        torch.save({"w": WEIGHT}, folder / "actor.pt")
+        torch.save(state, folder / f"{part}.pt")
+        torch.save({"w": WEIGHT}, tmp_path / f"model_{step}.pt")
+        torch.save(state, tmp_path / f"{part}_{step}.pt")
+    torch.save({}, tmp_path / "step_20" / f"{part}.pt")
+    torch.save({}, tmp_path / f"{part}_20.pt")
+    good = {step.path.name: step.ok for step in checked(tmp_path).steps}
+    assert good["step_10"]
+    assert not good["step_20"]
+    assert not all(ok for name, ok in good.items() if name.endswith("_20.pt"))
+
+
+def test_an_emptied_model_or_optimizer_of_the_only_step_is_damage(tmp_path: Path) -> None:
+    for part in ("optim", "critic", "ema"):
+        (run := tmp_path / f"run-{part}").mkdir()
+        torch.save({"w": WEIGHT}, run / "model_10.pt")
+        torch.save({}, run / f"{part}_10.pt")
+        assert not checked(run).ok
+
+
 def test_one_save_in_a_folder_that_counts_has_its_number(tmp_path: Path) -> None:
     speechbrain(tmp_path / "step-5", 0.5)
     assert [step.number for step in checked(tmp_path / "step-5").steps] == [5]
