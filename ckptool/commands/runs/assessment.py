@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -21,14 +20,13 @@ from ckptool.commands.runs.contents import (
     missing_ranks,
     unfinished,
 )
-from ckptool.commands.runs.names import parse_name
+from ckptool.commands.runs.names import is_of_training, parse_name
 from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run, written_after
 from ckptool.commands.runs.pointers import find_pointers, is_for_that, latest_source
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoiling
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
-from ckptool.commands.runs.trainers import SPARED
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.commands.verify.verify import examine
@@ -272,17 +270,17 @@ class Assessor:
         return all(is_export(each, self._run.path) for each in self._run.steps)
 
     def _is_state_beside(self, step: Step) -> bool:
-        """Return whether it is what a trainer keeps once beside its steps: it has no model.
+        """Return whether it is state of training in a file that lies once beside steps.
 
-        As torchtune's recipe_state, which has the optimizer of the latest.
+        As the optimizer of the latest: its name says that it has no model, and nothing else.
         """
-        names = within(step.path, self._run.path).parts
-        if step.number is not None or any(re.fullmatch(SPARED, name) for name in names):
+        name, alone = step.name, step.parts == (step.path,)
+        if step.number is not None or not alone or name.family or not is_of_training(name.role):
             return False
         counted = (each for each in self._run.steps if each.number is not None)
-        return not self._contents[step.path].model and any(
-            self.contents_of(each).model for each in counted
-        )
+        beside = (each for each in counted if each.path.parent == step.path.parent)
+        is_model = self._contents[step.path].model
+        return not is_model and any(self.contents_of(each).model for each in beside)
 
     def _missing_parts(self, step: Step) -> list[str]:
         """Return the checkpoints that every older step of a series has, and a step has not."""

@@ -82,6 +82,9 @@ _BESIDE_MODEL = (
     r"(?i)(?<![a-z])(?:opt|optims?|optimizers?|adam|sched|schedulers?|ema|rng|scaler|critic|value"
     r"|reward|ref|dis|disc|discriminator|net_?d|d|data|dataloader|train(?:ing)?_states?)(?![a-z])"
 )
+_OF_TRAINING = frozenset(
+    "opt optim optims optimizer optimizers sched scheduler schedulers rng scaler".split()
+)
 _SUFFIX = r"(?i)(?:\.(?:pt|pth|bin|ckpt|safetensors|pkl|tar|npz|state))+$"
 
 
@@ -177,6 +180,11 @@ def is_part_folder(name: str) -> bool:
 def holds_model(name: str) -> bool:
     """Return whether a name is not that of what lies beside a model."""
     return re.search(_BESIDE_MODEL, name) is None
+
+
+def is_of_training(role: str) -> bool:
+    """Return whether a role is that of an optimizer, a scheduler or random states."""
+    return not _OF_TRAINING.isdisjoint(role.split())
 
 
 def stage_in(names: Iterable[str]) -> int | None:

@@ -13,6 +13,7 @@ from ckptool.commands.open import survey_readable
 from ckptool.commands.runs.names import (
     Position,
     holds_model,
+    is_of_training,
     is_part_folder,
     parse_name,
     part_folders,
@@ -31,9 +32,6 @@ from ckptool.storage.url import Location, within
 
 _NAMES_FILES = (FileRole.METADATA, FileRole.INDEX)
 _SHARD = r"\d+-of-\d+"
-_OF_TRAINING = frozenset(
-    "opt optim optims optimizer optimizers sched scheduler schedulers rng scaler".split()
-)
 
 
 def find_run(place: Location) -> Run:
@@ -208,7 +206,7 @@ def _is_one_save(files: Sequence[Location]) -> bool:
         return False
     if any(re.fullmatch(SPARED, path.name) is not None for path in files):
         return False
-    return {not _OF_TRAINING.isdisjoint(name.role.split()) for name in names} == {True, False}
+    return {is_of_training(name.role) for name in names} == {True, False}
 
 
 def _entry(run: Location, path: Location, inner: Sequence[Location]) -> Step:

@@ -128,6 +128,12 @@ TRAINERS = (
         spared=r"best_.*",
     ),
     Trainer(
+        "torchtune",
+        "torchtune 0.6.1, training/checkpointing/_checkpointer.py; the optimizer of the latest",
+        step=r"epoch_(?P<epoch>\d+)",
+        exports=r"recipe_state",
+    ),
+    Trainer(
         "timm",
         "timm aa4b585, utils/checkpoint_saver.py",
         step=r"checkpoint-(?P<epoch>\d+)\.pth\.tar",

@@ -216,6 +216,24 @@ def test_what_a_trainer_keeps_once_beside_its_steps_is_no_step(tmp_path: Path) -
     assert not checked(tmp_path).ok
 
 
+def test_state_without_a_model_is_no_fault_only_beside_the_steps(tmp_path: Path) -> None:
+    for step in (10, 20):
+        (folder := tmp_path / f"step_{step}").mkdir()
+        torch.save({"w": WEIGHT}, folder / "model.pt")
+    torch.save(OPTIMIZER, tmp_path / "optimizer.pt")
+    report = checked(tmp_path)
+    assert report.ok
+    assert report.latest_good is not None
+    assert report.latest_good.number == 20
+    for name in ("consolidated/optim.pt", "averaged/x.pt", "best_optimizer.pt", "y.pt"):
+        (path := tmp_path / name).parent.mkdir(exist_ok=True)
+        torch.save(OPTIMIZER, path)
+        assert "has no tensors of a model, which other steps have" in {
+            why for step in checked(tmp_path).steps for why in step.reasons
+        }
+        path.unlink()
+
+
 def test_the_training_states_of_basicsr_belong_to_its_models(tmp_path: Path) -> None:
     """BasicSR 1.4, models/base_model.py: two folders, whose files have a number in common."""
     for folder in ("models", "training_states"):
