@@ -285,16 +285,28 @@ def read_head(source: Source, file: str) -> bytes:
     return source.read(file, 0, min(HEAD, source.files[file]))
 
 
-_COUNT = re.compile(
-    rb"(?:[\w.-]+: *)?(?:[-+]?[\d.]+(?:e[-+]?\d+)?|true|false|nan|inf)?\s*", re.IGNORECASE
+_COUNTS = re.compile(
+    rb"(?:(?:[\w.-]+: *)?(?:[-+]?[\d.]+(?:e[-+]?\d+)?|true|false|nan|inf)|)\s*", re.IGNORECASE
 )
+_OF_A_CHECKPOINT = (
+    r"(?i)(?<![a-z])\d|(?:step|epoch|ep|iter|ckpt|checkpoint)\d"
+    r"|(?<![a-z])(?:models?|net\w*|module|weights?|params?|states?|opt|optim\w*|adam\w*|ema|actor"
+    r"|critic|policy|enc|encoder|dec|decoder|gen|generator|dis|disc|discriminator|[gd]|unet|vae"
+    r"|transformer|lora|adapter|checkpoint|ckpt|best|final|last|latest)(?![a-z])"
+)
+"""What a step's number, a model or an optimizer is called by, in a file's name."""
 
 
 def holds_counts_alone(source: Source, file: str) -> bool:
-    """Return whether a file is a text of numbers, as SpeechBrain keeps beside tensors."""
-    if not 0 < source.files[file] <= HEAD:
+    """Return whether a file is a text of numbers, as SpeechBrain keeps beside tensors.
+
+    What is called like a checkpoint is a damaged one.
+    """
+    stem = file.rpartition("/")[2].partition(".")[0]
+    if not 0 < source.files[file] <= HEAD or re.search(_OF_A_CHECKPOINT, stem):
         return False
-    return all(map(_COUNT.fullmatch, read_head(source, file).split(b"\n")))
+    head = read_head(source, file)
+    return re.search(rb"\d", head) is not None and all(map(_COUNTS.fullmatch, head.split(b"\n")))
 
 
 def nothing_found(path: object, source: Source) -> Unrecognized:

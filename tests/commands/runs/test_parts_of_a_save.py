@@ -118,6 +118,19 @@ def test_files_beside_an_optimizer_in_a_folder_of_their_own_are_one_save(tmp_pat
     assert [step.ok for step in checked(tmp_path).steps].count(False) == 1
 
 
+def test_a_text_in_place_of_a_checkpoint_is_no_count(tmp_path: Path) -> None:
+    torch.save({"w": WEIGHT}, tmp_path / "model_2.pt")
+    (tmp_path / "model_3.pt").write_text("\n\n\n")
+    (tmp_path / "model_4.pt").write_text("0")
+    assert [(step.number, step.ok) for step in checked(tmp_path).steps] == [
+        (4, False), (3, False), (2, True)
+    ]  # fmt: skip
+    for name, text in (("model.pt", "1"), ("x.pt", "\n"), ("x.pt", "word:\n"), ("last.pt", "0")):
+        (folder := tmp_path / f"{name}-{len(text)}").mkdir()
+        (folder / name).write_text(text)
+        assert "file-type-mismatch" in [each.code for each in ckptool.verify(folder).findings]
+
+
 def test_a_part_with_nothing_in_it_is_no_fault_beside_a_model(tmp_path: Path) -> None:
     """As stable-baselines3 2.7 saves pytorch_variables.pth of most algorithms."""
     (folder := tmp_path / "final").mkdir()
