@@ -51,7 +51,8 @@ def find_run(place: Location) -> Run:
     entries = _entries(place, inner)
     entries += _without_checkpoint(entries)
     entries += _inside(place, entries, source)
-    steps = _joined(entries)
+    is_one = place in _saves_by_contents(inner)  # its model's file is what other commands take
+    steps = [_together(entries)] if is_one else _joined(entries)
     return Run(place, tuple(sorted(steps, key=lambda step: natural_key(str(step.path)))), source)
 
 
@@ -178,7 +179,7 @@ def _entries(run: Location, checkpoints: Iterable[Location]) -> list[Step]:
     """Return the checkpoints in one entry of a run as one step."""
     groups: dict[Location, list[Location]] = {}
     checkpoints = list(checkpoints)
-    saves = _saves_by_contents(checkpoints)
+    saves = _saves_by_contents(checkpoints) - {run}
     for checkpoint in checkpoints:
         parts = within(checkpoint, run).parts
         at, position = _entry_in(parts, is_folder=_is_folder(checkpoint))
@@ -226,14 +227,22 @@ def _joined(entries: Iterable[Step]) -> Iterator[Step]:
         key = (entry.path,) if entry.number is None else counted
         groups.setdefault(key, []).append(entry)
     for group in groups.values():
-        group.sort(key=lambda each: (not _is_of_model(each), natural_key(str(each.path))))
         different = {(entry.path.parent, entry.name.role) for entry in group}
         if len(different) < len(group):
-            yield from group
+            yield from sorted(group, key=_by_model)
         else:
-            parts = tuple(part for entry in group for part in entry.parts)
-            beside = tuple(entry.path for entry in group[1:])
-            yield replace(group[0], parts=parts, beside=beside)
+            yield _together(group)
+
+
+def _together(entries: Iterable[Step]) -> Step:
+    """Return entries as one step, which is called as the one with the model."""
+    first, *rest = sorted(entries, key=_by_model)
+    parts = tuple(part for entry in (first, *rest) for part in entry.parts)
+    return replace(first, parts=parts, beside=tuple(entry.path for entry in rest))
+
+
+def _by_model(entry: Step) -> tuple[object, ...]:
+    return not _is_of_model(entry), not entry.name.role, natural_key(str(entry.path))
 
 
 def _is_of_model(entry: Step) -> bool:

@@ -113,7 +113,7 @@ def test_files_beside_an_optimizer_in_a_folder_of_their_own_are_one_save(tmp_pat
         (name, None, ()) for name in names
     }
     alone = ckptool.list_steps(tmp_path / names[0])
-    assert ([step.complete for step in alone.steps], len(alone.parts)) == ([True], 3)
+    assert [(step.path.name, step.complete) for step in alone.steps] == [("enc.ckpt", True)]
     (tmp_path / names[1] / "enc.ckpt").write_text("Access denied")
     assert [step.ok for step in checked(tmp_path).steps].count(False) == 1
 
@@ -176,6 +176,19 @@ def test_an_emptied_model_or_optimizer_of_the_only_step_is_damage(tmp_path: Path
         torch.save({"w": WEIGHT}, run / "model_10.pt")
         torch.save({}, run / f"{part}_10.pt")
         assert not checked(run).ok
+
+
+def test_one_save_in_the_folder_itself_is_called_as_its_model(tmp_path: Path) -> None:
+    (run := tmp_path / "flat2").mkdir()
+    for name, state in (("args.pt", {"x": 1}), ("model.pth", {"w": WEIGHT}), ("opt.pt", OPTIMIZER)):
+        torch.save(state, run / name)
+    newest = checked(run).latest_good
+    assert newest is not None
+    assert (newest.path, newest.number) == (run / "model.pth", None)
+    converted = ckptool.convert(run / "model.pth", tmp_path / "alone.safetensors")
+    assert converted.target == tmp_path / "alone.safetensors"
+    report = ckptool.convert_run(run, tmp_path / "out", to="safetensors")
+    assert run / "model.pth" in {step.path for step in report.of_state("written")}
 
 
 def test_one_save_in_a_folder_that_counts_has_its_number(tmp_path: Path) -> None:
