@@ -296,13 +296,8 @@ def _detect_below(path: Location, source: Files) -> Candidate:
     if candidates:
         raise _several(path, candidates)
     require_listed(unlisted_problems(source.unlisted))
-    if not source.files:
-        raise Unrecognized(
-            f"{path}: the folder is empty",
-            hint=f"`ckptool inspect {path.parent}` shows what is beside it",
-        )
     require_packed(path.resolve(), source.files)
-    raise nothing_found(path, source)
+    raise nothing_found(path, path.parent, source)
 
 
 def _with_beside(only: Candidate, path: Location, source: Files) -> Candidate:

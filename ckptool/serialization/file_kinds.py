@@ -309,11 +309,13 @@ def holds_counts_alone(source: Source, file: str) -> bool:
     return re.search(rb"\d", head) is not None and all(map(_COUNTS.fullmatch, head.split(b"\n")))
 
 
-def nothing_found(path: object, source: Source) -> Unrecognized:
-    """Return the error for a folder without a checkpoint, with what else is there."""
+def nothing_found(path: object, around: object, source: Source) -> Unrecognized:
+    """Return the error for a folder without a checkpoint, with what else is in and around it."""
     names = list(source.files)
+    if not names:
+        hint = f"`ckptool inspect {around}` shows what is beside it"
+        return Unrecognized(f"{path}: the folder is empty", hint=hint)
     message = f"{path}: no checkpoint found in {plural(len(names), 'file')}: {list_some(names)}"
-    message = message if names else f"{path}: the folder is empty"
     hint = "run `ckptool formats` to list known formats; use --from FORMAT to force one"
     for name, kind in _foreign_files(source):
         return Unrecognized(f"{message}; {name} is {kind.what}", hint=kind.hint_for(name))

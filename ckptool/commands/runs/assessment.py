@@ -262,7 +262,7 @@ class Assessor:
             yield why
         missing = self._missing_parts(step) or self._completeness.lacking(step)
         if missing and why is None:
-            yield f"{list_some(missing, 4)} is missing; every earlier step has it"
+            yield f"{list_some(missing, 4)} is missing; every earlier whole step has it"
         elif why is None:
             yield from missing_ranks(step)
 

@@ -47,7 +47,7 @@ def find_run(place: Location) -> Run:
     source = folder_at(place)
     inner = list(_checkpoints(place, place, source))
     if not inner:
-        raise nothing_found(place, source)
+        raise nothing_found(place, place.parent, source)
     entries = _entries(place, inner)
     entries += _without_checkpoint(entries)
     entries += _inside(place, entries, source)

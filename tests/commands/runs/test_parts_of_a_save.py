@@ -215,8 +215,11 @@ def test_the_best_and_the_last_beside_an_optimizer_are_saves_apart(tmp_path: Pat
 
 
 def test_a_folder_of_zip_archives_that_are_no_checkpoints(tmp_path: Path) -> None:
-    with pytest.raises(Unrecognized, match="the folder is empty"):
+    with pytest.raises(Unrecognized, match="the folder is empty") as refused:
         checked(tmp_path)
+    with pytest.raises(Unrecognized, match="the folder is empty") as alone:
+        ckptool.verify(tmp_path)
+    assert refused.value.hint == alone.value.hint
     with ZipFile(tmp_path / "rl_model_40_steps.zip", "w") as archive:
         archive.writestr("data", "{}")
         archive.writestr("policy.pth", b"x" * 600)

@@ -331,7 +331,7 @@ def test_half_saved_steps_are_left_with_the_reason(tmp_path: Path) -> None:
     run = run_of(tmp_path, TRAINERS["accelerate"])
     write_step(run, TRAINERS["accelerate"], 4, 4)
     assert reasons(run)["checkpoint_4"] == (
-        "not good: random_states_1 is missing; every earlier step has it"
+        "not good: random_states_1 is missing; every earlier whole step has it"
     )
     ran = CliRunner().invoke(app, ["verify", str(run), "--latest-good", "--quick"])
     assert "random_states_1 is missing" in ran.stderr

@@ -233,7 +233,7 @@ def test_the_last_optimizer_of_a_run_stays(tmp_path: Path) -> None:
     (run / "checkpoint-200" / "optimizer.pt").unlink()
     report = stripped(run, yes=True)
     assert not report.freed
-    assert report.steps[0].reason.endswith("optimizer is missing; every earlier step has it")
+    assert report.steps[0].reason.endswith("optimizer is missing; every earlier whole step has it")
     assert (run / "checkpoint-100" / "optimizer.pt").exists()
 
 
