@@ -82,6 +82,12 @@ _KERAS = FileKind(
     "unzip FILE; with h5py: save the arrays of model.weights.h5",
     name=r".*\.keras",
 )
+_ZIP_OF_OTHERS = FileKind(
+    "a zip archive of other files",
+    "unzip FILE -d FOLDER, then run ckptool on FOLDER",
+    rb"PK\x03\x04(?!.{26,126}/data\.pkl)",
+    r".*\.(?:zip|mar)",
+)
 _KINDS = (
     *_PLACEHOLDERS,
     FileKind(
@@ -164,12 +170,7 @@ _KINDS = (
         _TRUSTED.format("pickle.load(open('FILE', 'rb'))"),
         rb"\x80[\x02-\x05]",
     ),
-    FileKind(
-        "a zip archive of other files",
-        "unzip FILE -d FOLDER, then run ckptool on FOLDER",
-        rb"PK\x03\x04(?!.{26,126}/data\.pkl)",
-        r".*\.(?:zip|mar)",
-    ),
+    _ZIP_OF_OTHERS,
     FileKind(
         "a zip archive, such as torch.save writes",
         "use --from torch-save if torch.save wrote it",
@@ -239,8 +240,7 @@ def _zip_kind(names: Collection[str], file: str) -> FileKind | None:
     is_torchs = any(name.rpartition("/")[2] == "data.pkl" for name in names)
     if is_torchs or not file.endswith((".zip", ".mar")):
         return None
-    hint = "unzip FILE -d FOLDER, then run ckptool on FOLDER"
-    return FileKind("a zip archive of other files", hint)
+    return _ZIP_OF_OTHERS
 
 
 def require_packed(folder: object, names: Collection[str]) -> None:
