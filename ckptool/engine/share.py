@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.core.catalog import Chunk, Place, TensorEntry
-    from ckptool.core.layout import Layout
+    from ckptool.core.layout import Layout, Part
     from ckptool.core.planning.plan import Plan
 
 
@@ -64,6 +64,11 @@ CutChunks = list[tuple["TensorEntry", "Chunk"]]
 """Chunks of the source, with their tensors, of which several writers read a run each."""
 
 
+def parts_of(plan: Plan, numbers: Iterable[int]) -> Iterator[Part]:
+    """Yield the parts of some files of the layout."""
+    return (part for number in numbers for part in plan.layout.files[number].parts)
+
+
 def checked_chunks(
     plan: Plan, numbers: Collection[int], cut: CutChunks | None = None
 ) -> Iterator[tuple[TensorEntry, Chunk]]:
@@ -79,8 +84,7 @@ def checked_chunks(
     seen: set[object] = set()
     mine, shared = frozenset(numbers), _shared_places(plan)
     names = {entry.name for entry in plan.entries if not chunks_of(entry).bare}
-    parts = (part for number in numbers for part in plan.layout.files[number].parts)
-    for entry, chunk in plan.chunks(parts, names):
+    for entry, chunk in plan.chunks(parts_of(plan, numbers), names):
         place = _place(chunk.at)
         some = shared.get(place, [(entry, chunk)])
         first = some[0]

@@ -14,7 +14,7 @@ from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.containers import openings
 from ckptool.engine.read.planned import touch
 from ckptool.engine.read.sums import ReadSums
-from ckptool.engine.share import ALL, CutChunks, Share, checked_chunks
+from ckptool.engine.share import ALL, CutChunks, Share, checked_chunks, parts_of
 from ckptool.storage.files import Files
 
 
@@ -59,9 +59,7 @@ class Work(Struct, frozen=True):
         """
         records = self.joined or RecordCheck(shared=not self.share.is_all)
         if self.share.is_all:
-            files = self.plan.layout.files
-            parts = (part for number in finished for part in files[number].parts)
-            self._touch(self.plan.chunks(parts), records)
+            self._touch(self.plan.chunks(parts_of(self.plan, finished)), records)
             return records
         cut: CutChunks = []
         wanted = checked_chunks(self.plan, self.numbers, None if self.joined is None else cut)
