@@ -132,11 +132,11 @@ def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem
     lacking = Counter(match[2] for match in places if match[0] in lost)
     found = (match for match in places if match[0] in lost and match[1] in layers)
     names = [match[0] for match in found if lacking[match[2]] <= having[match[2]]]
-    message = f"{CONFIG} says {class_of(config)}, but"
+    says = f"{CONFIG} says {class_of(config)}, but"
     if 0 < _PART * len(names) <= len(known):
-        message += f" {list_some(names, _FEW)} not found, which other layers have"
+        message = f"{says} {list_some(names, _FEW)} not found, which other layers have"
         yield Problem(message, "config-mismatch", file=CONFIG)
     outside = lost - {HEAD} - ({_EMBEDDING} if HEAD in known and is_tied(config) else set())
     if outside and outside.isdisjoint(match[0] for match in places):
-        message += f" {list_some(sorted(outside), _FEW)} not found, and all layers are there"
+        message = f"{says} {list_some(sorted(outside), _FEW)} not found, and all layers are there"
         yield Problem(message, "config-mismatch", file=CONFIG)

@@ -117,9 +117,10 @@ def _lacking(catalog: Catalog, models: Models, known: Known) -> Iterator[Problem
             layers[kind][numbers[0]] = name
     lacking: dict[int, list[str]] = defaultdict(list)
     having: dict[int, list[str]] = defaultdict(list)
-    for number, name in (each for alike in layers.values() for each in alike.items()):
-        having[number] += [name] * (name in with_state)
     for alike in layers.values():
+        for number, name in alike.items():
+            if name in with_state:
+                having[number].append(name)
         without = [number for number, name in alike.items() if name not in with_state]
         if len(without) == 1 and len(alike) > _LAYERS and min(alike) < without[0] < max(alike):
             lacking[without[0]].append(alike[without[0]])

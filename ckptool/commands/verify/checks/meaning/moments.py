@@ -129,8 +129,10 @@ class Moments:
             if seen[kinds[_SQUARE]].is_zero and not seen[kinds[_MEAN]].is_zero
             if entries[kinds[_SQUARE]].source_dtype.name in _WHOLE
         }
+        if not lost:
+            return
         is_empty = all(moment.is_zero for moment in seen.values() if moment.is_square)
-        if not lost or (is_empty and self._begins_later(self._steps_taken(elements))):
+        if is_empty and self._begins_later(self._steps_taken(elements)):
             return
         from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
 
@@ -216,9 +218,8 @@ def _steps_of_values(catalog: Catalog) -> float | None:
 def _groups_in(value: object) -> Iterator[Mapping[str, object]]:
     """Yield the groups of an optimizer that is one value, as in Megatron's ``dp_reshardable``."""
     groups = value.get("param_groups") if isinstance(value, dict) else None
-    yield from (
-        (each for each in groups if isinstance(each, dict)) if isinstance(groups, list) else ()
-    )
+    if isinstance(groups, list):
+        yield from (group for group in groups if isinstance(group, dict))
 
 
 def _negative(seen: Seen, located: Located) -> Iterator[Problem]:
