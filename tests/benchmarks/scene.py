@@ -8,14 +8,16 @@ import os
 import re
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
 from msgspec.structs import replace
 
 import ckptool
+from benchmarks import page_cache
+from benchmarks.page_cache import walk_files
 from benchmarks.report import RowResult
 from benchmarks.rows import OTHERS, Row
 from benchmarks.samples import Sample, isolated_environment, run_sample
@@ -23,10 +25,8 @@ from ckptool.errors import TransferError
 
 Progress = Callable[[str], None]
 _PACKAGE = Path(ckptool.__file__).parent
-_LARGE, _SETTLES = 1 << 28, 3.0
-"""Bytes of checkpoints before whose commands so many seconds pass: a virtual machine gives memory
-of what was removed back to its host some 2 s later, and commands that meet that take up to three
-times as long."""
+_LARGE = 1 << 28
+"""Bytes of checkpoints from which it matters where what a command writes finds memory."""
 
 
 class Scene:
@@ -52,10 +52,12 @@ class Scene:
         """Take one sample of a row; its output is removed."""
         outputs, sources = Path(self.paths["{target}"]).parent, self._sources(row)
         os.sync()
+        for checkpoint in sources if row.cold else ():
+            page_cache.drop(checkpoint)
         if sum(map(count_bytes, sources)) > _LARGE:
-            time.sleep(_SETTLES)
-        for checkpoint in sources:
-            (_drop_cache if row.cold else _warm_cache)(checkpoint)
+            self._filler.fill()
+        for checkpoint in () if row.cold else sources:
+            page_cache.warm(checkpoint)
         try:
             sample = run_sample(self.command(row), self.environment)
             if row.measure != "load":
@@ -80,34 +82,19 @@ class Scene:
         modules = (line.rpartition("|")[2].strip() for line in ran.stderr.splitlines())
         return any(module == "torch" for module in modules)
 
+    @cached_property
+    def _filler(self) -> page_cache.Filler:
+        """A file beside what commands write."""
+        return page_cache.Filler(Path(self.paths["{target}"]).parent.with_name("filler"))
+
     def _sources(self, row: Row) -> list[Path]:
         """Return where the large checkpoints lie that a row reads."""
         return [Path(self.paths[mark]) for mark in self._large if mark in row.command]
 
 
-def walk_files(path: Path) -> Iterator[Path]:
-    """Yield the files of a folder, or a file itself."""
-    yield from [path] if path.is_file() else (file for file in path.rglob("*") if file.is_file())
-
-
 def count_bytes(path: Path) -> int:
     """Return the bytes of all files of a checkpoint."""
     return sum(file.stat().st_size for file in walk_files(path))
-
-
-def _warm_cache(checkpoint: Path) -> None:
-    """Read a checkpoint, so that no row pays for evictions from the page cache."""
-    for file in walk_files(checkpoint):
-        with open(file, "rb") as stream:
-            while stream.read(1 << 20):
-                pass
-
-
-def _drop_cache(checkpoint: Path) -> None:
-    """Evict a checkpoint from the page cache; all of it is on the disk already."""
-    for file in walk_files(checkpoint):
-        with open(file, "rb") as stream:
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def missing_package(row: Row) -> str | None:

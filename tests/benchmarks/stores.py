@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from benchmarks.loopback.server import S3Server
+from benchmarks.page_cache import walk_files
 from benchmarks.programs import RANKS
 from benchmarks.report import TransferBenchReport
 from benchmarks.rows import CONVERT, PROGRAM, Row
@@ -25,7 +26,6 @@ from benchmarks.scene import (
     count_bytes,
     measure,
     missing_package,
-    walk_files,
 )
 from benchmarks.store_rows import STORE_ROWS
 from benchmarks.transfer import output_paths, require_torch

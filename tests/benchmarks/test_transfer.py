@@ -16,7 +16,7 @@ import pytest
 from fork_server import forking_python
 
 from benchmarks import __main__ as command_line
-from benchmarks import scene
+from benchmarks import page_cache, scene
 from benchmarks import transfer as bench
 from benchmarks.__main__ import main
 from benchmarks.forked_rows import forked
@@ -112,18 +112,26 @@ def test_commands_are_compiled_before_they_are_measured(
     assert list((tmp_path / "__pycache__").glob("module.*.pyc"))
 
 
-def test_memory_settles_before_commands_of_large_checkpoints(
+def test_the_page_cache_is_full_before_commands_of_large_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "x").write_bytes(bytes(1 << 10))
     (tmp_path / "outputs").mkdir()
-    pauses: list[float] = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
+    free = iter([9 << 20, 7 << 20, 7 << 20, 6 << 20, 6 << 20, 6 << 20])
+    monkeypatch.setattr(page_cache, "_STEP", 2 << 20)
+    monkeypatch.setattr(page_cache, "free_memory", lambda: next(free))
     at = Scene({"{source}": str(tmp_path / "x"), "{target}": str(tmp_path / "outputs" / "t")})
     for least in (1 << 10, (1 << 10) - 1):
         monkeypatch.setattr(scene, "_LARGE", least)
         at.take_sample(Row("", ("true", "{source}")))
-    assert pauses == [3.0]
+    assert list(free) == []  # three steps: the first two took 2 and 1 MiB, the last none
+    filler = tmp_path / "filler"
+    assert filler.stat().st_size > 2 << 20
+    assert filler.stat().st_blocks == 0
+
+
+def test_memory_that_holds_nothing_is_counted() -> None:
+    assert 0 < page_cache.free_memory() < 2 << 50
 
 
 @pytest.mark.parametrize("cold", [True, False])

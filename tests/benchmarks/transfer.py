@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.page_cache import walk_files
 from benchmarks.programs import RANKS
 from benchmarks.report import TransferBenchReport
 from benchmarks.rows import OTHERS, PROGRAM, ROWS, Other, Row
@@ -26,7 +27,6 @@ from benchmarks.scene import (
     count_bytes,
     measure,
     missing_package,
-    walk_files,
 )
 from ckptool.commands.bench.machine import describe_machine, list_versions, require_disk
 from ckptool.commands.bench.save_folders import DiskFolder
