@@ -50,7 +50,7 @@ def count_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     """Yield what parts of a checkpoint count that is not what its step counts."""
     values = values_of(surveyed.source, catalog)
     for trainer, step in trainers_of(surveyed, catalog, values):
-        samples = number_in(values, trainer.samples)
+        samples = number_in(values, trainer.samples.seen)
         is_set = trainer.is_set and samples is not None and samples < step
         for problem in _of_step(trainer, values, surveyed.path, step):
             yield problem.recoded("counts-apart") if is_set else problem
@@ -74,14 +74,15 @@ def optimizer_step_problems(
         if trainer.counts:
             yield from _of_all(each, values, step)
         steps, taken = step - (number_in(values, trainer.skipped) or 0), max(each.values())
-        if number_in(values, trainer.optimizer) != step or not 0 < taken < UNCOUNTED:
+        known = trainer.optimizer
+        if number_in(values, known.steps) != step or not 0 < taken < UNCOUNTED:
             continue
         if taken < steps:
             message = f"the optimizer has taken {taken:,g} of {steps:,} steps: it was begun again,"
             yield Problem(f"{message} or is of an earlier save", "counts-apart")
-        elif taken > steps + 1 and trainer.more:
+        elif taken > steps + 1 and known.more:
             message = f"the optimizer has taken {taken:,g} steps, but {trainer.step} is {step:,}"
-            is_sure = trainer.more == _DIFFER and are_several and steps > 0
+            is_sure = known.more == _DIFFER and are_several and steps > 0
             if is_sure and _is_of_another_save(trainer, values, optimizer, taken):
                 yield Problem(f"{message}: they are of two saves", _DIFFER)
             else:
@@ -121,8 +122,8 @@ def _is_of_another_save(trainer: Trainer, values: Values, optimizer: Catalog, ta
     Its learning rate is what the scheduler gave, something beside the step counts as many, or
     masters lie beside weights, from which those of another save differ.
     """
-    if trainer.rates:
-        return _has_other_rate(optimizer, values.get(trainer.rates))
+    if rates := trainer.optimizer.rates:
+        return _has_other_rate(optimizer, values.get(rates))
     tensors = optimizer.tensors
     has_masters = next(mastered(tensors, tensors, "float32"), None) is not None
     return not has_masters and not _agrees(trainer, values, taken)
@@ -135,7 +136,7 @@ def _agrees(trainer: Trainer, values: Values, taken: float) -> bool:
     """
     counts = ((number_in(values, each.name), each.begin) for each in trainer.schedules)
     counted = {count - begin for count, begin in counts if count is not None}
-    samples = number_in(values, trainer.samples)
+    samples = number_in(values, trainer.samples.seen)
     sizes = {samples % number for number in (taken, taken - 1)} if samples else set()
     return not counted.isdisjoint((taken, taken - 1)) or 0 in sizes
 
@@ -172,19 +173,19 @@ def _of_name(trainer: Trainer, values: Values, path: Location, step: int) -> Ite
     It may have been renamed, and the run's pointer with it, unless a scheduler counts what the
     folder does.
     """
-    found = re.fullmatch(rf"(?:.*/)?({trainer.folder})", f"{path.parent.name}/{path.name}")
+    found = re.fullmatch(rf"(?:.*/)?({trainer.folder.name})", f"{path.parent.name}/{path.name}")
     named = int(found[2]) if found else step
-    if found is None or abs(named - step) <= 1 or (trainer.lags and step < named):
+    if found is None or abs(named - step) <= 1 or (trainer.folder.lags and step < named):
         return
-    what = "folder" if path.is_dir() else "file"
+    what, pointer = "folder" if path.is_dir() else "file", trainer.folder.pointer
     message = f"{trainer.step} is {step:,}, but the {what} is {found[1]}"
     counts = (schedule.name for schedule in trainer.schedules)
     count = next((name for name in counts if number_in(values, name) == named), None)
     if count is not None:
         message += f", and {count} is {named:,}: they are of two saves"
         yield Problem(message, "counts-differ")
-    elif _pointed(path.parent / trainer.pointer if trainer.pointer else None) == named:
-        message += f", as {trainer.pointer} says: a resume goes on from {step:,}"
+    elif _pointed(path.parent / pointer if pointer else None) == named:
+        message += f", as {pointer} says: a resume goes on from {step:,}"
         yield Problem(message, "counts-apart")
     else:
         message += ": it was renamed, or its files are of another step"
@@ -229,10 +230,10 @@ def _of_schedule(
         return
     if count is None or f"{head}.num_bad_epochs" in values:
         return
-    if trainer.rate and not _has_stepped(trainer, head, values):
+    if schedule.rate and not _has_stepped(schedule, head, values):
         return
     steps, counted = step - skipped, count - schedule.begin
-    may_skip = trainer.scaled and values.get(trainer.scaled) is not False
+    may_skip = schedule.scaled and values.get(schedule.scaled) is not False
     may_wait = trainer.epochs and not _is_in_second(values.get(trainer.epochs))
     if counted == 0 and not may_wait and steps >= (_SCALINGS if may_skip else _FIRST):
         message = f"{schedule.name} is {count:,}, as before the first step, but {trainer.step} is"
@@ -252,13 +253,13 @@ def _of_schedules(schedule: Schedule, values: Values, step: int) -> Iterator[Pro
         yield _fewer_than_all(taken, step, "schedulers")
 
 
-def _has_stepped(trainer: Trainer, scheduler: str, values: Values) -> bool:
+def _has_stepped(schedule: Schedule, scheduler: str, values: Values) -> bool:
     """Return whether a scheduler has stepped, or gave another learning rate than there is."""
-    rates, rate = values.get(f"{scheduler}._last_lr"), values.get(trainer.rate)
+    rates, rate = values.get(f"{scheduler}._last_lr"), values.get(schedule.rate)
     if isinstance(rates, list) and rate is not None and rate not in rates:
         return True
     steps = number_in(values, f"{scheduler}._step_count") or 0
-    return steps > _FIRST and values.get(trainer.epoch) != 0
+    return steps > _FIRST and values.get(schedule.epoch) != 0
 
 
 def _is_in_second(epochs: object) -> bool:
@@ -268,14 +269,15 @@ def _is_in_second(epochs: object) -> bool:
 
 def _of_data(trainer: Trainer, values: Values, step: int) -> Iterator[Problem]:
     """Yield a problem if less data was seen than one sample a step, or not a batch a step."""
-    samples, batch = number_in(values, trainer.samples), number_in(values, trainer.batch)
+    names = trainer.samples
+    samples, batch = number_in(values, names.seen), number_in(values, names.batch)
     if not samples or samples < 0:
         return  # older versions did not count them
-    is_constant = trainer.growth in values and values[trainer.growth] is None
+    is_constant = names.growth in values and values[names.growth] is None
     if samples < step:
-        message = f"{trainer.samples} is {samples:,}, but {trainer.step} is {step:,}: fewer than"
+        message = f"{names.seen} is {samples:,}, but {trainer.step} is {step:,}: fewer than"
         yield Problem(f"{message} one a step", "counts-differ")
     elif batch and is_constant and samples != step * batch:
-        message = f"{trainer.samples} is {samples:,}, but {step:,} steps of {batch:,} are"
+        message = f"{names.seen} is {samples:,}, but {step:,} steps of {batch:,} are"
         message += f" {step * batch:,}: the batch was changed, or data was left out"
         yield Problem(message, "counts-apart")

@@ -21,56 +21,76 @@ Values = Mapping[str, object]
 class Schedule(Struct, frozen=True):
     """What a scheduler counts under a name, and what that is before the first step.
 
-    It counts steps, or if not ``of_steps`` something of which every step has some.
+    It counts steps, or if not ``of_steps`` something of which every step has some. Where loss
+    scaling may skip steps that nobody counts, ``scaled`` says whether it is used. Where a user may
+    step it otherwise, such as to the number of the ``epoch``, the optimizer's ``rate`` must tell
+    that it has stepped.
     """
 
     name: str
     begin: int = 0
     of_steps: bool = True
+    scaled: str = ""
+    rate: str = ""
+    epoch: str = ""
+
+
+class Optimizer(Struct, frozen=True):
+    """What says that an optimizer has taken as many steps as training: ``steps``, if it is as many.
+
+    One of more is said with the code ``more``, and is another save's if its learning rate is none
+    of ``rates``, or where there are none.
+    """
+
+    steps: str = ""
+    rates: str = ""
+    more: str = "counts-differ"
+
+
+class Samples(Struct, frozen=True):
+    """How many were ``seen``, a ``batch`` in a step unless ``growth`` says that it changes."""
+
+    seen: str = ""
+    batch: str = ""
+    growth: str = ""
+
+
+class Folder(Struct, frozen=True):
+    """The ``name`` that a step is saved under, and the file beside it that has the latest's number.
+
+    A step that ``lags`` may be before the one in the name.
+    """
+
+    name: str = r"(?!)"
+    pointer: str = ""
+    lags: bool = False
 
 
 class Trainer(Struct, frozen=True):
     """What a trainer counts, under the names of a checkpoint's values; ``source`` was read.
 
-    ``sign`` is the writer or framework, or a file, that its checkpoints are known by, ``folder``
-    the name of a step, ``pointer`` the file beside it that has the number of the latest. On
-    ``skipped`` steps no scheduler counts; where loss scaling may skip steps that nobody counts,
-    ``scaled`` says whether it is used. Where a user may count at the end of an epoch only,
-    ``epochs`` says how many there were. ``batch`` is how many ``samples`` a step has, unless
-    ``growth`` says that it changes. An ``engine`` that steps for the trainer counts at
-    most one fewer an epoch, whose last batches may be left over. The step is one of ``counts``,
-    which a resume goes on from. Where a user may step schedulers otherwise, such as to the number
-    of the ``epoch``, the optimizer's ``rate`` must tell that one has stepped. An optimizer has
-    taken as many steps if ``optimizer`` says the step, too; one of more is said with the code
-    ``more``, and is another save's if its learning rate is none of ``rates``, or where there are
-    none. A step that users may set to any number (``is_set``) was if fewer samples were seen. One
-    that ``lags`` may be before that of the folder.
+    ``sign`` is the writer or framework, or a file, that its checkpoints are known by. The step is
+    one of ``counts``, which a resume goes on from; one that users may set to any number
+    (``is_set``) was if fewer samples were seen. On ``skipped`` steps no scheduler counts, and where
+    there are ``epochs``, a user may count at their end only. An ``engine`` that steps for the
+    trainer counts at most one fewer an epoch, whose last batches may be left over.
     """
 
     source: str
     sign: str
     step: str
-    folder: str = r"(?!)"
-    pointer: str = ""
-    schedules: tuple[Schedule, ...] = ()
-    skipped: str = ""
-    scaled: str = ""
-    epochs: str = ""
-    samples: str = ""
-    batch: str = ""
-    growth: str = ""
-    engine: str = ""
+    folder: Folder = Folder()
     counts: tuple[str, ...] = ()
-    rate: str = ""
-    epoch: str = ""
-    optimizer: str = ""
-    rates: str = ""
-    more: str = "counts-differ"
     is_set: bool = False
-    lags: bool = False
+    skipped: str = ""
+    epochs: str = ""
+    engine: str = ""
+    schedules: tuple[Schedule, ...] = ()
+    samples: Samples = Samples()
+    optimizer: Optimizer = Optimizer()
 
 
-_OF_RECORD = f"{TRAINER_STATE}: global_step"
+_RECORD = f"{TRAINER_STATE}: "
 _SCHEDULE = "scheduler.pt"
 _UNSAID = "?"
 """What no value says: training_args.fp16 is false, too, where accelerate's own settings scale."""
@@ -80,65 +100,59 @@ TRAINERS = (
         "torchtitan b5bcd76, trainer.py and components/optimizer/lr_scheduler.py",
         sign="torchtitan",
         step="train_state.step",
-        folder=r"step-(\d{1,18})",
+        folder=Folder(r"step-(\d{1,18})"),
         schedules=(Schedule("lr_scheduler.last_epoch"),),
-        samples="train_state.ntokens_seen",
-        optimizer="train_state.step",
-        more="counts-apart",  # a load may leave the state of the training out
+        samples=Samples("train_state.ntokens_seen"),
+        # a load may leave the state of the training out
+        optimizer=Optimizer("train_state.step", more="counts-apart"),
     ),
     Trainer(
         "verl 0.9, utils/checkpoint/fsdp_checkpoint_manager.py, workers/fsdp_workers.py: an actor"
         " that waits for its critic lags, and takes several steps of its optimizer at a time",
         sign="verl (by its file names)",
         step="extra_state.lr_scheduler.last_epoch",
-        folder=r"global_step_(\d{1,18})(?:/actor|/critic)?",
-        optimizer="extra_state.lr_scheduler.last_epoch",
-        more="",
-        lags=True,
+        folder=Folder(r"global_step_(\d{1,18})(?:/actor|/critic)?", lags=True),
+        optimizer=Optimizer("extra_state.lr_scheduler.last_epoch", more=""),
     ),
     Trainer(
         "Megatron-LM d98e8a6, training/training.py and checkpointing.py",
         sign="Megatron-core",
         step="iteration",
-        folder=r"iter_(\d{7,18})",
-        pointer=MEGATRON,
-        schedules=(Schedule("opt_param_scheduler.num_steps", of_steps=False),),
-        scaled="args.fp16",
-        samples="args.consumed_train_samples",
-        batch="args.global_batch_size",
-        growth="args.rampup_batch_size",
+        folder=Folder(r"iter_(\d{7,18})", MEGATRON),
+        schedules=(Schedule("opt_param_scheduler.num_steps", of_steps=False, scaled="args.fp16"),),
+        samples=Samples(
+            "args.consumed_train_samples", "args.global_batch_size", "args.rampup_batch_size"
+        ),
     ),
     Trainer(
         "DeepSpeed edaa722, runtime/engine.py and lr_schedules.py; its tags may count anything",
         sign="DeepSpeed",
         step="global_steps",
+        is_set=True,
+        skipped="skipped_steps",
         schedules=(
             Schedule("lr_scheduler.last_batch_iteration", -1),
             Schedule("lr_scheduler.last_epoch"),
         ),
-        skipped="skipped_steps",
-        samples="global_samples",
-        optimizer="global_steps",
-        is_set=True,
+        samples=Samples("global_samples"),
+        optimizer=Optimizer("global_steps"),
     ),
     Trainer(
         "transformers 5.24, trainer.py",
         sign=TRAINER_STATE,
-        step=_OF_RECORD,
-        folder=r"checkpoint-(\d{1,18})",
-        schedules=(Schedule("scheduler.last_epoch", of_steps=False),),
-        scaled=_UNSAID,
-        epochs=f"{TRAINER_STATE}: epoch",
+        step=f"{_RECORD}global_step",
+        folder=Folder(r"checkpoint-(\d{1,18})"),
+        epochs=f"{_RECORD}epoch",
         engine="global_steps",
-        optimizer="scheduler.last_epoch",
-        rates="scheduler._last_lr",
+        schedules=(Schedule("scheduler.last_epoch", of_steps=False, scaled=_UNSAID),),
+        optimizer=Optimizer("scheduler.last_epoch", "scheduler._last_lr"),
     ),
     *(
         Trainer(
             "lightning 7f0c343, callbacks/model_checkpoint.py, loops/training_epoch_loop.py",
             sign="Lightning",
             step=f"{head}global_step",
-            folder=r"(?:.*[-_])?epoch=\d+-step=(\d{1,18})(?:-v\d+)?\.ckpt",
+            folder=Folder(r"(?:.*[-_])?epoch=\d+-step=(\d{1,18})(?:-v\d+)?\.ckpt"),
             counts=(
                 f"{head}{_LOOP}.automatic_optimization.optim_progress.optimizer.step{_DONE}",
                 f"{head}{_LOOP}.manual_optimization.optim_step_progress{_DONE}",
@@ -151,9 +165,14 @@ TRAINERS = (
             "lightning 7f0c343, loops/training_epoch_loop.py, which counts steps of all schedulers",
             sign="Lightning",
             step=f"{head}{_LOOP}.scheduler_progress{_DONE}",
-            schedules=(Schedule(f"{head}lr_schedulers.0.last_epoch", of_steps=False),),
-            rate=f"{optimizer}.param_groups.0.lr",
-            epoch=f"{head}epoch",
+            schedules=(
+                Schedule(
+                    f"{head}lr_schedulers.0.last_epoch",
+                    of_steps=False,
+                    rate=f"{optimizer}.param_groups.0.lr",
+                    epoch=f"{head}epoch",
+                ),
+            ),
         )
         for head, optimizer in (("", "optimizer_states.0"), ("meta.", "optimizer_0"))
     ),
@@ -180,7 +199,7 @@ def values_of(source: Files, catalog: Catalog) -> Values:
         return values
     with suppress(CkptoolError):
         record = read_json_object(source, TRAINER_STATE)
-        values |= {f"{TRAINER_STATE}: {name}": value for name, value in record.items()}
+        values |= {f"{_RECORD}{name}": value for name, value in record.items()}
     if _SCHEDULE in source.files:
         with suppress(CkptoolError):
             leaves = read_file_leaves(source, _SCHEDULE, prefix=("scheduler",))
