@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from ckptool.core.text import list_some, plural
 from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognized
+from ckptool.serialization.file_roles import may_be_empty
 
 if TYPE_CHECKING:
     from ckptool.serialization.source import Source
@@ -288,13 +289,11 @@ def read_head(source: Source, file: str) -> bytes:
 _COUNTS = re.compile(
     rb"(?:(?:[\w.-]+: *)?(?:[-+]?[\d.]+(?:e[-+]?\d+)?|true|false|nan|inf)|)\s*", re.IGNORECASE
 )
-_OF_A_CHECKPOINT = (
+_OF_A_STEP = (
     r"(?i)(?<![a-z])\d|(?:step|epoch|ep|iter|ckpt|checkpoint)\d"
-    r"|(?<![a-z])(?:models?|net\w*|module|weights?|params?|states?|opt|optim\w*|adam\w*|ema|actor"
-    r"|critic|policy|enc|encoder|dec|decoder|gen|generator|dis|disc|discriminator|[gd]|unet|vae"
-    r"|transformer|lora|adapter|checkpoint|ckpt|best|final|last|latest)(?![a-z])"
+    r"|(?<![a-z])(?:checkpoint|ckpt|best|final|last|latest)(?![a-z])"
 )
-"""What a step's number, a model or an optimizer is called by, in a file's name."""
+"""What a checkpoint is called by, whatever it is of."""
 
 
 def holds_counts_alone(source: Source, file: str) -> bool:
@@ -303,7 +302,8 @@ def holds_counts_alone(source: Source, file: str) -> bool:
     What is called like a checkpoint is a damaged one.
     """
     stem = file.rpartition("/")[2].partition(".")[0]
-    if not 0 < source.files[file] <= HEAD or re.search(_OF_A_CHECKPOINT, stem):
+    is_called_so = re.search(_OF_A_STEP, stem) is not None or not may_be_empty(stem)
+    if not 0 < source.files[file] <= HEAD or is_called_so:
         return False
     head = read_head(source, file)
     return re.search(rb"\d", head) is not None and all(map(_COUNTS.fullmatch, head.split(b"\n")))

@@ -16,11 +16,11 @@ from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import (
     Completeness,
-    may_be_empty,
+    is_rightly_empty,
     missing_ranks,
     unfinished,
 )
-from ckptool.commands.runs.names import is_of_training, parse_name
+from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run, written_after
 from ckptool.commands.runs.pointers import find_pointers, is_for_that, latest_source
@@ -34,6 +34,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category, weights
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError, Empty, NoAnswer, NotFound, TransferError
+from ckptool.serialization.file_roles import is_of_training
 from ckptool.storage.place import is_gone
 from ckptool.storage.url import Location, within
 
@@ -207,7 +208,7 @@ class Assessor:
                 except NoAnswer:
                     raise
                 except (CkptoolError, OSError) as error:
-                    may_be = isinstance(error, Empty) and may_be_empty(part, step, self._run)
+                    may_be = isinstance(error, Empty) and is_rightly_empty(part, step, self._run)
                     (empty if may_be else reasons).append(f"{where}{error}")
                     continue
                 surveys.append(examined.surveyed)

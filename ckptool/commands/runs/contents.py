@@ -12,21 +12,10 @@ from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.steps import Run, Step, says_another
 from ckptool.commands.runs.trainers import unfinished_mark, unwritten_last
 from ckptool.errors import CkptoolError, Damaged, Empty, NoAnswer, NotFound
+from ckptool.serialization.file_roles import may_be_empty, role_of
 from ckptool.serialization.source import find_missing_ranks
 from ckptool.storage.url import Location, within
 
-_ROLES = {
-    "optimizer": r"optim|(?<![a-z])opt(?![a-z])|adam",
-    "scheduler": r"sched",
-    "scaler": r"scaler",
-    "rng": r"(?<![a-z])rng|random|seed",
-    "record": r"(?:trainer|train|training|extra|client|global)_state"
-    r"|(?<![a-z])(?:common|progress|meta)",
-    "dataloader": r"sampler|loader|dl_state|(?<![a-z])data(?![a-z])",
-    "rank": r"rank",
-    "model": r"model|weights|adapter|(?<![a-z])(?:actor|critic|policy|unet|ema)(?![a-z])",
-}
-"""What training goes on from, by words in the names of files and folders."""
 _STATE = re.compile(
     r"(?i).+\.(?:pt|pth|bin|pkl|pickle|ckpt|safetensors|npz|npy|msgpack|distcp|tar|joblib|state)"
     r"|\.metadata|(?:.*_)?(?:state|progress|meta|metadata)\.(?:json|ya?ml|txt)"
@@ -38,11 +27,6 @@ _SUFFIX = re.compile(
 _WORLD = re.compile(r"world_size_(\d+)_rank_\d+|(?<=rank)[-_]?\d+[-_]of[-_](\d+)")
 _SHARDS = re.compile(r"[-_.]?\d+-of-\d+")
 _OF_RANK = re.compile(r"(.*\D)(\d+)")
-_MAY_BE_EMPTY = frozenset(
-    "sched scheduler schedulers rng scaler amp trainer train training data dataloader loader"
-    " extra".split()
-)
-_AVERAGED = r"(?i)(?<![a-z])(?:swa|ewma|polyak|avg|averaged?)(?![a-z])"
 _CORE = 1
 """How many earlier steps must have a file of a known role, before a later one must; else 2."""
 
@@ -78,20 +62,15 @@ def _key(file: str, number: int | None) -> str | None:
     return "/".join(n.kind if n.position.number == number is not None else p for p, n in said)
 
 
-def role_of(key: str) -> str | None:
-    """Return what a file is for, by its name; None if that says nothing."""
-    return next((role for role, words in _ROLES.items() if re.search(words, key.lower())), None)
-
-
-def may_be_empty(part: Location, step: Step, run: Run) -> bool:
+def is_rightly_empty(part: Location, step: Step, run: Run) -> bool:
     """Return whether a part of a step may have nothing in it, beside a model.
 
     As stable-baselines3's pytorch_variables.pth in each of its saves. No model's, optimizer's or
     average's may, nor what has something in it in an earlier step. Raises NoAnswer.
     """
     names = _names_of(part, step, run)
-    roles = {role for name in names for role in parse_name(name, is_folder=False).role.split()}
-    if not roles <= _MAY_BE_EMPTY or any(re.search(_AVERAGED, name) for name in names):
+    roles = (parse_name(name, is_folder=False).role for name in names)
+    if not all(map(may_be_empty, (*names, *roles))):
         return False
     kinds = _kinds(names)
     older = (each for each in run.steps[: run.steps.index(step)] if each.home == step.home)
@@ -182,7 +161,7 @@ def missing_ranks(step: Step) -> Iterator[str]:
     for (_, head, _), names in ranks.items():
         world = max(names) + 1
         missing = ", ".join(map(str, find_missing_ranks(names, world)))
-        if missing and (0 in names or (1 in names and head.startswith("opt"))):
+        if missing and (0 in names or (1 in names and role_of(head) == "optimizer")):
             like = names[min(names)]
             yield f"{like} and its like: the file of rank {missing} of {world} is missing"
 

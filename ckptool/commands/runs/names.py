@@ -13,6 +13,7 @@ from functools import lru_cache
 from msgspec import Struct
 
 from ckptool.commands.runs.trainers import TRAINERS
+from ckptool.serialization.file_roles import WORDS
 
 # Patterns are text: re compiles and keeps those that are used, and most commands use few.
 _TYPE = (
@@ -69,22 +70,6 @@ _DATE = (
     r"(?:[-_:.]?\d\d)?(?:\+\d\d)?)?(?!\d)|(?<!\d)\d\d[-_:]\d\d[-_:]\d\d(?!\d)"
 )
 _BARE = r"(?<![\d.])(?<!\de)\d{1,18}(?!\d|\.\d|e\d)"
-_ROLE = (
-    r"(?i)(?<![a-z])(?:models?|module|net|network|weights?|params?|states?|dict|opt|optims?"
-    r"|optimizers?|adam|sched|schedulers?|ema(?:[-_]?\d+\.\d+)?|rng|scaler|amp|masters?|actor|critic"
-    r"|policy|value|reward|ref|student|teacher|unet|vae|transformer|controlnet|encoder|decoder"
-    r"|backbone|head|classifier|gen|generator|dis|disc|discriminator|net_?[gd]|[gd]|lora|trainer"
-    r"|train|training|data|dataloader|loader|extra|(?:mp_|tp_|pp_|dp_|ep_)?rank[-_]?\d+)(?![a-z])"
-)
-"""What is one of several files or folders of one step."""
-_RANK = r"(?i)(?<![a-z])rank[-_]?\d"
-_BESIDE_MODEL = (
-    r"(?i)(?<![a-z])(?:opt|optims?|optimizers?|adam|sched|schedulers?|ema|rng|scaler|critic|value"
-    r"|reward|ref|dis|disc|discriminator|net_?d|d|data|dataloader|train(?:ing)?_states?)(?![a-z])"
-)
-_OF_TRAINING = frozenset(
-    "opt optim optims optimizer optimizers sched scheduler schedulers rng scaler".split()
-)
 _SUFFIX = r"(?i)(?:\.(?:pt|pth|bin|ckpt|safetensors|pkl|tar|npz|state))+$"
 
 
@@ -127,7 +112,7 @@ class EntryName(Struct, frozen=True):
     @property
     def has_rank(self) -> bool:
         """Return whether it is what one rank wrote."""
-        return re.search(_RANK, self.role) is not None
+        return "rank" in self.role
 
 
 Spans = dict[str, tuple[int, int, int]]
@@ -147,9 +132,9 @@ def parse_name(name: str, *, is_folder: bool) -> EntryName:
     spans += [bare] if bare is not None and not position else []
     kind = _with_marks(name, [(*span[:2], "#") for span in spans])
     ranks = [(*found["rank"][:2], "rank")] if "rank" in found else []
-    family = re.sub(_ROLE, "", _with_marks(name, [(*span[:2], "#") for span in spans] + ranks))
+    family = re.sub(WORDS, "", _with_marks(name, [(*span[:2], "#") for span in spans] + ranks))
     family = re.sub(r"[-_.]+", "-", re.sub(_SUFFIX, "", family).replace("rank", "")).strip("-")
-    roles = [match[0].lower() for match in re.finditer(_ROLE, kind)]
+    roles = [match[0].lower() for match in re.finditer(WORDS, kind)]
     roles += [f"rank{found['rank'][2]}"] if "rank" in found else []
     number = None if bare is None else bare[2]
     role = " ".join(dict.fromkeys(roles))
@@ -173,18 +158,8 @@ def is_part_folder(name: str) -> bool:
     As ``model``, ``optim``, ``_actor`` or ``mp_rank_00``.
     """
     return (
-        not re.sub(r"[-_.\d]", "", re.sub(_ROLE, "", name)) and re.search(_ROLE, name) is not None
+        not re.sub(r"[-_.\d]", "", re.sub(WORDS, "", name)) and re.search(WORDS, name) is not None
     )
-
-
-def holds_model(name: str) -> bool:
-    """Return whether a name is not that of what lies beside a model."""
-    return re.search(_BESIDE_MODEL, name) is None
-
-
-def is_of_training(role: str) -> bool:
-    """Return whether a role is that of an optimizer, a scheduler or random states."""
-    return not _OF_TRAINING.isdisjoint(role.split())
 
 
 def stage_in(names: Iterable[str]) -> int | None:

@@ -12,8 +12,6 @@ from ckptool.commands.detect import detect_folder, find_checkpoints
 from ckptool.commands.open import survey_readable
 from ckptool.commands.runs.names import (
     Position,
-    holds_model,
-    is_of_training,
     is_part_folder,
     parse_name,
     part_folders,
@@ -26,6 +24,7 @@ from ckptool.errors import NoAnswer, NotFound, Unrecognized
 from ckptool.formats import file_rule, latest_markers
 from ckptool.formats.base import FileRole
 from ckptool.serialization.file_kinds import nothing_found
+from ckptool.serialization.file_roles import is_beside_model, is_of_training
 from ckptool.storage.files import Files
 from ckptool.storage.place import folder_at, has_any, require_there
 from ckptool.storage.url import Location, within
@@ -247,8 +246,8 @@ def _by_model(entry: Step) -> tuple[object, ...]:
 
 def _is_of_model(entry: Step) -> bool:
     folder = entry.path.parent.name
-    is_part = is_part_folder(folder) and not holds_model(folder)
-    return bool(entry.parts) and holds_model(entry.path.name) and not is_part
+    is_part = is_part_folder(folder) and is_beside_model(folder)
+    return bool(entry.parts) and not is_beside_model(entry.path.name) and not is_part
 
 
 def _without_checkpoint(steps: Sequence[Step]) -> Iterator[Step]:

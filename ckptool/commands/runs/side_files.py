@@ -13,7 +13,6 @@ from msgspec import structs
 from ckptool.commands.open import Survey
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.runs.contents import role_of
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.runs.trainers import LAST_RECORD
 from ckptool.commands.verify.checks.meaning.counts import optimizer_step_problems
@@ -22,6 +21,7 @@ from ckptool.commands.verify.verify import examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
 from ckptool.errors import CkptoolError, NoAnswer, Unrecognized
+from ckptool.serialization.file_roles import role_of
 from ckptool.storage.url import Location
 
 _OF_TORCH = (".pt", ".pth", ".bin")

@@ -17,6 +17,7 @@ from msgspec import Struct
 from ckptool.errors import Damaged, Problem, Several
 from ckptool.formats.rank_files.records import are_apart, are_processes, recorded_ranks
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
+from ckptool.serialization.file_roles import role_of
 from ckptool.serialization.source import Source, find_missing_ranks, require_rank
 
 _COUNTED = r"(?<![a-z])(?:rank|shard|part|process|proc|[dmpt]p)"
@@ -98,7 +99,7 @@ def are_slices(source: Source, files: Sequence[RankFile]) -> bool:
     As nanochat writes it: the model once, and of the moments the rows that a rank updates. Nothing
     says which those are, so each file is a checkpoint by itself, unless they are replicas.
     """
-    if not files or not all(item.family.startswith("optim") for item in files):
+    if not files or not all(role_of(item.family) == "optimizer" for item in files):
         return False
     return any(map(_OF_MODEL.fullmatch, source.files)) and any(
         are_apart(source, [item.file for item in of]) for of in by_family(files).values()

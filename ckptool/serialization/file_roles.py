@@ -1,0 +1,111 @@
+"""What files and folders of a training run are for, by the words in their names: one row a role.
+
+Contents say more, but only of what is there and was opened. Names say what is missing, what is to
+be opened, and which of several files are one save.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+
+from msgspec import Struct
+
+_NOTHING = r"(?!)"
+
+
+class Role(Struct, frozen=True, dict=True):
+    """What a file is for, by whole ``words`` of its name, or by what is ``within`` it.
+
+    Without its words a name says which files of other steps are its like: no run, fold or date is
+    told by them. What lies ``beside`` a model is never the one that a step is called after.
+    ``state`` is of training, without a model. What ``may_be_empty`` may have no tensors, or be a
+    number in a text.
+    """
+
+    name: str | None
+    words: str = _NOTHING
+    within: str = _NOTHING
+    beside: bool = False
+    state: bool = False
+    may_be_empty: bool = False
+
+    @cached_property
+    def said(self) -> re.Pattern[str]:
+        """The pattern of names that say it."""
+        return re.compile(f"(?i){_whole(self.words)}|{self.within}")
+
+
+def _whole(words: str) -> str:
+    return rf"(?<![a-z])(?:{words})(?![a-z])"
+
+
+_ROLES = (
+    Role("optimizer", "opt|optims?|optimizers?", "optim", beside=True, state=True),
+    Role("optimizer", "adam", "adam", beside=True),  # a model may be called after it, too
+    Role("scheduler", "sched|schedulers?", "sched", beside=True, state=True, may_be_empty=True),
+    Role("scaler", "scaler", "scaler", beside=True, state=True, may_be_empty=True),
+    Role("rng", "rng", r"(?<![a-z])rng", beside=True, state=True, may_be_empty=True),
+    Role("rng", within="random|seed", may_be_empty=True),
+    Role(
+        "record",
+        within="(?:trainer|train|training|extra|client|global)_state",
+        beside=True,
+        may_be_empty=True,
+    ),
+    Role("record", within=r"(?<![a-z])(?:common|progress|meta)", may_be_empty=True),
+    Role(
+        "dataloader",
+        "data|dataloader|loader",
+        "sampler|loader|dl_state",
+        beside=True,
+        may_be_empty=True,
+    ),
+    Role("rank", r"(?:mp_|tp_|pp_|dp_|ep_)?rank[-_]?\d+", "rank"),
+    Role("model", r"critic|ema(?:[-_]?\d+\.\d+)?", beside=True),
+    Role("model", "models?|weights|actor|policy|unet", "model|weights|adapter"),
+    Role(
+        None,
+        "value|reward|ref|dis|disc|discriminator|netd|d",
+        _whole("swa|ewma|polyak|avg|averaged?"),
+        beside=True,
+    ),
+    Role(
+        None,
+        "module|net|network|weight|params?|masters?|student|teacher|vae|transformer|controlnet"
+        "|encoder|decoder|backbone|head|classifier|gen|generator|netg|g|lora|states?|dict",
+        _whole("enc|dec"),
+    ),
+    Role(None, "amp|trainer|train|training|extra", may_be_empty=True),
+)
+"""The first row that a name matches says its role. Those of the last rows have none that each step
+must have: parts of a model may be saved once, and a state may be of anything."""
+
+WORDS = "(?i)" + _whole("|".join(row.words for row in _ROLES))
+"""What is one of several files or folders of one step."""
+
+
+@lru_cache(1 << 14)
+def _rows_of(name: str) -> Sequence[Role]:
+    return [row for row in _ROLES if row.said.search(name)]
+
+
+def role_of(name: str) -> str | None:
+    """Return what a file is for, by its name; None if that says nothing."""
+    return next((row.name for row in _rows_of(name)), None)
+
+
+def is_beside_model(name: str) -> bool:
+    """Return whether a name is that of what lies beside a model."""
+    return any(row.beside for row in _rows_of(name))
+
+
+def is_of_training(name: str) -> bool:
+    """Return whether a name is that of an optimizer, a scheduler or random states."""
+    return any(row.state for row in _rows_of(name))
+
+
+def may_be_empty(name: str) -> bool:
+    """Return whether a file may have no tensors: no word says model, optimizer or average."""
+    return all(row.may_be_empty for row in _rows_of(name))
