@@ -23,9 +23,12 @@ Tried once, as are others below whose end is looked for first: else a long name 
 takes the square of its length.
 """
 _OPTIMIZER = re.compile(rf"{_STATE_DICT}|(opt|adam|chained)(_?\d+)?|{_KIND}")
+RANDOM = r"(\w*_)?rng(_(tracker_)?states?)?|random_states?"
+"""A step that holds states of random number generators, as verl, Megatron-core, transformers and
+accelerate call it."""
 _OTHER = re.compile(
     r"(?>(?:\w*_)?schedulers?(?:[A-Z_0-9]\w*)?(?!\w))|train_state|train|trainer|dataloader|data_loader"
-    r"|rng(_state)?|rng_states|extra_state|random_states|scaler|loss_scaler|sampler|meta|callbacks"
+    rf"|{RANDOM}|extra_state|scaler|loss_scaler|sampler|meta|callbacks"
     r"|opt_param_scheduler|rerun_state_machine|checkpoint_version|iteration|content_metadata"
     r"|loops|step|epoch|global_step|config|cfg|args|progress|stateful|metrics|client_state"
     r"|(global|skipped)_(steps|samples)|(dp|mp)_world_size|ds_\w+|checkpoint_parallel_dimensions"

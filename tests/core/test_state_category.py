@@ -80,6 +80,13 @@ def test_an_optimizers_state(model: list[str], optimizer: list[str], values: lis
     assert {name for name in optimizer if found[name] != "optimizer"} == set()
 
 
+@pytest.mark.parametrize("name", ["cuda_rng_state", "random_state", "rng_tracker_states", "rng"])
+def test_random_states_beside_a_model(name: str) -> None:
+    assert parts(["model.w", name, f"{name}.0"]) == {
+        "model.w": "model", name: "other", f"{name}.0": "other"
+    }  # fmt: skip
+
+
 def test_a_model_inside_of_a_container_loses_both_steps() -> None:
     whole = catalog(["app.model.w.weight", "app.optim.state.w.weight.exp_avg"])
     assert weights(whole) == ["app.model.w.weight"]
@@ -117,7 +124,8 @@ def test_an_optimizers_values_go_with_its_tensors(
 
 
 @pytest.mark.parametrize(
-    "step", ["state.", "optim_", "optim.state.", "scheduler_", "state.exp_avg.", "state.param."]
+    "step",
+    ["state.", "optim_", "optim.state.", "scheduler_", "rng_", "state.exp_avg.", "state.param."],
 )
 @pytest.mark.parametrize("end", ["", "!", "\n", ".exp_avg", ".step", ".master_param"])
 def test_long_names_of_strangers_are_read_once(step: str, end: str) -> None:

@@ -11,17 +11,13 @@ from msgspec.structs import replace
 from ckptool.core.catalog import Catalog, ObjectEntry, Path, RankStep, TensorEntry
 from ckptool.core.mesh import Mesh
 from ckptool.core.selection import AnyEntry, drop_names, entries_of, with_entries, without_rank
-from ckptool.core.state_category import state_category_of_name
+from ckptool.core.state_category import RANDOM, state_category_of_name
 from ckptool.core.text import list_some, plural, ranges
 from ckptool.errors import Unsupported, UsageError
 from ckptool.formats.companions import loader_ranks
 
 WORDS = ("drop-rng", "stop", "keep", "drop")
 _OWN_NAME = re.compile(r"(?P<name>.*)@rank(?P<rank>\d+)")
-_RANDOM = re.compile(r"(\w*_)?rng(_(tracker_)?states?)?|random_states?")
-"""A step of a name: ``rng``, ``rng_state``, ``random_states``; verl, Megatron-core, transformers
-and accelerate name the states of random number generators so.
-"""
 
 RANDOM_STATE = "random number state"
 OWN_NUMBER = "rank number"
@@ -198,7 +194,7 @@ def _random_head(name: str) -> str | None:
     steps = name.split(".")
     of_a_part = state_category_of_name(name, tuple(steps)) != "other"
     for end, step in enumerate(steps[:1] if of_a_part else steps, 1):
-        if _RANDOM.fullmatch(step):
+        if re.fullmatch(RANDOM, step):
             return ".".join(steps[:end])
     return None
 
