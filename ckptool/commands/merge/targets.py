@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import permutations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.commands.merge.adapter import Adapter, Matrices, Settings
 from ckptool.commands.merge.operands import Operand
@@ -168,6 +169,8 @@ def _oriented(targets: Sequence[Target], tensors: Tensors, settings: Settings) -
     Raises Unsupported for other shapes or ranks, Undetermined for a square that nothing decides.
     """
     known: dict[str, set[bool]] = {}
+    if any(_is_conv1d(name, tensors) for name in tensors):  # whatever an adapter's config says
+        known[""], settings = {True}, replace(settings, fan_in_fan_out=True)
     for target in targets:
         entry = tensors[target.name]
         _require_fit(target, entry, settings)
@@ -196,6 +199,14 @@ def _sides_of_square(target: Target, others: set[bool]) -> set[bool]:
     if target.experts:
         return others
     return {True} if True in others or not others else set()
+
+
+def _is_conv1d(name: str, tensors: Tensors) -> bool:
+    """Return whether a tensor is a weight with inputs first: its bias is as long as its rows."""
+    entry, bias = tensors[name], tensors.get(f"{name.removesuffix('.weight')}.bias")
+    if bias is None or len(entry.shape) != 2:
+        return False
+    return bias.shape == entry.shape[1:] != entry.shape[:1]
 
 
 def _kind(target: Target) -> str:

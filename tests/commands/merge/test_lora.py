@@ -140,6 +140,26 @@ def test_experts_of_one_tensor_have_outputs_or_inputs_first(
         assert torch.equal(found[f"mlp.experts.{name}"], wanted), name
 
 
+def test_a_bias_shows_that_inputs_come_first_whatever_a_config_says(tmp_path: Path) -> None:
+    """PEFT goes by the class of a layer: its config says that of the last one with a LoRA."""
+    base = {
+        "attn.c_attn.weight": some(6, 18),
+        "attn.c_attn.bias": some(18),
+        "attn.c_proj.weight": some(6, 6),
+        "lm_head.weight": some(9, 6),
+    }
+    tensors = {
+        n: t for m, out in (("attn.c_proj", 6), ("lm_head", 9)) for n, t in pair(m, out, 6).items()
+    }
+    adapter = save_adapter(tmp_path / "a", tensors, fan_in_fan_out=False)
+    found = merged(tmp_path / "o.safetensors", adapter, save_base(tmp_path / "b.safetensors", base))
+    for module in ("attn.c_proj", "lm_head"):
+        product = delta(tensors, module) * 2
+        product = product if module == "lm_head" else product.T
+        wanted = (base[f"{module}.weight"].double() + product).float()
+        assert torch.equal(found[f"{module}.weight"], wanted), module
+
+
 def test_experts_apart_are_modules_as_all_others(tmp_path: Path) -> None:
     names = [f"mlp.experts.{index}.up_proj" for index in range(3)]
     base = {f"{name}.weight": some(5, 6, seed=i) for i, name in enumerate(names)}
