@@ -81,11 +81,9 @@ class _Folding:
         targets = targets_of(self._adapter, self._tensors, self._name)
         require_numbers(self._base, [target.name for target in targets])
         for target in targets:
-            before = self.changes.get(target.name)
-            weight = before.entry if before else self._tensors[target.name]
-            product = product_of(target, weight, self._adapter.settings)
-            source = before.text if before else self._base.label
-            text = _text(product, source, self._adapter.operand.label)
+            before = self._before(target.name)
+            product = product_of(target, before.entry, self._adapter.settings)
+            text = _text(product, before.text, self._adapter.operand.label)
             self.changes[target.name] = Change(product.entry, text)
             if target.lora.bias is not None:
                 self._add_bias(target.lora, target.lora.bias, product.scale)
@@ -94,11 +92,17 @@ class _Folding:
         name = f"{self._name(lora.module)}.bias"
         if name not in self._tensors:
             raise Unsupported(f"{bias.name}: {self._base.opened.path} has no {name} to add it to")
-        own = self._tensors[name]
-        _require_shape(bias, own, self._base)
-        entry = computed(own, [own, bias], WeightedSum((1.0, scale)), same_box, exceeds=True)
-        text = f"{self._base.label} + {scale:g} * bias of {self._adapter.operand.label}"
+        before = self._before(name)
+        _require_shape(bias, before.entry, self._base)
+        parts = [before.entry, bias]
+        formula = WeightedSum((1.0, scale))
+        entry = computed(before.entry, parts, formula, same_box, exceeds=True)
+        text = f"{before.text} + {scale:g} * bias of {self._adapter.operand.label}"
         self.changes[name] = Change(entry, text)
+
+    def _before(self, name: str) -> Change:
+        """Return what a tensor is before something is added: the base's, unless it is replaced."""
+        return self.changes.get(name) or Change(self._tensors[name], self._base.label)
 
     def replace_tokens(self) -> None:
         """Replace the rows of embeddings that were trained apart."""

@@ -221,6 +221,15 @@ def test_a_new_head_is_added_and_said(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "o.safetensors")["score.weight"], some(2, 6))
 
 
+def test_a_bias_of_a_lora_is_added_to_the_one_that_was_trained(tmp_path: Path) -> None:
+    base = {"q.weight": some(5, 6), "q.bias": some(5, seed=3)}
+    more = {"q.base_layer.bias": some(5, seed=4), "q.lora_B.bias": some(5, seed=5)}
+    adapter = save_adapter(tmp_path / "a", pair("q", 5, 6) | more, bias="all", lora_bias=True)
+    found = merged(tmp_path / "o.safetensors", adapter, save_base(tmp_path / "b.safetensors", base))
+    own, added = (tensor.double() for tensor in more.values())
+    assert torch.equal(found["q.bias"], (own + added * 2).float())
+
+
 def test_a_dry_run_groups_tensors_by_what_they_are(tmp_path: Path) -> None:
     folder = FIXTURES / "merged" / "plain"
     words = ("--lora", folder / "adapter", "--onto", folder / "ckpt", "--dry-run")
