@@ -15,7 +15,7 @@ from ckptool.commands.merge.expressions import (
 from ckptool.commands.merge.operands import Operand
 from ckptool.commands.merge.products import Product, product_of
 from ckptool.commands.merge.targets import base_names, targets_of
-from ckptool.commands.merge.ties import Change, Ties
+from ckptool.commands.merge.ties import HEAD, Change, Ties
 from ckptool.core.casts import as_type, can_cast
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.selection import rename_entry
@@ -25,10 +25,9 @@ from ckptool.engine.formulas.weighted import WeightedSum, same_box
 from ckptool.errors import Unsupported
 
 _FEW = 3
-_HEAD = "lm_head.weight"
 _HEAD_IS_TIED = (
     "a base whose head is tied has none of its own; where the adapter's is its embedding again, as"
-    f" with ensure_weight_tying, `ckptool convert ADAPTER COPY --drop '*.{_HEAD}'` leaves it out"
+    " with ensure_weight_tying, `ckptool convert ADAPTER COPY --drop '*.{}'` leaves it out"
 )
 
 
@@ -74,7 +73,8 @@ class _Folding:
                 self._added.append(name)
             else:
                 entry = self._fitting(entry, like)
-            self.changes[name] = Change(rename_entry(entry, name), label, is_whole=True)
+            is_apart = self._is_to_save(own)
+            self.changes[name] = Change(rename_entry(entry, name), label, is_whole=is_apart)
 
     def add_products(self) -> None:
         """Add the product of each LoRA's matrices to its weight."""
@@ -168,14 +168,24 @@ class _Folding:
 
     def _require_new(self, own: str, entry: TensorEntry) -> None:
         """Raise Unsupported for a tensor that is neither in the base nor of a new module."""
+        name, base = self._name(own), self._base.opened.path
+        if not self._is_to_save(own):
+            raise Unsupported(
+                f"{self._adapter.operand.opened.path}: {entry.name} is no part of a LoRA, and"
+                f" {base} has no {name}",
+                hint=_hint_on_missing(own),
+            )
+        if alike := [each for each in self._tensors if _is_alike(name, each)]:
+            raise Unsupported(
+                f"{self._adapter.operand.opened.path}: {entry.name} would be {name}, a new tensor"
+                f" beside {list_some(alike, _FEW)} of {base}",
+                hint="--rename changes the base's names",
+            )
+
+    def _is_to_save(self, own: str) -> bool:
+        """Return whether a tensor is of a module that was trained as a whole."""
         steps = f".{own}"
-        if any(f".{module}." in steps for module in self._adapter.settings.modules_to_save):
-            return
-        raise Unsupported(
-            f"{self._adapter.operand.opened.path}: {entry.name} is no part of a LoRA, and"
-            f" {self._base.opened.path} has no {self._name(own)}",
-            hint=_HEAD_IS_TIED if own.endswith(_HEAD) else "--rename changes the base's names",
-        )
+        return any(f".{module}." in steps for module in self._adapter.settings.modules_to_save)
 
     def _fitting(self, entry: TensorEntry, like: TensorEntry) -> TensorEntry:
         """Return a tensor in the type of the base's that it replaces."""
@@ -188,6 +198,17 @@ class _Folding:
             )
         self._cast.append(like.name)
         return as_type(entry, like.dtype)
+
+
+def _hint_on_missing(own: str) -> str:
+    head = HEAD.fullmatch(own)
+    return _HEAD_IS_TIED.format(own) if head else "--rename changes the base's names"
+
+
+def _is_alike(new: str, there: str) -> bool:
+    """Return whether two names may mean the same: both heads, or one below a prefix."""
+    are_heads = all(map(HEAD.fullmatch, (new, there)))
+    return are_heads or new.endswith(f".{there}") or there.endswith(f".{new}")
 
 
 def _require_shape(entry: TensorEntry, like: TensorEntry, base: Operand) -> None:

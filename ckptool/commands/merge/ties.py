@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -9,14 +10,24 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.commands.merge.operands import Operand
-from ckptool.commands.model.records import Record, is_causal, records
+from ckptool.commands.model.records import records
 from ckptool.core.catalog import TensorEntry, tied_names
 from ckptool.core.selection import rename_entry
 from ckptool.core.text import list_some
 from ckptool.errors import Unsupported
 
-_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
-_HEAD = "lm_head.weight"
+_EMBEDDING = re.compile(
+    r"(?:.+\.)?(?:embed_tokens|wte|word_embeddings|embed_in|embeddings|tokens_embed|shared)\.weight"
+)
+HEAD = re.compile(
+    r"(?:.+\.)?(?:lm_head|proj_out|embed_out|output_projection|(?:lm_head|predictions)\.decoder)"
+    r"\.weight"
+)
+"""The embedding of tokens and the head in transformers (5.24), of which most models tie these."""
+_OF_TEXT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
+"""How classes with a head are called."""
+_KEPT = ("embed_tokens.weight", "lm_head.weight")
+"""What PEFT (0.21) keeps tied if ensure_weight_tying says so, which it ignores for other names."""
 _TIED = "tie_word_embeddings"
 _FEW = 3
 
@@ -33,7 +44,7 @@ class Change(Struct, frozen=True):
 
 
 class Ties:
-    """Which tensors of a base are one: those stored at one place, and a head that is not stored.
+    """Which tensors of a base are one: those stored at one place, and a head that its config ties.
 
     PEFT (0.21) adds a LoRA to a weight in place, and so to all that share it: the result is that of
     its ``merge_and_unload``, though before it, only the adapted module had the LoRA.
@@ -42,13 +53,15 @@ class Ties:
     def __init__(self, base: Operand, assets: Path | None) -> None:
         self._base = base
         self._groups = tied_names(base.catalog)
-        self._is_head_tied = _is_head_tied(base, assets)
+        self._head = _head_of(base)
+        is_one = any(self._head in group for group in self._groups)
+        self._is_head_tied = not is_one and _says_tied(base, assets)
         self.notes: list[str] = []
 
     def shared(self, changes: Mapping[str, Change], *, tied: bool) -> dict[str, Change]:
         """Return the changes of what shares a changed tensor.
 
-        ``tied`` if the adapter was trained so that tied modules stay so. Raises Unsupported if two
+        ``tied`` if the adapter says that tied modules stay so. Raises Unsupported if two
         changes meet in one tensor, or if one would end a tie.
         """
         found = dict[str, Change]()
@@ -72,15 +85,19 @@ class Ties:
 
     def _check_head(self, changes: Mapping[str, Change], *, tied: bool) -> None:
         """Note that a head without a tensor of its own changes, too; refuse one of its own."""
-        for name, change in changes.items():
-            if name.endswith(_HEAD):
+        ends = [name for name in changes if HEAD.fullmatch(name) or _EMBEDDING.fullmatch(name)]
+        for name in ends:
+            if HEAD.fullmatch(name) and self._head is None:
                 raise self._untied(name)
-            if _is_embedding(name):
-                self._require_tied(name, change, tied=tied)
+            self._require_tied(name, changes[name], tied=tied)
+            if self._head is None:
                 self._note(name, "the head")
+        are_alike = len(ends) > 1 and all(changes[name].is_whole for name in ends)
+        if ends and self._head is not None and not are_alike:
+            raise self._is_twice(ends[0], self._head)
 
     def _require_tied(self, name: str, change: Change, *, tied: bool) -> None:
-        if change.is_whole and not tied:
+        if change.is_whole and not (tied and name.endswith(_KEPT)):
             raise self._untied(name)
 
     def _untied(self, name: str) -> Unsupported:
@@ -91,6 +108,15 @@ class Ties:
             " has both",
         )
 
+    def _is_twice(self, name: str, head: str) -> Unsupported:
+        base = self._base.opened.path
+        return Unsupported(
+            f"{name}: the config of {base} ties the head to the embedding, and its files have both:"
+            " whether they are one tensor cannot be told",
+            hint=f"--drop '{head}' leaves the head to the tie; --hf-assets FOLDER with a"
+            f" config.json that says {_TIED} false keeps both",
+        )
+
     def _note(self, name: str, others: str) -> None:
         self.notes.append(
             f"{name} is tied to {others}: merged into both, as PEFT's merge_and_unload does"
@@ -99,9 +125,9 @@ class Ties:
 
 def notes_on_head(base: Operand, assets: Path | None, taken: Collection[str]) -> Iterator[str]:
     """Yield notes on tensors taken into a base whose config alone ties its head."""
-    embeddings = [name for name in taken if _is_embedding(name)]
-    heads = [name for name in taken if name.endswith(_HEAD)]
-    if not (embeddings or heads) or not _is_head_tied(base, assets):
+    embeddings = [*filter(_EMBEDDING.fullmatch, taken)]
+    heads = [*filter(HEAD.fullmatch, taken)]
+    if not (embeddings or heads) or _head_of(base) is not None or not _says_tied(base, assets):
         return
     tied = f"the config of {base.opened.path} ties the head to the embedding"
     if heads:
@@ -113,19 +139,20 @@ def notes_on_head(base: Operand, assets: Path | None, taken: Collection[str]) ->
         yield f"{embeddings[0]} is the head, too: {tied}"
 
 
-def _is_head_tied(base: Operand, assets: Path | None) -> bool:
-    """Return whether a base has no head of its own, and its config says that none is needed."""
-    if any(name.endswith(_HEAD) for name in base.catalog.tensors):
-        return False
+def _head_of(base: Operand) -> str | None:
+    """Return the name of the head that a base's files have, None if they have none."""
+    return next(filter(HEAD.fullmatch, base.catalog.tensors), None)
+
+
+def _says_tied(base: Operand, assets: Path | None) -> bool:
+    """Return whether a config ties the head to the embedding.
+
+    One that does not say it is of a model that ties them if a head is needed and not there.
+    """
     known = records(base.opened.source, base.opened.catalog, assets)
-    return _says_tied(next((record for record in known if record), {}))
-
-
-def _is_embedding(name: str) -> bool:
-    return name.rpartition(".")[0].rpartition(".")[2] in _EMBEDDINGS
-
-
-def _says_tied(record: Record) -> bool:
-    """Return whether a config ties the head to the embedding, as causal models do by default."""
-    said = record.get(_TIED)
-    return is_causal(record) if said is None else said is True
+    record = next((record for record in known if record), {})
+    if _TIED in record:
+        return record[_TIED] is True
+    named = record.get("architectures")
+    classes = named if isinstance(named, list) else []
+    return _head_of(base) is None and any(str(each).endswith(_OF_TEXT) for each in classes)

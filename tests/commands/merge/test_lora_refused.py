@@ -174,3 +174,76 @@ def test_the_base_is_one_checkpoint(tmp_path: Path) -> None:
     assert (code, "--scale: only with --add or --minus" in said) == (2, True)
     code, said = run(tmp_path / "out.safetensors", *words, "--add", base)
     assert (code, "one at a time" in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "head"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "lm_head"),
+        ({"architectures": ["WhisperForConditionalGeneration"]}, "proj_out"),
+        ({"architectures": ["BertForMaskedLM"]}, "cls.predictions.decoder"),
+    ],
+)
+def test_a_head_is_tied_unless_a_config_says_otherwise(
+    config: dict[str, Any], head: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"wte.weight": some(12, 6), "q.weight": some(5, 6)}, folder / "model.safetensors")
+    tensors = pair("q", 5, 6) | {f"{head}.weight": some(12, 6)}
+    adapter = save_adapter(tmp_path / "adapter", tensors, modules_to_save=[head])
+    code, said = run(tmp_path / "out", "--lora", adapter, "--onto", folder, "--dry-run")
+    assert (code, f"{head}.weight: trained apart from what" in said) == (4, True), said
+
+
+@pytest.mark.parametrize(("name", "is_kept"), [("wte", False), ("embed_tokens", True)])
+def test_ties_are_kept_for_the_names_that_peft_keeps(
+    name: str, tmp_path: Path, *, is_kept: bool
+) -> None:
+    """PEFT 0.21 ignores ensure_weight_tying for other embeddings, and trains them apart."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    base = {f"{name}.weight": some(12, 6), "q.weight": some(5, 6)}
+    save_file(base, folder / "model.safetensors")
+    tensors = pair("q", 5, 6) | {f"{name}.weight": some(12, 6, seed=5)}
+    config = {"modules_to_save": [name], "ensure_weight_tying": True}
+    adapter = save_adapter(tmp_path / "adapter", tensors, **config)
+    code, said = run(tmp_path / "out", "--lora", adapter, "--onto", folder, "--dry-run")
+    assert (code == 0) == is_kept, said
+
+
+@pytest.mark.parametrize(
+    ("new", "there"),
+    [("lm_head", "embed_out"), ("model.projector.linear", "projector.linear")],
+)
+def test_a_new_module_beside_one_that_may_be_it_is_refused(
+    new: str, there: str, tmp_path: Path
+) -> None:
+    tensors = pair("q", 5, 6) | {f"{new}.weight": some(12, 6)}
+    adapter = save_adapter(tmp_path / "adapter", tensors, modules_to_save=[new])
+    base = {"q.weight": some(5, 6), f"{there}.weight": some(12, 6)}
+    save_base(tmp_path / "base.safetensors", base)
+    words = ("--lora", adapter, "--onto", tmp_path / "base.safetensors")
+    code, said = run(tmp_path / "out.safetensors", *words)
+    assert code == 4
+    assert f"a new tensor beside {there}.weight of" in said
+
+
+def test_a_head_that_is_tied_and_stored_is_refused(tmp_path: Path) -> None:
+    """Whether transformers ties it depends on its bytes."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    weight = some(12, 6)
+    base = {"model.embed_tokens.weight": weight, "lm_head.weight": weight.clone()}
+    save_file(base, folder / "model.safetensors")
+    adapter = save_adapter(tmp_path / "adapter", EMBEDDING)
+    words = ("--lora", adapter, "--onto", folder, "--dry-run")
+    code, said = run(tmp_path / "out", *words)
+    assert code == 4
+    assert "its files have both" in said
+    code, said = run(tmp_path / "out", *words, "--drop", "lm_head.weight")
+    assert code == 0, said
+    assert "model.embed_tokens.weight is tied to the head: merged into both" in said
