@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.merge.adapter import Adapter, Matrices, Settings
 from ckptool.commands.merge.operands import Operand
+from ckptool.commands.merge.ties import HEAD
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Undetermined, Unsupported
@@ -18,9 +19,18 @@ Tensors = Mapping[str, TensorEntry]
 Naming = Callable[[str], str]
 
 _FEW = 3
-_MODEL = "model."
 _NESTED = ("gate_up_proj", "down_proj")
 """The parameters of experts in transformers (5) in the order in which PEFT nests their LoRAs."""
+_OF_PARTS = (
+    {"model.language_model.": "model.", "model.": ""},
+    {
+        "model.language_model.": "language_model.model.",
+        "model.": "",
+        "lm_head": "language_model.lm_head",
+    },
+)
+"""How models of text and other parts are called in files instead (transformers 4.52 to 5.24): as
+those of Qwen2-VL, and as most."""
 _NO_EXPERTS = (
     "files have experts apart that models have as one tensor: `--experts packed` makes BASE's one,"
     " `--experts separate` apart"
@@ -47,8 +57,8 @@ def base_names(modules: Sequence[str], tensors: Tensors, base: Operand, adapter:
     Raises Unsupported if the base lacks modules under any prefix, Undetermined if several fit.
     """
     parents = _parents(tensors)
-    ways: list[Naming] = [lambda name: name, lambda name: name.removeprefix(_MODEL)]
-    for way in ways:
+    firsts = dict.fromkeys(f"{module.partition('.')[0]}." for module in modules)
+    for way in map(_replacing, ({}, *({first: ""} for first in firsts), *_OF_PARTS)):
         if all(way(module) in parents for module in modules):
             return way
     end = f".{modules[0]}"
@@ -71,8 +81,18 @@ def base_names(modules: Sequence[str], tensors: Tensors, base: Operand, adapter:
     )
 
 
+def _replacing(prefixes: Mapping[str, str]) -> Naming:
+    """Return how names are with the first of some prefixes that they have replaced."""
+
+    def name_of(name: str) -> str:
+        first = next((each for each in prefixes if name.startswith(each)), "")
+        return prefixes.get(first, "") + name.removeprefix(first)
+
+    return name_of
+
+
 def _lacking(lacks: Sequence[str]) -> str:
-    if all(module.rpartition(".")[2] == "lm_head" for module in lacks):
+    if all(HEAD.fullmatch(f"{module}.weight") for module in lacks):
         return (
             "a base whose head is tied has none of its own; PEFT adds the head's LoRA to the"
             " embedding, too, which no training did"

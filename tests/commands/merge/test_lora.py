@@ -179,6 +179,7 @@ def test_experts_apart_are_modules_as_all_others(tmp_path: Path) -> None:
         ("model.layers.0.q", "layers.0.q"),
         ("layers.0.q", "model.layers.0.q"),
         ("model.layers.0.q", "language_model.model.layers.0.q"),
+        ("transformer.h.0.q", "h.0.q"),
     ],
 )
 def test_a_base_may_have_another_prefix(theirs: str, ours: str, tmp_path: Path) -> None:
@@ -192,6 +193,30 @@ def test_a_base_may_have_another_prefix(theirs: str, ours: str, tmp_path: Path) 
     wanted = (base[f"{ours}.weight"].double() + delta(tensors, theirs) * 2).float()
     assert torch.equal(found[f"{ours}.weight"], wanted)
     assert torch.equal(found["norm.weight"], base["norm.weight"])
+
+
+@pytest.mark.parametrize("head", ["language_model.lm_head", "lm_head"])
+def test_files_of_models_of_parts_have_other_names(head: str, tmp_path: Path) -> None:
+    """Of transformers since 4.52: the names in memory are others than those in files."""
+    text = "language_model.model" if head.startswith("language") else "model"
+    names = {
+        "model.language_model.layers.0.q": f"{text}.layers.0.q",
+        "model.vision_tower.layers.0.q": "vision_tower.layers.0.q",
+        "lm_head": head,
+    }
+    base = {f"{name}.weight": some(5, 6, seed=at) for at, name in enumerate(names.values())}
+    base["multi_modal_projector.linear.weight"] = some(3, 4)
+    tensors = {n: t for at, name in enumerate(names) for n, t in pair(name, 5, 6, seed=at).items()}
+    projector = {"model.multi_modal_projector.linear.weight": some(3, 4, seed=9)}
+    adapter = save_adapter(
+        tmp_path / "a", tensors | projector, modules_to_save=["multi_modal_projector"]
+    )
+    found = merged(tmp_path / "o.safetensors", adapter, save_base(tmp_path / "b.safetensors", base))
+    assert found.keys() == base.keys()
+    for theirs, ours in names.items():
+        wanted = (base[f"{ours}.weight"].double() + delta(tensors, theirs) * 2).float()
+        assert torch.equal(found[f"{ours}.weight"], wanted), ours
+    assert torch.equal(found["multi_modal_projector.linear.weight"], some(3, 4, seed=9))
 
 
 def test_what_is_tied_by_its_bytes_stays_so(tmp_path: Path) -> None:
