@@ -180,12 +180,12 @@ class Builder(Stack):
     def _changed(self) -> Any:
         """Return the container to add to: not a torch.Size, as equal ones share a record.
 
-        Nor one that the memo has of rows, whose columns would not change.
+        Nor one that the memo has of rows, whose columns would not change, or of equal instances.
         """
         target = self._stack[-1]
         if isinstance(target, Call) and target.function is TORCH_SIZE:
             raise self.malformed("a torch.Size that is changed")
-        if self._memo.made and id(target) in self._memo.made:
+        if self._memo.fixed and id(target) in self._memo.fixed:
             raise self.malformed("one of many instances that is changed")
         return target
 

@@ -4,8 +4,9 @@ A class instance with a state is some twenty opcodes, the same for every instanc
 fields' values. If those are plain (integers, short text, sizes, memo entries), the second instance
 of a class becomes a regular expression that finds the third and all further ones. A field may
 contain a list of a few such instances, or an object whose state is a tuple of plain values: the
-metadata of a tensor in few chunks is one match. Stack and memo become what the individual opcodes
-would have made of them; whatever does not match is left to the opcodes.
+metadata of a tensor in few chunks is one match. Of those that are equal, byte for byte, as tensors
+of one shape have them, one is made. Stack and memo become what the individual opcodes would have
+made of them; whatever does not match is left to the opcodes.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ _INSTANCE = b"(%b)%b(%b)%b" % (_REFERENCE, _BEGIN, _FIELDS % _NESTED, _END)
 _FIELD = b"(%b)(%b)" % (_REFERENCE, _NESTED)
 _MOST_PATTERNS = 64
 _MOST_VALUES = 1 << 14
+_MOST_EQUAL = 1 << 8
+"""Instances that are kept for others that are equal."""
 _LONGEST_WAIT = 63
 _FAR = 1 << 22
 _WORTH_NUMPY = 1 << 11
@@ -83,6 +86,14 @@ class _InstancePattern(Struct, frozen=True):
     is_flat: bool
 
 
+class _Made(Struct, frozen=True):
+    """An instance, what it added to the memo, and the number of its dicts and lists."""
+
+    record: Call
+    noted: list[Any]
+    containers: int
+
+
 class InstanceReader:
     """Reads consecutive instances from ``data``, onto a machine's stack and memo."""
 
@@ -92,6 +103,7 @@ class InstanceReader:
         self._memo = memo
         self._patterns: dict[bytes, _InstancePattern] = {}
         self._listed: dict[bytes, _InstancePattern] = {}
+        self._made: dict[bytes, _Made] = {}
         self._values = _Values(memo, self._listed)
         self._patterns_left = _MOST_PATTERNS
         self._changes = 0
@@ -144,7 +156,7 @@ class InstanceReader:
 
         Returns the offset after them, and the number of their dicts and lists.
         """
-        data, patterns, stack, values = self._data, self._patterns, self._stack, self._values
+        data, patterns, stack = self._data, self._patterns, self._stack
         before, containers = len(stack), 0
         self._forget_changes()
         while pos < end and not self._memo.sparse and len(stack) - before < most:
@@ -154,18 +166,37 @@ class InstanceReader:
                 if not self._add_pattern(pos):
                     break
                 continue
-            pieces = match.groups()
-            if len(values) > _MOST_VALUES:
-                values.forget()
-            try:
-                for piece in pieces:
-                    values[piece]
-            except LookupError:
-                break  # before anything is noted
-            containers += 1 + sum(1 + len(values[pieces[at]]) for at in pattern.lists)
-            stack.append(self._build(pattern, pieces))
+            made = self._made.get(match[0])
+            if made is not None:
+                self._memo.dense += made.noted
+            elif (made := self._make(pattern, match)) is None:
+                break
+            stack.append(made.record)
+            containers += made.containers
             pos = match.end()
         return pos, containers
+
+    def _make(self, pattern: _InstancePattern, match: re.Match[bytes]) -> _Made | None:
+        """Make a matched instance, and note its content; None, and nothing noted, if it is odd.
+
+        One with a list is kept for others that are equal: without one, many alike are rows.
+        """
+        values, memo, pieces = self._values, self._memo, match.groups()
+        if len(values) > _MOST_VALUES:
+            values.forget()
+        try:
+            for piece in pieces:
+                values[piece]
+        except LookupError:
+            return None
+        begin = len(memo.dense)
+        record = self._build(pattern, pieces)
+        containers = 1 + sum(1 + len(values[pieces[at]]) for at in pattern.lists)
+        made = _Made(record, memo.dense[begin:], containers)
+        if pattern.lists and len(self._made) < _MOST_EQUAL:
+            self._made[match[0]] = made
+            memo.fixed |= {id(entry): entry for entry in made.noted}
+        return made
 
     def _build(self, pattern: _InstancePattern, pieces: Iterable[bytes]) -> Call:
         """Return an instance from its known pieces; note it and its content."""
@@ -244,6 +275,7 @@ class InstanceReader:
             self._changes = self._memo.changes
             self._patterns.clear()
             self._listed.clear()
+            self._made.clear()
             self._values.forget()
             if self._row_reader is not None:
                 self._row_reader.forget()

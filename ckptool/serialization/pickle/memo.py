@@ -12,8 +12,9 @@ from ckptool.serialization.pickle.rows import RowRun
 class Memo:
     """The memo of a pickle by number: ``dense`` from 0 on, ``sparse`` after a gap.
 
-    Memo entries of rows are made on access: ``hidden`` counts them; ``made`` are those made so far,
-    by id. ``changes`` counts how often a number was reassigned.
+    Memo entries of rows are made on access: ``hidden`` counts them. ``fixed`` are entries that are
+    never changed, by id: those of rows that were made so far, and what equal instances share.
+    ``changes`` counts how often a number was reassigned.
     """
 
     def __init__(self) -> None:
@@ -21,7 +22,7 @@ class Memo:
         self.sparse: dict[int, Any] = {}
         self.changes = 0
         self.hidden = 0
-        self.made: dict[int, Any] = {}
+        self.fixed: dict[int, Any] = {}
         self._firsts: list[int] = []
         self._runs: list[tuple[int, RowRun]] = []
 
@@ -36,7 +37,7 @@ class Memo:
         after, run = self._runs[at]
         if index < self._firsts[at] + run.noted:
             value = run[index - self._firsts[at]]
-            self.made[id(value)] = value
+            self.fixed[id(value)] = value
             return value
         return self.dense[index - after] if index < self.next_number else self.sparse[index]
 

@@ -308,6 +308,28 @@ def test_all_but_the_first_instance_are_read_at_once(value: Any) -> None:
     assert outcome(data) == outcome(data, at_once=False) == outcome(data, rows=True)
 
 
+def alike(count: int) -> bytes:
+    """A pickle of equal instances, each with a list of its own."""
+    rows = [
+        Index({"a": [Info({"b": 1, "c": 2}), Info({"b": 1, "c": 2})], "d": 3}) for _ in range(count)
+    ]
+    return pickle.dumps([Info({}), *rows], 4)
+
+
+def test_equal_instances_with_lists_are_made_once() -> None:
+    value: Any = read_pickle(alike(9), what="p").value
+    assert len({*map(id, value)}) <= 4
+    assert outcome(alike(9)) == outcome(alike(9), at_once=False)
+
+
+@pytest.mark.parametrize("change", [b"Nb", b"(h\x06Nu"])
+def test_an_instance_that_others_share_is_never_changed(change: bytes) -> None:
+    last = alike(9).rindex(b"e.")
+    data = alike(9)[:last] + change + alike(9)[last:]
+    with pytest.raises(Damaged, match="many instances that is changed"):
+        read_pickle(data, what="p")
+
+
 def test_what_reads_instances_goes_with_its_last_user() -> None:
     """Without a collection of garbage, which commands do without: it holds all that was read."""
     data = pickle.dumps([Info({"a": [Info({"a": n, "b": 1})], "b": n}) for n in range(9)], 4)
