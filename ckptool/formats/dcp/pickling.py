@@ -1,7 +1,8 @@
 """The ``.metadata`` of a DCP folder, as torch 2.13 writes it; torch 2.4 to 2.13 load it.
 
 Classes and names are pickled once and fetched from the memo. The records of chunks are rows of
-bytes that numpy fills in, with the opcodes of Python's own pickler.
+bytes that numpy fills in. The opcodes are those of Python's own pickler, so that ckptool reads
+many records at once, here as in what torch wrote.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from ckptool.serialization.pickle.write import require_of_torch
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _BATCH = 4096
-_BEGIN = pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.MEMOIZE
-_BEGIN += pickle.EMPTY_DICT + pickle.MEMOIZE + pickle.MARK
+_NEW = pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.MEMOIZE
+_BEGIN = _NEW + pickle.EMPTY_DICT + pickle.MEMOIZE + pickle.MARK
 _END = pickle.SETITEMS + pickle.BUILD
 _SIZED = pickle.TUPLE1 + pickle.MEMOIZE + pickle.REDUCE + pickle.MEMOIZE
 
@@ -105,13 +106,14 @@ class MetadataFile(FileLayout):
                 *self._size_columns(sizes),
                 _END,
             )
-            self._lists[id(cut)] = pickle.EMPTY_LIST + pickle.MARK + rows + pickle.APPENDS
+            some = rows + pickle.APPEND if len(sizes) == 1 else pickle.MARK + rows + pickle.APPENDS
+            self._lists[id(cut)] = pickle.EMPTY_LIST + pickle.MEMOIZE + some
         return self._lists[id(cut)]
 
     def _properties(self, dtype: str) -> bytes:
         require_of_torch(dtype)
-        layout = self._call("torch.serialization", "_get_layout", self._text("torch.strided"))
-        encoding = self._call(_METADATA, "_MEM_FORMAT_ENCODING", _integer(0))
+        layout = self._made("torch.serialization", "_get_layout", self._text("torch.strided"))
+        encoding = self._made(_METADATA, "_MEM_FORMAT_ENCODING", _integer(0))
         fields = (
             self._global("torch", dtype),
             layout,
@@ -119,9 +121,8 @@ class MetadataFile(FileLayout):
             encoding,
             pickle.NEWFALSE,
         )
-        state = pickle.MARK + b"".join(fields) + pickle.TUPLE
-        cls = self._global(_METADATA, "TensorProperties")
-        return cls + pickle.EMPTY_TUPLE + pickle.NEWOBJ + state + pickle.BUILD
+        state = pickle.MARK + b"".join(fields) + pickle.TUPLE + pickle.MEMOIZE
+        return self._global(_METADATA, "TensorProperties") + _NEW + state + pickle.BUILD
 
     def _paths(self) -> Iterator[bytes]:
         """Pickle the path of each name, which torch's loader must be able to rebuild."""
@@ -221,8 +222,13 @@ class MetadataFile(FileLayout):
         """Begin an object of a class, up to the fields of its state; ``_END`` ends it."""
         return self._global(module, name) + _BEGIN
 
-    def _call(self, module: str, name: str, argument: bytes) -> bytes:
-        return self._global(module, name) + argument + pickle.TUPLE1 + pickle.REDUCE
+    def _made(self, module: str, name: str, argument: bytes) -> bytes:
+        """Fetch what a call returns, which is made once."""
+        call = module, name, argument
+        if call not in self._memo:
+            push = self._global(module, name) + argument + pickle.TUPLE1 + pickle.REDUCE
+            self._remember(call, push)
+        return self._memo[call]
 
     def _dict(self, items: Iterable[bytes]) -> Iterator[bytes]:
         """Pickle a dict of which each item is its key and value; more can be set after it."""
@@ -231,8 +237,9 @@ class MetadataFile(FileLayout):
         yield pickle.SETITEMS
 
     def _size(self, shape: tuple[int, ...]) -> bytes:
-        sizes = pickle.MARK + b"".join(map(_integer, shape)) + pickle.TUPLE
-        return self._call("torch", "Size", sizes)
+        import numpy as np
+
+        return _rows(1, *self._size_columns(np.array([shape], np.int64)))
 
     def _global(self, module: str, name: str) -> bytes:
         if (module, name) not in self._memo:

@@ -275,3 +275,17 @@ def test_tensors_that_are_cut_alike_share_their_cut() -> None:
     assert cut["rows"] is cut["rows2"]
     assert cut["rows"] == dict(zip(rows, (0, 1), strict=True))
     assert cut["other ranks"] == dict(zip(rows, (1, 0), strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_metadata_of_equal_tensors_that_ckptool_wrote_are_read_once(ranks: int) -> None:
+    names = [f"layers.{number}.weight" for number in range(200)]
+    tensors = {n: TensorEntry(n, (n,), BY_NAME["float32"], (8, 3), ()) for n in names}
+    placed = PlacedTensors(parse_mesh(str(ranks)), dict.fromkeys(names, (Shard(0),)))
+    layout = lay_out(Catalog("dcp", tensors, {}, {}), Request("out", placed=placed))
+    (literal,) = layout.files[-1].parts
+    assert isinstance(literal, Literal)
+    entries: Any = read_pickle(literal.data, what="p").value
+    equal = [*entries.fields["state_dict_metadata"].values()]
+    assert len(equal) == 200
+    assert len({*map(id, equal)}) <= 4
