@@ -121,8 +121,12 @@ class RunChunks(LazyChunks):
     plain = True
 
     @abstractmethod
-    def runs(self) -> Iterable[Run]:
-        """Return the run of each chunk."""
+    def extents(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the file, the offset and the bytes of each chunk."""
+
+    def runs(self) -> Iterator[Run]:
+        """Yield the same with the record that each chunk is."""
+        return ((*extent, None) for extent in self.extents())
 
 
 class PlainChunks(tuple[Chunk, ...], Chunks):
@@ -247,12 +251,17 @@ class RecordTable(ChunkTable, RunChunks):
         """Whether it is known where elements are."""
         return True
 
+    def extents(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the file, the offset and the bytes of each chunk."""
+        files, size = self.items.files, self.itemsize
+        columns = (self.items.file_numbers, self.offsets, self.boxes.volumes)
+        for number, at, volume in zip(*[each.tolist() for each in columns], strict=True):
+            yield files[number], at, volume * size
+
     def runs(self) -> Iterator[Run]:
-        """Yield the run of each chunk, with its record."""
-        columns = (self.items.file_numbers, self.offsets, self.boxes.volumes, self.crcs)
-        for number, at, volume, crc in zip(*(each.tolist() for each in columns), strict=True):
-            file, nbytes = self.items.files[number], volume * self.itemsize
-            yield file, at, nbytes, Record(file, at, nbytes, crc)
+        """Yield the same with the record that each chunk is."""
+        for extent, crc in zip(self.extents(), self.crcs.tolist(), strict=True):
+            yield *extent, Record(*extent, crc)
 
     def make(self, at: int) -> Chunk:
         """Return the chunk of this number."""

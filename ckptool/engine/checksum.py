@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from isal.isal_zlib import crc32, crc32_combine
 
 from ckptool.core.catalog import Record
 from ckptool.engine.read.byte_reader import ByteReader, ByteSource, byte_job
+from ckptool.engine.read.segments import StoredRows
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import Problem, damaged
 from ckptool.storage.files import Files
@@ -109,6 +110,20 @@ class RecordCheck:
         """Note these bytes of the file, part of the record, by their CRC-32; once is enough."""
         if record not in self._intact and offset not in self._pieces.get(record, ()):
             self.piece(record, offset, len(data), crc32(data))
+
+    def rows(self, tensor: str, rows: StoredRows, parts: Sequence[memoryview]) -> None:
+        """Note the rows of a tensor, which are ``parts`` as they were read."""
+        for run, crc, data in zip(rows.runs, rows.sums, parts, strict=False):
+            record = Record(*run, crc)
+            if crc32(data) == crc:
+                self._intact.add(record)
+            else:
+                self.touch(record, tensor)
+                self.note(record, record.offset, data)
+        for run, known, data in zip(rows.runs, rows.records, parts, strict=False):
+            if known is not None:
+                self.touch(known, tensor)
+                self.note(known, run[1], data)
 
     def unseen(self) -> list[Record]:
         """Return the required records whose noted pieces do not cover them exactly."""

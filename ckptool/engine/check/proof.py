@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from operator import add
 from typing import NamedTuple
 
@@ -37,9 +38,8 @@ from ckptool.engine.read.segments import (
     Segment,
     cut_out,
     entry_needs,
+    extents_of_chunks,
     is_run,
-    runs_of_chunks,
-    segments_of_chunks,
     segments_of_tensor,
     skips_in,
 )
@@ -47,7 +47,7 @@ from ckptool.engine.read.sums import ReadSums, checksum
 from ckptool.engine.read.tiles import LARGE, PAIR_TILE, Job, RunsOf, known_runs
 from ckptool.errors import CkptoolError
 from ckptool.storage.file_status import changed
-from ckptool.storage.files import Files
+from ckptool.storage.files import Files, ReadSpan
 
 _MOST = 512
 """Runs that are read at once."""
@@ -81,16 +81,16 @@ class _Run(Struct, frozen=True):
 
 
 class _Task(NamedTuple):
-    """Runs that are proved by what is read of the output at once: ``segments``, or ``boxes``.
+    """Runs that are proved by what is read of the output at once: ``extents``, or ``boxes``.
 
-    There are several only of one box; a run that has segments needs no boxes. A small tensor has
-    both: its one box, and the segments that its chunks are.
+    There are several only of one box; a run that has extents needs no boxes. A small tensor has
+    both: its one box, and the extents that its chunks are.
     """
 
     pair: TensorPair
     runs: tuple[_Run, ...]
     boxes: Sequence[Box]
-    segments: Sequence[Segment] = ()
+    extents: Sequence[ReadSpan] = ()
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +115,7 @@ def proof_jobs(
         for task in _tasks_of(pair, runs, by_request=sides[1].policy.by_request):
             tasks.append(task)
             nbytes += task.nbytes
-            read += max(1, len(task.segments))
+            read += max(1, len(task.extents))
             if nbytes >= PAIR_TILE or read >= _MOST:
                 yield _job(tasks, nbytes)
                 tasks, nbytes, read = [], 0, 0
@@ -165,30 +165,31 @@ def _tasks_of(pair: TensorPair, runs: Iterable[_Run], *, by_request: bool) -> It
         return
     scattered = list[_Run]()
     for run in runs:
-        segments = None if written is None else _segments_of(pair, run, written)
-        if segments is None:
+        extents = None if written is None else _extents_of(pair, run, written)
+        if extents is None:
             scattered.append(run)
         else:
-            yield _Task(pair, (run,), (), segments)
+            yield _Task(pair, (run,), (), extents)
     yield from _bands(pair, scattered)
 
 
-def _chunks_of_small(pair: TensorPair) -> list[Segment] | None:
-    """Return the segment that each written chunk of a small tensor is; None if it has others."""
+def _chunks_of_small(pair: TensorPair) -> list[ReadSpan] | None:
+    """Return the extent that each written chunk of a small tensor is; None if it has others."""
     if pair.boxes or pair.other.nbytes > _SMALL or not 0 < len(pair.other.chunks) <= _MOST:
         return None
-    chunks = segments_of_chunks(pair.other)
-    is_all = chunks is not None and sum([each.nbytes for each in chunks]) == pair.other.nbytes
+    chunks = extents_of_chunks(chunks_of(pair.other), pair.other.dtype.itemsize)
+    is_all = chunks is not None and sum([each[2] for each in chunks]) == pair.other.nbytes
     return chunks if is_all else None
 
 
-def _segments_of(pair: TensorPair, run: _Run, written: Sequence[Segment]) -> list[Segment] | None:
-    """Return the segments of the output that a run is in, in order; None if it is in no such."""
+def _extents_of(pair: TensorPair, run: _Run, written: Sequence[Segment]) -> list[ReadSpan] | None:
+    """Return the extents of the output that a run is in, in order; None if it is in no such."""
     size, shape, box = pair.one.dtype.itemsize, pair.one.shape, run.box
     skip = 0 if box.shape == shape else skips_in(shape, size)(box)
     if skip is None:
         return None
-    return list(cut_out(written, skip + run.start * size, _nbytes(pair, run)))
+    found = cut_out(written, skip + run.start * size, _nbytes(pair, run))
+    return [segment[:3] for segment in found]
 
 
 def _bands(pair: TensorPair, runs: Iterable[_Run]) -> Iterator[_Task]:
@@ -228,11 +229,11 @@ def _tasks_of_band(pair: TensorPair, runs: Sequence[_Run]) -> Iterator[_Task]:
 def _runs_read(pair: TensorPair, sums: ReadSums) -> list[_Run] | None:
     """Return runs that were read of a tensor: all of what is written, else None."""
     chunks, size = _chunks_of(pair), pair.one.dtype.itemsize
-    runs = runs_of_chunks(chunks, size)
-    if runs is None:
+    extents = extents_of_chunks(chunks, size)
+    if extents is None:
         return None
     found, covered = list[_Run](), 0
-    for box, (file, begin, length, _) in zip(chunks.boxes, runs, strict=True):
+    for box, (file, begin, length) in zip(chunks.boxes, extents, strict=True):
         reached = begin
         for offset, nbytes, read in sums.runs(file, begin, begin + length):
             if offset + nbytes <= reached:
@@ -282,8 +283,8 @@ def _are_written(pair: TensorPair, runs: Iterable[_Run]) -> bool:
 
 def _prove(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[PairTile]:
     """Prove runs: those of bytes, of which many are read together, then the others."""
-    straight = [task for task in tasks if task.segments]
-    elements = [task for task in tasks if not task.segments]
+    straight = [task for task in tasks if task.extents]
+    elements = [task for task in tasks if not task.extents]
     try:
         unequal = [*_unequal_runs(straight, readers), *_unequal_stacks(straight, readers)]
     except CkptoolError:
@@ -306,23 +307,26 @@ def _prove(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[PairTile]:
 _Found = tuple[TensorPair, _Run]
 """A run that the output has otherwise."""
 _Read = tuple[_Task, Sequence[memoryview]]
-"""A task, and the bytes of each of its segments."""
+"""A task, and the bytes of each of its extents."""
+
+
+def _read_back(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[_Read]:
+    """Yield tasks with what the output has of each; those close in a file are read together."""
+    read = iter(readers.bytes[1].read_close(extent for task in tasks for extent in task.extents))
+    return ((task, [*islice(read, len(task.extents))]) for task in tasks)
 
 
 def _unequal_runs(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_Found]:
-    """Yield the runs that the output has otherwise, of those whose segments follow each other."""
-    straight = [task for task in tasks if not task.boxes]
-    written = readers.bytes[1].read_close([task.segments for task in straight])
-    for (pair, (run,), _, _), parts in zip(straight, written, strict=True):
+    """Yield the runs that the output has otherwise, of those whose extents follow each other."""
+    for (pair, (run,), _, _), parts in _read_back([t for t in tasks if not t.boxes], readers):
         if checksum(join(parts)) != run.checksum:
             yield pair, run
 
 
 def _unequal_stacks(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_Found]:
     """Yield the same of small tensors: those that are written alike are one array."""
-    small, alike = [task for task in tasks if task.boxes], dict[object, list[_Read]]()
-    written = readers.bytes[1].read_close([task.segments for task in small])
-    for task, parts in zip(small, written, strict=True):
+    alike = dict[object, list[_Read]]()
+    for task, parts in _read_back([task for task in tasks if task.boxes], readers):
         other = task.pair.other
         key = chunks_of(other).cut, other.shape, other.dtype
         alike.setdefault(key, []).append((task, parts))

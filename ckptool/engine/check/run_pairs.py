@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 from ckptool.engine.check.pairs import (
     PairJob,
@@ -14,10 +15,10 @@ from ckptool.engine.check.pairs import (
     read_both,
     tiles_of_jobs,
 )
-from ckptool.engine.read.segments import Segment, segments_of_tensor
+from ckptool.engine.read.segments import stored_rows
 from ckptool.engine.read.tiles import LARGE, Job
 from ckptool.errors import CkptoolError
-from ckptool.storage.files import TILE, Files
+from ckptool.storage.files import TILE, Files, ReadSpan
 
 _SMALL = 64 << 10
 """Bytes of a tensor up to which reading it costs less than planning that."""
@@ -58,14 +59,16 @@ def _is_unchanged(pair: TensorPair) -> bool:
 
 def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterator[PairTile]:
     """Compare pairs as runs of bytes, and those that differ, or are no such, as elements."""
-    found = [(pair, _segments(pair)) for pair in pairs]
-    left = [pair for pair, segments in found if segments is None]
-    runs = [(pair, *segments) for pair, segments in found if segments is not None]
+    found = [(pair, _rows(pair)) for pair in pairs]
+    left = [pair for pair, rows in found if rows is None]
+    both = [(pair, *rows) for pair, rows in found if rows is not None]
     try:
-        ones = readers.bytes[0].read_close([one for _, one, _ in runs])
-        others = readers.bytes[1].read_close([other for _, _, other in runs])
-        both = zip(runs, ones, others, strict=True)
-        left += [pair for (pair, _, _), one, other in both if b"".join(one) != b"".join(other)]
+        ones = iter(readers.bytes[0].read_close(run for _, one, _ in both for run in one))
+        others = iter(readers.bytes[1].read_close(run for _, _, other in both for run in other))
+        for pair, one, other in both:
+            bytes_of_one = b"".join(islice(ones, len(one)))
+            if bytes_of_one != b"".join(islice(others, len(other))):
+                left.append(pair)
     except CkptoolError:
         left = [*pairs]
     yield PairTile(sum([pair.nbytes for pair in pairs]) - sum([pair.nbytes for pair in left]))
@@ -74,15 +77,11 @@ def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterato
             yield from read_both(pair, boxes, readers)
 
 
-_Segments = tuple[list[Segment], list[Segment]]
-"""Those of both sides of a pair."""
-
-
-def _segments(pair: TensorPair) -> _Segments | None:
-    """Return the segments of both sides; None if one has none, or they cannot be found."""
+def _rows(pair: TensorPair) -> tuple[list[ReadSpan], list[ReadSpan]] | None:
+    """Return the runs that both sides are; None if one is none, or they cannot be found."""
     try:
-        one = segments_of_tensor(pair.one)
-        other = None if one is None else segments_of_tensor(pair.other)
+        one = stored_rows(pair.one)
+        other = None if one is None else stored_rows(pair.other)
     except CkptoolError:
         return None
-    return None if one is None or other is None else (one, other)
+    return None if one is None or other is None else (one.runs, other.runs)

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
-from ckptool.engine.read.segments import NotePiece, Segment
+from ckptool.engine.read.segments import NotePiece
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import Job, Subject, known_runs
-from ckptool.storage.files import Files
+from ckptool.storage.files import Files, ReadSpan
 
 _GAP = 4 << 10
 """Bytes between two runs that are read with them: less than a call of the kernel costs.
@@ -70,15 +70,15 @@ class ByteReader:
         if self._sums is not None:
             self._sums.note(file, offset, buffer)
 
-    def read_close(self, groups: Sequence[Iterable[Segment]]) -> Iterator[list[memoryview]]:
-        """Yield the bytes of each segment of some groups; those close in a file are read together.
+    def read_close(self, runs: Iterable[ReadSpan]) -> list[memoryview]:
+        """Return the bytes of some runs; those close in a file are read together.
 
-        Those of records are noted. They are in memory that the next call may reuse.
+        They are in memory that the next call may reuse.
         """
         window, windows, left = _Window("", 0, 0, 0), list[_Window](), _MOST_GAPS
-        every = [segment for group in groups for segment in group]
-        runs, places = sorted((*s[:3], at) for at, s in enumerate(every)), [0] * len(every)
-        for file, start, nbytes, at in runs:
+        ordered = sorted([(*run, at) for at, run in enumerate(runs)])
+        places = [0] * len(ordered)
+        for file, start, nbytes, at in ordered:
             gap = start - window.end
             if file != window.file or gap > min(self._gap, left):
                 window = _Window(file, start, start, window.place + window.end - window.start)
@@ -91,17 +91,12 @@ class ByteReader:
         for window in windows:
             part = memory[window.place : window.place + window.end - window.start]
             self.files.read_into(window.file, window.start, part)
-        if self._sums is not None:
-            for file, start, nbytes, at in runs:
-                self._sums.note(file, start, memory[places[at] : places[at] + nbytes])
-        ahead = iter(places)
-        for group in groups:
-            parts = list[memoryview]()
-            for (_, start, nbytes, _, record), place in zip(group, ahead, strict=False):
-                parts.append(memory[place : place + nbytes])
-                if record is not None:
-                    self.note(record, start, parts[-1])
-            yield parts
+        parts = [memoryview(b"")] * len(ordered)
+        for file, start, nbytes, at in ordered:
+            parts[at] = memory[places[at] : places[at] + nbytes]
+            if self._sums is not None:
+                self._sums.note(file, start, parts[at])
+        return parts
 
     def read(self, file: str, offset: int, nbytes: int) -> memoryview:
         """Return bytes of a file, valid until the next are read."""

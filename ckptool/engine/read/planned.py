@@ -20,7 +20,7 @@ from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.byte_reader import ByteReader, join
 from ckptool.engine.read.containers import open_chunk, opened
 from ckptool.engine.read.range_check import RangeCheck
-from ckptool.engine.read.segments import Segment, segments_of, segments_of_tensor, tile_needs
+from ckptool.engine.read.segments import Segment, StoredRows, segments_of, stored_rows, tile_needs
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import LARGE, Job
 from ckptool.errors import Damaged
@@ -136,34 +136,25 @@ class PlanReader:
         Those that are stored as rows of the type to be written are read together, and cut together
         if their tiles are the same parts of them.
         """
-        straight, others = list[list[Tile]](), list[list[Tile]]()
-        rows = list[list[Segment]]()
+        straight, others = list[tuple[list[Tile], StoredRows]](), list[list[Tile]]()
         for some in (list(of_one) for _, of_one in groupby(tiles, _NAME_OF)):
-            segments = self._find_rows(some[0].entry)
-            if segments is None:
+            entry = some[0].entry
+            rows = stored_rows(entry) if entry.source_dtype is entry.dtype else None
+            if rows is None:
                 others.append(some)
             else:
-                straight.append(some)
-                rows.append(segments)
+                straight.append((some, rows))
+        read = iter(self._bytes.read_close(run for _, rows in straight for run in rows.runs))
         alike = dict[object, list[tuple[list[Tile], memoryview]]]()
-        for some, parts in zip(straight, self._bytes.read_close(rows), strict=True):
-            entry = some[0].entry
+        for some, rows in straight:
+            entry, parts = some[0].entry, [*islice(read, len(rows.runs))]
+            self._records.rows(entry.name, rows, parts)
             kind = entry.shape, entry.dtype.name, *(id(tile.pieces) for tile in some)
             alike.setdefault(kind, []).append((some, join(parts)))
         found = chain.from_iterable(map(_cut_alike, alike.values()))
         yield from sorted(found, key=lambda each: (each[0].file, each[0].part))
         for some in others:
             yield from self._cut(some, Box.whole(some[0].entry.shape))
-
-    def _find_rows(self, entry: TensorEntry) -> list[Segment] | None:
-        """Return the segments of a tensor that is stored as rows of the type to be written."""
-        if entry.source_dtype is not entry.dtype:
-            return None
-        segments = segments_of_tensor(entry)
-        for segment in segments or ():
-            if segment.record is not None:
-                self._records.touch(segment.record, entry.name)
-        return segments
 
     def _memory(self, nbytes: int) -> memoryview:
         """Return memory for a tile, which the next call may return again."""

@@ -16,11 +16,12 @@ from typing import NamedTuple, TypeGuard
 
 from ckptool.core.box import Box, contiguous, solid_places
 from ckptool.core.catalog import Computed, EncodedBlob, Extent, Place, Record, TensorEntry
-from ckptool.core.chunks import Chunks, Run, RunChunks, chunks_of
+from ckptool.core.chunks import Chunks, RecordTable, Run, RunChunks, chunks_of
 from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, Overlap, as_key
 from ckptool.engine.read.computed import region_of
 from ckptool.engine.read.containers import Need, likely_place, open_place, openings
+from ckptool.storage.files import ReadSpan
 
 NotePiece = Callable[[Record, int, memoryview], None]
 """Called with each piece of a checksummed record: the record, the file offset and the bytes."""
@@ -119,10 +120,38 @@ def segments_of_tensor(entry: TensorEntry) -> list[Segment] | None:
     return [Segment(*runs[at][:3], skip, runs[at][3]) for at, skip in rows]
 
 
-def segments_of_chunks(entry: TensorEntry) -> list[Segment] | None:
-    """Return the segment that each chunk of a tensor is by itself; None if any is none."""
-    runs = runs_of_chunks(chunks_of(entry), entry.source_dtype.itemsize)
-    return None if runs is None else [Segment(*run[:3], 0, run[3]) for run in runs]
+class StoredRows(NamedTuple):
+    """The runs of bytes that are a tensor as stored, in order, and the record of each.
+
+    Of whole records, which no other tensor has a part of, only the CRC-32 are known: ``sums``.
+    """
+
+    runs: list[ReadSpan]
+    sums: Sequence[int] = ()
+    records: Sequence[Record | None] = ()
+
+
+def stored_rows(entry: TensorEntry) -> StoredRows | None:
+    """Return the same as ``segments_of_tensor``, without an object of each."""
+    chunks, size = chunks_of(entry), entry.source_dtype.itemsize
+    if not isinstance(chunks, RecordTable) or len(chunks) > _FEW:
+        segments = segments_of_tensor(entry)
+        if segments is None:
+            return None
+        return StoredRows([each[:3] for each in segments], records=[s.record for s in segments])
+    rows = _rows_of_few(chunks.boxes, entry.shape, size)
+    if rows is None:
+        return None
+    runs, sums = [*chunks.extents()], chunks.crcs.tolist()
+    return StoredRows([runs[at] for at, _ in rows], [sums[at] for at, _ in rows])
+
+
+def extents_of_chunks(chunks: Chunks, itemsize: int) -> list[ReadSpan] | None:
+    """Return the same as ``runs_of_chunks`` without their records."""
+    if isinstance(chunks, RunChunks):
+        return [*chunks.extents()]
+    runs = runs_of_chunks(chunks, itemsize)
+    return None if runs is None else [run[:3] for run in runs]
 
 
 def runs_of_chunks(chunks: Chunks, itemsize: int) -> list[Run] | None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from ckptool.engine.read.byte_reader import ByteReader
-from ckptool.engine.read.segments import Segment
 from ckptool.storage.local import LocalReader, LocalSource
 
 GAP = 4 << 10
@@ -25,8 +24,7 @@ def test_a_million_runs_do_not_bring_the_bytes_between_them(
 
     monkeypatch.setattr(LocalReader, "read_into", counted)
     reader = ByteReader(LocalSource.file(path))
-    runs = [Segment("runs", n * GAP, 1, n, None) for n in range(2_000)]
-    (found,) = reader.read_close([runs])
+    found = reader.read_close([("runs", n * GAP, 1) for n in range(2_000)])
     assert b"".join(found) == bytes(n % 251 for n in range(2_000))
     assert len(read) < 2_000
     assert sum(read) < 3 << 20

@@ -11,12 +11,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from ckptool.core.box import Box, row_major_strides
+from ckptool.core.box import Box, BoxTable, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, TensorEntry
+from ckptool.core.chunks import ChunkTable, ItemTable, RecordTable
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.read.gather import Gatherer, unit
-from ckptool.engine.read.segments import Segment, cut_out, place_needs, segments_of_tensor
+from ckptool.engine.read.segments import (
+    Segment,
+    StoredRows,
+    cut_out,
+    place_needs,
+    segments_of_tensor,
+    stored_rows,
+)
 from ckptool.storage.files import ReadPolicy
 from ckptool.storage.local import LocalReader, LocalSource
 
@@ -93,6 +102,18 @@ def test_rows_in_any_order_are_segments_of_their_tensor_in_order() -> None:
 )
 def test_a_tensor_that_is_not_whole_rows_has_no_segments(boxes: list[Box]) -> None:
     assert segments_of_tensor(tensor(boxes)) is None
+
+
+def test_the_rows_of_a_table_of_records_are_its_runs_in_order() -> None:
+    lows, highs = (np.array([getattr(box, side) for box in ROWS]) for side in ("lo", "hi"))
+    items = ItemTable(["f", "g"], np.array([0, 1, 0, 0]), np.arange(4), np.full(4, 99))
+    closed = ChunkTable(BoxTable(lows, highs), items, [0, 1])
+    table = RecordTable(closed, np.array([90, 10, 20, 5]), np.array([7, 8, 9, 0]), 1)
+    rows = stored_rows(replace(tensor(ROWS), chunks=table))
+    assert rows == StoredRows([("g", 10, 3), ("f", 20, 9), ("f", 90, 6)], [8, 9, 7])
+    plain = stored_rows(replace(tensor(ROWS), chunks=(*table,)))
+    assert plain is not None
+    assert (plain.runs, [each and each.crc32 for each in plain.records]) == (rows.runs, [8, 9, 7])
 
 
 def test_bytes_are_cut_out_of_segments() -> None:

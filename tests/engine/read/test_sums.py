@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from ckptool.core.box import Box
 from ckptool.engine.read import byte_reader
 from ckptool.engine.read.byte_reader import ByteReader
-from ckptool.engine.read.segments import Segment
 from ckptool.engine.read.sums import MadeBox, ReadSums, checksum
 from ckptool.storage.local import LocalReader, LocalSource
 
@@ -36,9 +35,8 @@ def test_runs_that_are_read_together_have_checksums_of_their_own(
     monkeypatch.setattr(LocalReader, "read_into", read_into)
     monkeypatch.setattr(byte_reader, "_GAP", 4)
     with closing(ByteReader(source, sums=sums)) as reader:
-        segments = [Segment("f", *run, 0, None) for run in runs]
-        found = [b"".join(each) for each in reader.read_close([segments[1:], segments[:1]])]
-    assert found == [data[64:100] + data[180:], data[:60]]
+        found = [*map(bytes, reader.read_close(("f", *run) for run in [*runs[1:], runs[0]]))]
+    assert found == [data[64:100], data[180:], data[:60]]
     assert reads == [100, 20]
     noted = [(run.offset, run.nbytes, run.checksum) for run in sums.runs("f", 0, 200)]
     assert noted == [(at, n, checksum(data[at : at + n])) for at, n in runs]
