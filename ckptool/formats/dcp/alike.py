@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -28,6 +29,7 @@ _FEWEST = 16
 _AT_ONCE = 256
 """Items that are compared together."""
 
+_Table = tuple[TensorEntry, ChunkTable]
 Kind = tuple[int, DType, tuple[int, ...]]
 """Bytes of an item, and the type and shape that the metadata says it has."""
 
@@ -38,54 +40,94 @@ class AlikeItems:
     def __init__(self, source: Source, entries: Iterable[TensorEntry]) -> None:
         self._source = source
         self._kinds: dict[Kind, _Alike] = {}
-        self._cuts: dict[object, list[_Alike]] = {}
+        self._tables: dict[str, RecordTable] = {}
+        tables = list[_Table]()
         for entry in entries:
             if isinstance(entry.chunks, ChunkTable):
-                kinds = self._kinds_of(entry, entry.chunks)
-                for alike, (file, at, _) in zip(kinds, entry.chunks.items.spans(), strict=True):
-                    alike.offsets[file].append(at)
+                tables.append((entry, entry.chunks))
                 continue
             for item in closed_items(entry):
                 if not item.at.transforms:
                     self._kind(item).offsets[item.at.file].append(item.at.offset)
-        for alike in self._kinds.values():
-            alike.match(source)
+        if tables:
+            self._match_tables(tables)
+        else:
+            self._match()
 
     def _kind(self, item: Item) -> _Alike:
         return self._kinds.setdefault(_kind_of(item), _Alike(item))
 
-    def _kinds_of(self, entry: TensorEntry, table: ChunkTable) -> list[_Alike]:
-        """Return the kind of each item of a table, found once for tensors that are cut alike."""
-        cut = id(table.boxes), entry.source_dtype.name, table.items.lengths.tobytes()
-        if cut not in self._cuts:
-            pairs = zip(table.boxes, table.items, strict=True)
-            self._cuts[cut] = [self._kind(Item.of(entry, box, at)) for box, at in pairs]
-        return self._cuts[cut]
+    def _match(self) -> None:
+        for alike in self._kinds.values():
+            alike.match(self._source)
+
+    def _match_tables(self, tables: Sequence[_Table]) -> None:
+        """Match the items, those of tables by the columns of all of them; keep what is found."""
+        import numpy as np
+
+        kinds = self._kinds_of(tables)
+        items, files = [table.items for _, table in tables], tables[0][1].items.files
+        offsets = np.concatenate([each.offsets for each in items])
+        groups = kinds * len(files) + np.concatenate([each.file_numbers for each in items])
+        order = np.argsort(groups, kind="stable")
+        numbers, begins = np.unique(groups[order], return_index=True)
+        every, found = list(self._kinds.values()), list[tuple[_Alike, str, Any]]()
+        for number, which in zip(numbers.tolist(), np.split(order, begins[1:]), strict=True):
+            alike, file = every[number // len(files)], files[number % len(files)]
+            found.append((alike, file, which))
+            alike.offsets[file] += offsets[which].tolist()
+        self._match()
+        starts, crcs = np.empty(len(offsets), np.int64), np.empty(len(offsets), np.int64)
+        for alike, file, which in found:
+            sums, ats = alike.sums.get(file, {}), offsets[which]
+            starts[which] = ats + (alike.start or 0)
+            is_plain = alike.start is not None
+            crcs[which] = [sums.get(at, -1) if is_plain else -1 for at in ats.tolist()]
+        self._keep(tables, starts, crcs)
+
+    def _kinds_of(self, tables: Iterable[_Table]) -> Any:
+        """Return the number of the kind of each item, found once for tensors that are cut alike."""
+        import numpy as np
+
+        cuts, numbers, columns = dict[object, Any](), dict[int, int](), list[Any]()
+        for entry, table in tables:
+            cut = id(table.boxes), entry.source_dtype.name, table.items.lengths.tobytes()
+            if cut not in cuts:
+                pairs = zip(table.boxes, table.items, strict=True)
+                kinds = [self._kind(Item.of(entry, box, at)) for box, at in pairs]
+                numbers = {id(alike): n for n, alike in enumerate(self._kinds.values())}
+                cuts[cut] = np.array([numbers[id(alike)] for alike in kinds], np.int64)
+            columns.append(cuts[cut])
+        return np.concatenate(columns)
+
+    def _keep(self, tables: Sequence[_Table], starts: Any, crcs: Any) -> None:
+        """Keep the tables of which each item was matched, and its record is its elements."""
+        import numpy as np
+
+        ends = np.cumsum([len(table) for _, table in tables])
+        odd = {*np.searchsorted(ends, np.flatnonzero(crcs < 0), side="right").tolist()}
+        begin = 0
+        for at, ((entry, table), end) in enumerate(zip(tables, ends.tolist(), strict=True)):
+            if at not in odd:
+                columns = starts[begin:end], crcs[begin:end]
+                size = entry.source_dtype.itemsize
+                self._tables[entry.name] = RecordTable(table, *columns, size)
+            begin = end
 
     def locate(self, item: Item) -> Place:
         """Return where the elements of an item are; raises as ``locate_item`` does."""
-        alike, at = self._kinds.get(_kind_of(item)), (item.at.file, item.at.offset)
-        if alike is None or alike.model is None or at not in alike.sums:
+        alike, file, at = self._kinds.get(_kind_of(item)), item.at.file, item.at.offset
+        crc = None if alike is None else alike.sums.get(file, {}).get(at)
+        if alike is None or alike.model is None or crc is None:
             return locate_item(self._source, item)
-        return alike.model.place_at(*at, alike.sums[at])
+        return alike.model.place_at(file, at, crc)
 
     def table(self, entry: TensorEntry) -> RecordTable | None:
         """Return the chunks of a tensor as a table, of which each is all of its item's record.
 
         None if they are in no table, or one is no such.
         """
-        table, records = entry.chunks, list[tuple[int, int]]()
-        if not isinstance(table, ChunkTable):
-            return None
-        kinds = self._kinds_of(entry, table)
-        for alike, (file, at, _) in zip(kinds, table.items.spans(), strict=True):
-            if alike.start is None or (file, at) not in alike.sums:
-                return None
-            records.append((at + alike.start, alike.sums[file, at]))
-        import numpy as np
-
-        offsets, crcs = np.array(records, np.int64).reshape(-1, 2).T
-        return RecordTable(table, offsets, crcs, entry.source_dtype.itemsize)
+        return self._tables.get(entry.name)
 
 
 def _kind_of(item: Item) -> Kind:
@@ -95,15 +137,15 @@ def _kind_of(item: Item) -> Kind:
 class _Alike(Struct, eq=False):
     """Items of one kind: the ``first`` of them, and the ``offsets`` of all in each file.
 
-    ``sums`` has the CRC-32 of the record of each that is similar to the first, the ``model``.
-    Elements that are all of the record, in order, begin at byte ``start`` of each.
+    ``sums`` has, by file and offset, the CRC-32 of the record of each that is similar to the first,
+    the ``model``. Elements that are all of the record, in order, begin at byte ``start`` of each.
     """
 
     first: Item
     offsets: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     model: _Model | None = None
     start: int | None = None
-    sums: dict[tuple[str, int], int] = field(default_factory=dict)
+    sums: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def match(self, source: Source) -> None:
         """Open the first if there are many, and compare the others with it."""
@@ -112,7 +154,7 @@ class _Alike(Struct, eq=False):
         if model is not None:
             self.start = model.place.offset - model.offset if model.is_plain else None
             for file, offsets in self.offsets.items():
-                self.sums |= model.match(source, file, sorted({*offsets}))
+                self.sums[file] = dict(model.match(source, file, sorted({*offsets})))
 
 
 def _open_model(source: Source, item: Item) -> _Model | None:
@@ -155,10 +197,8 @@ class _Model(Struct, frozen=True):
         record = Record(file, self.record.offset + shift, nbytes, crc)
         return Extent(file, self.place.offset + shift, self.place.strides, record, self.place.ops)
 
-    def match(
-        self, source: Source, file: str, offsets: Sequence[int]
-    ) -> Iterator[tuple[tuple[str, int], int]]:
-        """Yield those items at offsets that are similar: file and offset, and the CRC-32."""
+    def match(self, source: Source, file: str, offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield those items at offsets that are similar: the offset, and the CRC-32."""
         (stored,) = self.template.storages.values()
         number = self.template.own.index(stored)
         last = source.files.get(file, 0) - self.nbytes
@@ -173,9 +213,9 @@ class _Model(Struct, frozen=True):
                 found = map(self.template.sums_in, self.template.template.match_each(data))
                 for at, sums in zip(batch, found, strict=True):
                     if sums and sums[number]:
-                        yield (file, at), sums[number]
+                        yield at, sums[number]
 
-    def _read(self, reader: SpanReader, file: str, offsets: Sequence[int]) -> bytes:
+    def _read(self, reader: SpanReader, file: str, offsets: Sequence[int]) -> bytearray:
         """Return what is read of each item to open it, one after another; what adjoins at once."""
         spans = list[tuple[int, int]]()
         for start, nbytes in (
@@ -188,4 +228,4 @@ class _Model(Struct, frozen=True):
             for start, end in spans:
                 reader.read_into(file, start, memory[done : done + end - start])
                 done += end - start
-        return bytes(data)
+        return data

@@ -95,7 +95,7 @@ class Template(Struct, frozen=True):
             return None
         return tuple([form.unpack(data) for form in self.holes])
 
-    def match_each(self, data: bytes) -> Iterator[Values | None]:
+    def match_each(self, data: bytes | bytearray) -> Iterator[Values | None]:
         """Yield the same for each of as many bytes."""
         each = zip(*(form.iter_unpack(data) for form in self.holes), strict=True)
         common = self.common
