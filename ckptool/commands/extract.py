@@ -247,7 +247,7 @@ def _lay_out_npy(path: str, catalog: Catalog) -> FileLayout:
     header = io.BytesIO()
     described = {"descr": np.dtype(entry.dtype.name).str, "fortran_order": False}
     np.lib.format.write_array_header_1_0(header, {**described, "shape": entry.shape})
-    whole = Data(entry.name, Box.whole(entry.shape), entry.dtype.itemsize)
+    whole = Data.of(entry.name, Box.whole(entry.shape), entry.dtype.itemsize)
     return FileLayout(path, (Literal(header.getvalue()), whole))
 
 

@@ -18,11 +18,17 @@ from ckptool.core.chunks import RunChunks
 
 
 class Data(Struct, frozen=True):
-    """The C-ordered image of ``box`` of the tensor ``name``; ``itemsize`` in bytes."""
+    """The C-ordered image of ``box`` of the tensor ``name``: elements of ``itemsize`` bytes."""
 
     name: str
     box: Box
     itemsize: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, name: str, box: Box, itemsize: int) -> Data:
+        """Return the image of a box."""
+        return cls(name, box, itemsize, box.volume * itemsize)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -33,21 +39,11 @@ class Data(Struct, frozen=True):
         """The box in the global tensor's coordinates, and in its own."""
         return _only_piece(self.box)
 
-    @property
-    def nbytes(self) -> int:
-        return _volume(self.box) * self.itemsize
-
 
 @lru_cache(maxsize=1024)
 def _only_piece(box: Box) -> tuple[Piece]:
     """Return a box as the only piece of a part: the same of tensors that are cut alike."""
     return (Piece(box, Box.whole(box.shape)),)
-
-
-@lru_cache(maxsize=1024)
-def _volume(box: Box) -> int:
-    """Return the elements of a box, counted once for tensors that are cut alike."""
-    return box.volume
 
 
 class ScatteredData(Struct, frozen=True):

@@ -196,7 +196,7 @@ def lay_out_safetensors(
             f'{_quoted(short)}:{{"dtype":"{dtype.safetensors}","shape":[{sizes}],'
             f'"data_offsets":[{position},{end}]}}'
         )
-        data.append(Data(name, box, dtype.itemsize))
+        data.append(Data.of(name, box, dtype.itemsize))
         position = end
     text = _encode("{" + ",".join(header) + "}")
     text += b" " * (-len(text) % 8)

@@ -56,7 +56,7 @@ def test_counts(shape: tuple[int, ...], limit: int, count: int) -> None:
 
 
 def test_sizes_are_known_before_a_byte_moves() -> None:
-    parts = (Literal(b"head"), Data("w", Box.whole((2, 3)), 4), Verbatim("config.json", 7))
+    parts = (Literal(b"head"), Data.of("w", Box.whole((2, 3)), 4), Verbatim("config.json", 7))
     file = FileLayout("m.bin", parts)
     assert file.nbytes == 4 + 24 + 7
     assert Layout((file, file), folder=True).nbytes == 2 * file.nbytes

@@ -141,7 +141,7 @@ class Plan:
         at_once = is_small(self.catalog.tensors[name], limit)
         for at, chunk in enumerate(table):
             number = self.numbers[chunk.at.file]
-            part = Data(name, chunk.box, table.itemsize)
+            part = Data.of(name, chunk.box, table.itemsize)
             place = LayoutPart(number, at, chunk.at.offset, part)
             shared = self._batch_of[number], name if at_once else rows_of(place)
             by_rows.setdefault(shared, []).append(place)

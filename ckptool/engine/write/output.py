@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ _SYNC = 16 << 20
 """Bytes that the disk is told to write at a time."""
 _MOST_OPEN = 32
 """File descriptors of one thread."""
+_PUT_UINT4 = struct.Struct("<I").pack_into
 
 
 class WrittenRun(Struct, frozen=True):
@@ -203,8 +205,8 @@ def apply_patches(literal: Literal, at: int, part_crc: Callable[[int], int]) -> 
     if not literal.patches:
         return literal.data
     data = bytearray(literal.data)
-    for patch in literal.patches:
-        data[patch.at : patch.at + 4] = part_crc(at - patch.back).to_bytes(4, "little")
+    for place, back in literal.patches:
+        _PUT_UINT4(data, place, part_crc(at - back))
     return data
 
 

@@ -22,13 +22,14 @@ from ckptool.serialization.pickle.write import TensorRef
 
 
 class ItemBoxes(Struct, frozen=True):
-    """The cuts of similar tensors: boxes, the rank that writes each, its bytes.
+    """The cuts of similar tensors: boxes, the rank that writes each, its bytes and its archive's.
 
     ``frames`` are what a box's archive has before its elements and after them, ``starts`` is where
     these begin in it.
     """
 
     boxes: tuple[Box, ...]
+    sizes: list[int]
     frames: tuple[tuple[Literal, Literal], ...]
     ranks: Any
     lengths: Any
@@ -43,11 +44,11 @@ class ItemBoxes(Struct, frozen=True):
         frames = tuple(_frame(entry.dtype.name, box.shape) for box in boxes)
         starts = np.array([head.nbytes for head, _ in frames], np.int64)
         ends = np.array([tail.nbytes for _, tail in frames], np.int64)
-        nbytes = [box.volume * entry.dtype.itemsize for box in boxes]
-        lengths = starts + np.array(nbytes, np.int64) + ends
+        sizes = [box.volume * entry.dtype.itemsize for box in boxes]
+        lengths = starts + np.array(sizes, np.int64) + ends
         lows = np.array([box.lo for box in boxes], np.int64).reshape(len(boxes), len(entry.shape))
         ranks = np.array([*boxes.values()], np.int32)
-        return cls((*boxes,), frames, ranks, lengths, starts, lows)
+        return cls((*boxes,), sizes, frames, ranks, lengths, starts, lows)
 
 
 class FileSplit(Struct, frozen=True):
@@ -158,7 +159,8 @@ class WrittenItems:
             key = id(last), id(head)
             if key not in between:
                 between[key] = Literal(last.data + head.data, last.patches)
-            parts += between[key], Data(entry.name, cut.boxes[place], entry.dtype.itemsize)
+            box, nbytes = cut.boxes[place], cut.sizes[place]
+            parts += between[key], Data(entry.name, box, entry.dtype.itemsize, nbytes)
             last = tail
         return (*parts, last) if last.data else tuple(parts)
 

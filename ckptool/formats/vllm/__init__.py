@@ -260,7 +260,7 @@ class _Joiner:
             parts = self._parts(entry)
             size, part = entry.shape[0] // parts, position * parts // self._ranks
             box = Box.along(0, part * size, (size, *entry.shape[1:]))
-            contents.append(Data(entry.name, box, entry.dtype.itemsize))
+            contents.append(Data.of(entry.name, box, entry.dtype.itemsize))
         first = members[0]
         rows = sum(content.box.shape[0] for content in contents)
         return _OutgoingShard(name, first.dtype, (rows, *first.shape[1:]), tuple(contents))
@@ -276,7 +276,7 @@ class _Joiner:
             )
         start, stop = min(rows, position * each), min(rows, (position + 1) * each)
         box = Box((start, *(0 for _ in rest)), (stop, *rest))
-        data = Data(entry.name, box, entry.dtype.itemsize)
+        data = Data.of(entry.name, box, entry.dtype.itemsize)
         row = Box.whole(rest).volume * entry.dtype.itemsize
         zeros = Literal(bytes((each - (stop - start)) * row))
         return _OutgoingShard(entry.name, entry.dtype, (each, *rest), (data, zeros))

@@ -42,7 +42,7 @@ class TensorRef(Struct, frozen=True):
     @staticmethod
     def of_box(entry: TensorEntry, box: Box) -> TensorRef:
         """Refer to a box of the catalog's entry."""
-        return TensorRef(entry.dtype, box.shape, Data(entry.name, box, entry.dtype.itemsize))
+        return TensorRef(entry.dtype, box.shape, Data.of(entry.name, box, entry.dtype.itemsize))
 
     @staticmethod
     def of_shard(entry: TensorEntry, shard: LocalShard) -> TensorRef:
@@ -52,7 +52,7 @@ class TensorRef(Struct, frozen=True):
             scattered = ScatteredData(name, shard.shape, pieces, itemsize)
             return TensorRef(entry.dtype, shard.shape, scattered)
         box = pieces[0].box if pieces else Box.whole(shard.shape)
-        return TensorRef(entry.dtype, shard.shape, Data(name, box, itemsize))
+        return TensorRef(entry.dtype, shard.shape, Data.of(name, box, itemsize))
 
 
 def dump(value: Any) -> tuple[bytes, list[Content]]:

@@ -175,7 +175,7 @@ def at(box: Box) -> tuple[slice, ...]:
 
 def plan_of(*tensors: TensorEntry, cut: list[Box] | None = None, files: int = 1) -> Plan:
     """A plan that writes each tensor whole, or in the boxes of ``cut``, in turn to the files."""
-    parts = [Data(t.name, box, 4) for t in tensors for box in cut or [Box.whole(t.shape)]]
+    parts = [Data.of(t.name, box, 4) for t in tensors for box in cut or [Box.whole(t.shape)]]
     layouts = [FileLayout(f"out{n}", (Literal(b"head"), *parts[n::files])) for n in range(files)]
     catalog = Catalog("test", {t.name: t for t in tensors}, {}, {})
     return Plan(catalog, Layout(tuple(layouts), folder=True))

@@ -22,7 +22,7 @@ TILE, HOLE = 32, 20
 parts = st.lists(
     st.one_of(
         st.integers(0, 100).map(lambda n: Literal(bytes(n))),
-        st.integers(0, 30).map(lambda n: Data("t", Box((0,), (n,)), 1)),
+        st.integers(0, 30).map(lambda n: Data.of("t", Box((0,), (n,)), 1)),
         st.integers(0, 9).map(lambda n: Verbatim("copied", n)),
     ),
     max_size=30,
@@ -59,5 +59,5 @@ def test_each_byte_is_read_once_in_bounded_memory(parts: list[Part]) -> None:
 
 
 def test_a_header_before_many_small_tensors_is_read_alone(tmp_path: Path) -> None:
-    small = [Data(f"t{n}", Box((0,), (8,)), 1) for n in range(1000)]
+    small = [Data.of(f"t{n}", Box((0,), (8,)), 1) for n in range(1000)]
     assert [run.nbytes for run in runs_of([Literal(bytes(24)), *small], tmp_path)] == [24]

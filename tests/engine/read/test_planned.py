@@ -75,7 +75,7 @@ def parts_of(shape: tuple[int, ...], cells: list[Box], scattered: bool) -> list[
 
 def part_of(boxes: tuple[Box, ...], name: str = "t") -> Data | ScatteredData:
     if len(boxes) == 1:
-        return Data(name, boxes[0], 2)
+        return Data.of(name, boxes[0], 2)
     pieces, end = [], 0
     for box in boxes:
         corner = (0, end, *(0 for _ in box.lo[2:]))
@@ -161,7 +161,7 @@ def test_rows_are_read_once_for_all_their_columns(tmp_path: Path) -> None:
     halves = [Box((0, 0), (8, 6)), Box((0, 6), (8, 12))]
     wanted = [Box((0, lo), (8, lo + 3)) for lo in (0, 3)] + [halves[1]]
     _, entry = stored(values, halves, 9)
-    files = tuple(FileLayout(f"o{n}", (Data("t", box, 2),)) for n, box in enumerate(wanted))
+    files = tuple(FileLayout(f"o{n}", (Data.of("t", box, 2),)) for n, box in enumerate(wanted))
     plan = Plan(Catalog("test", {"t": entry}, {}, {}), Layout(files, folder=True))
     found = plan.groups({n: file.parts for n, file in enumerate(files)}, 12)
     assert [(len(group.parts), group.rows, group.band) for group in found] == [
@@ -179,7 +179,7 @@ def test_some_jobs_are_planned_before_the_first_is_read(monkeypatch: pytest.Monk
     monkeypatch.setattr(planned, "_PLANNED", 3)
     _, entry = stored(np.zeros((8, 4), np.uint16), [Box((0, 0), (8, 4))], 9)
     halves = [Box((0, lo), (8, lo + 2)) for lo in (0, 2)]
-    files = tuple(FileLayout(f"o{n}", (Data("t", box, 2),)) for n, box in enumerate(halves))
+    files = tuple(FileLayout(f"o{n}", (Data.of("t", box, 2),)) for n, box in enumerate(halves))
     plan = Plan(Catalog("test", {"t": entry}, {}, {}), Layout(files, folder=True))
     (group,) = plan.groups({n: file.parts for n, file in enumerate(files)}, 4)
     cut: list[Sequence[Tile]] = []

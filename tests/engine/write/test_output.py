@@ -37,7 +37,7 @@ def layouts(draw: st.DrawFn) -> list[Part]:
             patches = draw(st.lists(st.sampled_from(before), max_size=1)) if before else []
             back = tuple(Patch(2, len(parts) - part) for part in patches)
             parts.append(Literal(b"literal", back))
-        parts.append(Data("t", Box((0,), (draw(st.integers(0, 9)),)), 1))
+        parts.append(Data.of("t", Box((0,), (draw(st.integers(0, 9)),)), 1))
     return parts
 
 
@@ -131,7 +131,7 @@ def test_many_small_tensors_take_few_writes(
 
 def test_an_error_while_writing_is_not_hidden_by_what_is_kept(tmp_path: Path) -> None:
     """What a thread keeps when it ends by an error is not written, and cannot fail again."""
-    part = Data("t", Box((0,), (4,)), 1)
+    part = Data.of("t", Box((0,), (4,)), 1)
     files = OutputFiles(tmp_path / "missing", [FileLayout("0", (part,))])
     tile = Tile(0, 0, 0, part.shape, ENTRY, ())
 
