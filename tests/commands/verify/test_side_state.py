@@ -69,6 +69,21 @@ def test_what_is_wrong_with_it_is_found_and_no_resume_is_offered(
     assert f"{code}: optimizer.pt: {place}" in report.steps[0].reasons[0]
 
 
+@pytest.mark.parametrize(("steps", "count"), [(3, 1), (1, 0)])
+def test_one_without_any_state_after_steps(steps: int, count: int, tmp_path: Path) -> None:
+    folder = trained(tmp_path / "c", dict.clear)
+    torch.save({"last_epoch": steps}, folder / "scheduler.pt")
+    (folder / "trainer_state.json").write_text(f'{{"global_step": {steps}}}')
+    found = [f for f in ckptool.verify(folder, quick=True).findings if f.severity.value != "info"]
+    assert [(each.code, each.message) for each in found] == count * [
+        (
+            "optimizer-incomplete",
+            "optimizer.pt: no optimizer state at all, but trainer_state.json: global_step is 3: a"
+            " resume begins the optimizer again",
+        )
+    ]
+
+
 def test_a_sound_one_is_no_warning(tmp_path: Path) -> None:
     report = ckptool.verify(trained(tmp_path / "c"), strict=True)
     assert report.ok

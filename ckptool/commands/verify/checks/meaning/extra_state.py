@@ -1,25 +1,42 @@
 """Optimizer state that is not the model's: of parameters that it, or the optimizer's own groups, do
-not have, or of all layers but one.
+not have, of all layers but one, or of none at all.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
+from ckptool.commands.open import Survey
+from ckptool.commands.verify.checks.meaning.trainer_counts import (
+    number_in,
+    trainers_of,
+    values_of,
+)
 from ckptool.commands.verify.checks.meaning.weights import are_of_a_branch
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import Catalog, RankStep, TensorEntry
 from ckptool.core.keymap.model import abstract
 from ckptool.core.quantization.master_names import keys_of, parse_moment
-from ckptool.core.state_category import state_category
+from ckptool.core.state_category import optimizer_names, state_category
 from ckptool.core.text import list_some, plural
-from ckptool.errors import Problem
+from ckptool.errors import CkptoolError, Problem
+from ckptool.formats.companions import trainer_optimizer
+from ckptool.serialization.state_dict.leaves import read_file_leaves
+from ckptool.storage.files import Files
 
 _GROUPS, _PARAMS, _STATE = "param_groups", "params", ".state."
 _FEW = 2
 _LAYERS = 4
 """Layers besides one that may well have state by chance alone."""
+_OF_ADAM = re.compile(r"(?:(.+)\.)?param_groups\..+\.betas")
+"""An option of optimizers that keep moments of all that they step."""
+_FIRST = 2
+"""Steps after the one that makes the state."""
+_SMALL = 1 << 20
+"""Bytes of a file that may hold an optimizer without state."""
 
 States = Mapping[str, Sequence[TensorEntry]]
 """The moments of each parameter: by its name, or by its number among those of an optimizer."""
@@ -102,6 +119,36 @@ def _numbers_in_groups(catalog: Catalog) -> dict[str, set[int]]:
         if steps[-1] == _PARAMS and isinstance(entry.value, list):
             numbers[optimizer].update(n for n in entry.value if isinstance(n, int))
     return numbers
+
+
+def stateless_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
+    """Yield a problem if an optimizer has no state at all, though it has taken steps.
+
+    It is so before its first step, which makes the state: what is to be read into it then is lost.
+    """
+    file, names = _optimizer_of(surveyed.source, catalog)
+    group = next((name for name in names if _OF_ADAM.fullmatch(name)), None)
+    if group is None:
+        return
+    values = values_of(surveyed.source, catalog)
+    for trainer, step in trainers_of(surveyed, catalog, values):
+        taken = step - (number_in(values, trainer.skipped) or 0)
+        if number_in(values, trainer.optimizer) == step and taken >= _FIRST:
+            message = f"{file or group.rpartition('.param_groups')[0]}: no optimizer state at all,"
+            message += f" but {trainer.step} is {step:,}: a resume begins the optimizer again"
+            yield Problem(message, "optimizer-incomplete", file=file)
+
+
+def _optimizer_of(source: Files, catalog: Catalog) -> tuple[str | None, Sequence[str]]:
+    """Return the names of an optimizer's values if it has no tensors, and its file if beside."""
+    name = trainer_optimizer(source.files, catalog.files)
+    if name is not None and source.files[name] <= _SMALL:
+        with suppress(CkptoolError):  # said by its own check
+            leaves = read_file_leaves(source, name)
+            return name, [] if any(".state." in f".{each}" for each in leaves) else [*leaves]
+    if name or optimizer_names(catalog) - catalog.objects.keys():
+        return None, []
+    return None, [*catalog.objects]
 
 
 def _lacking(catalog: Catalog, models: Models, known: Known) -> Iterator[Problem]:

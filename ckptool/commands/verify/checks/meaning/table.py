@@ -11,7 +11,10 @@ from ckptool.commands.verify.checks.meaning.arguments import (
     lost_tensor_problems,
 )
 from ckptool.commands.verify.checks.meaning.counts import count_problems
-from ckptool.commands.verify.checks.meaning.extra_state import unfit_state_problems
+from ckptool.commands.verify.checks.meaning.extra_state import (
+    stateless_problems,
+    unfit_state_problems,
+)
 from ckptool.commands.verify.checks.meaning.masters import Masters
 from ckptool.commands.verify.checks.meaning.moments import Moments
 from ckptool.commands.verify.checks.meaning.ranks import rank_problems
@@ -25,6 +28,7 @@ _SENSES: tuple[Callable[[Catalog], Sense], ...] = (Weights, Masters, Moments)
 
 _OF_METADATA: tuple[Callable[[Survey, Catalog], Iterator[Problem]], ...] = (
     lambda surveyed, catalog: unfit_state_problems(catalog),
+    stateless_problems,
     lambda surveyed, catalog: shape_problems(catalog),
     count_problems,
     rank_problems,
