@@ -29,7 +29,7 @@ from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoili
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.findings import Finding, VerifyReport
-from ckptool.commands.verify.verify import examine
+from ckptool.commands.verify.verify import Verification, examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category, weights
 from ckptool.core.text import list_some
@@ -196,7 +196,7 @@ class Assessor:
         options = replace(self._options, quick=self._options.quick and not reads)
         reasons = [*self._by_names(step)]
         reports: list[VerifyReport] = []
-        surveys: list[Survey] = []
+        parts: list[Verification] = []
         empty: list[str] = []
         if not reasons or self._thorough:
             for part in step.parts:
@@ -211,23 +211,24 @@ class Assessor:
                     may_be = isinstance(error, Empty) and is_rightly_empty(part, step, self._run)
                     (empty if may_be else reasons).append(f"{where}{error}")
                     continue
-                surveys.append(examined.surveyed)
+                parts.append(examined)
                 reports.append(report)
                 reasons += [where + why for why in self._faults(report, examined.surveyed.catalog)]
-        if empty and not Contents.of(tuple(surveys)).model:
+        surveys = tuple(part.surveyed for part in parts)
+        if empty and not Contents.of(surveys).model:
             reasons += empty
         export = is_export(step, self._run.path) and not self._is_of_exports()
         if not reasons:
-            reasons += damaged_side_files(step, self._run, surveys, options)
+            reasons += damaged_side_files(step, self._run, parts, options)
         if not reasons:
-            self._contents[step.path] = Contents.of(tuple(surveys))
+            self._contents[step.path] = Contents.of(surveys)
             export = export or self._is_state_beside(step)
             reasons += () if export else self._by_contents(step)
         if not reasons:
             self._good.add(step.series)
         found = tuple(reports), tuple(reasons)
         whole = StepReport(step.path, step.number, *found, step.beside, export)
-        return Assessment(whole, tuple(surveys))
+        return Assessment(whole, surveys)
 
     @staticmethod
     def _options_for(part: Location, step: Step, options: VerifyOptions) -> VerifyOptions:

@@ -10,14 +10,13 @@ from itertools import chain
 
 from msgspec import structs
 
-from ckptool.commands.open import Survey
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.runs.trainers import LAST_RECORD
 from ckptool.commands.verify.checks.meaning.counts import optimizer_step_problems
 from ckptool.commands.verify.findings import Affected, Finding
-from ckptool.commands.verify.verify import examine
+from ckptool.commands.verify.verify import Verification, examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
 from ckptool.errors import CkptoolError, NoAnswer, Unrecognized
@@ -42,16 +41,16 @@ _LARGEST = 64 << 20
 
 
 def damaged_side_files(
-    step: Step, run: Run, surveys: Sequence[Survey], options: VerifyOptions
+    step: Step, run: Run, examined: Sequence[Verification], options: VerifyOptions
 ) -> Iterator[str]:
     """Yield why files beside a step's checkpoints are not whole: an optimizer's, random states.
 
     Also the record in JSON that a trainer writes last: if it is cut off, the save was. Those that
-    the checkpoints are read from, whose ``surveys`` these are, are verified with them. An optimizer
+    the checkpoints, which were ``examined``, are read from are verified with them. An optimizer
     must have taken the steps that they count. Raises NoAnswer.
     """
     read: set[Location] = set()
-    for each in surveys:
+    for each in (verification.surveyed for verification in examined):
         folder = each.path if each.path.is_dir() else each.path.parent
         read |= {folder / file for file in (each.catalog.files if each.catalog else ())}
     for entry in step.entries:
@@ -62,18 +61,19 @@ def damaged_side_files(
             if re.fullmatch(LAST_RECORD, name):
                 yield from _broken_record(file, size, name)
             elif name.endswith(_OF_TORCH) and role_of(name) not in (None, "model"):
-                beside = [each for each in surveys if each.path == file.parent]
+                beside = [each for each in examined if each.surveyed.path == file.parent]
                 yield from _broken_archive(file, name, beside, options)
 
 
 def _broken_archive(
-    file: Location, name: str, beside: Sequence[Survey], options: VerifyOptions
+    file: Location, name: str, beside: Sequence[Verification], options: VerifyOptions
 ) -> Iterator[str]:
     read = ReadOptions("torch-save", storage_option=options.read.storage_option)
+    model = next((each.elements for each in beside), None)
     try:
-        examined = examine(file, replace(options, read=read, ignore=()))
+        examined = examine(file, replace(options, read=read, ignore=()), model=model)
         catalog, taken = examined.surveyed.catalog, examined.content.counters.taken
-        others = (optimizer_step_problems(each, catalog, taken) for each in beside)
+        others = (optimizer_step_problems(each.surveyed, catalog, taken) for each in beside)
         report = examined.report(chain.from_iterable(others))
     except NoAnswer:
         raise

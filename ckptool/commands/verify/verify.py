@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
 
 from msgspec.structs import replace
@@ -82,10 +83,11 @@ def verify(
         verification = examine(path, options, progress, share=share)
     if ranks.size > 1:
         verification.join(ranks)
-    report, surveyed = verification.report(), verification.surveyed
+    report = verification.report()
     if share.position:
         return report  # the first of the parts, or ranks, reads all of what is beside
-    return with_side_state(report, surveyed, options, examine)
+    check = partial(examine, model=verification.elements)
+    return with_side_state(report, verification.surveyed, options, check)
 
 
 def examine(
@@ -95,10 +97,11 @@ def examine(
     *,
     digest: bool = False,
     share: Share = ALL,
+    model: Elements | None = None,
 ) -> Verification:
-    """Check as ``verify`` does; if all content is read, hash its files too if requested."""
+    """Check as ``verify`` does, beside its ``model`` if given; hash whole files, too, if asked."""
     require_codes(options.ignore)
-    verification = Verification(survey(path, options.read), options, share)
+    verification = Verification(survey(path, options.read), options, share, model)
     verification.check_structure(path)
     if not options.quick:
         verification.check_content(progress, digest=digest)
@@ -119,11 +122,14 @@ def _planned(source: Files, runs: Sequence[ReadSpan]) -> Iterator[None]:
 class Verification:
     """The survey of a checkpoint, and the problems so far.
 
-    ``content`` is what was read, with the SHA-256 (hex) of files that were read completely.
+    ``content`` is what was read, with the SHA-256 (hex) of whole files, and ``elements`` all of it.
     """
 
-    def __init__(self, surveyed: Survey, options: VerifyOptions, share: Share = ALL) -> None:
-        self.surveyed = surveyed
+    def __init__(
+        self, surveyed: Survey, options: VerifyOptions, share: Share, model: Elements | None
+    ) -> None:
+        self.surveyed, self._model = surveyed, model
+        self.elements: Elements | None = None
         self._options = options
         self._problems: list[Problem] = []
         self._sample = (
@@ -180,7 +186,7 @@ class Verification:
         catalog, source, row = self._catalog, self.surveyed.source, self.surveyed.format
         if self._sample.checks_whole:
             self._problems += integrity_problems(source)
-        senses = senses_of(catalog) if self._sample.leaves_none else []
+        senses = senses_of(catalog, self._model) if self._sample.leaves_none else []
         content, hashed = Content(senses), dict[str, int]()
         if catalog is None:
             self._files.find_items()
@@ -285,8 +291,9 @@ class Verification:
             self._problems += not_finite_problems(found, names, source)
         if self._sample.leaves_none:
             files = {p.file for p in self._problems if p.file and p.code in DAMAGE}
-            elements = Elements(content, source, files, self._sample.is_all)
+            elements = Elements(content, source, files, self._sample.is_all, self._model)
             self._problems += meaning_problems(elements)
+            self.elements = elements if elements.is_all else None
             steps = optimizer_step_problems(self.surveyed, self._catalog, content.counters.taken)
             self._problems += self._unless_damaged(steps)
         unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}

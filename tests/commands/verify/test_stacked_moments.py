@@ -109,8 +109,9 @@ def test_stacked_experts(change: Callable[[State], State], count: int, tmp_path:
         (2, ["up"], 1),
         (2, ["up", "down"], 0),  # the MLP may not be used
         (2, ["attention.q", "attention.k", "attention.v"], 0),
-        (0, ["up"], 0),  # the first and the last layer may not be used whole
-        (5, ["up"], 0),
+        (0, ["up"], 0),  # what goes into the first layer may be zero
+        (5, ["up"], 1),
+        (5, ["attention.q", "attention.k"], 0),  # the last layer may not be used whole
     ],
 )
 def test_matrices_of_one_layer_without_moments(

@@ -75,13 +75,20 @@ class _Both(Struct, frozen=True):
 class Elements(Struct, frozen=True):
     """All content once it has been read, where it is, and the damaged files.
 
-    If it is one part's share and not ``all`` of it, tensors have the chunks of that part alone.
+    If it is one part's share and not ``all`` of it, tensors have the chunks of that part alone. An
+    optimizer's may be beside those of its ``model``.
     """
 
     content: Content
     source: Files
     damaged: Collection[str]
     is_all: bool = True
+    model: Elements | None = None
+
+    @property
+    def of_model(self) -> Elements:
+        """Those among which the weights are."""
+        return self if self.model is None else self.model
 
     @property
     def located(self) -> Mapping[str, TensorEntry]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ckptool.commands.verify.checks.elements import Elements
 from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED
 from ckptool.commands.verify.checks.meaning.moments_of_layers import Layers, WeightOf
+from ckptool.commands.verify.checks.meaning.numbered import states_by_name
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slices
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.keymap.model import abstract
@@ -55,14 +56,17 @@ Located = Mapping[str, TensorEntry]
 class Moments:
     """The moments of a checkpoint's parameters, by the parameter and their kind.
 
-    Those of stacked layers and experts have the names that they would have alone.
+    Those of stacked layers and experts have the names that they would have alone, and those of
+    numbered parameters the names of the ``model``'s, which may be in another checkpoint.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, model: Elements | None) -> None:
         self._names: dict[str, dict[str, str]] = defaultdict(dict)
         self._found: dict[str, Moment] = {}
         self._catalog = catalog
-        self._slices = Slices({n: e for n, e in catalog.tensors.items() if _is_moment(n, e)})
+        moments = {n: e for n, e in catalog.tensors.items() if _is_moment(n, e)}
+        models = catalog.tensors if model is None else model.located
+        self._slices = Slices(moments, states_by_name(moments, models))
         for name in self._slices.names:
             if (parsed := parse_moment(name)) is not None:
                 from ckptool.commands.verify.checks.meaning.moment_bits import Moment

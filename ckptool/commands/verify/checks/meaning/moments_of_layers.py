@@ -2,8 +2,8 @@
 
 Much may rightly be zero: of experts that are never chosen, of whole layers that are frozen, or not
 used, as an encoder's last one, or of a branch of a layer. So of a layer in the middle less than
-half is judged, and no whole modules. But where layers are stacked, as Megatron's are, nothing is
-frozen: it has no moments of what is.
+half is judged, and no whole modules; of any but the first a single matrix. But where layers are
+stacked, as Megatron's are, nothing is frozen: it has no moments of what is.
 """
 
 from __future__ import annotations
@@ -32,11 +32,16 @@ if TYPE_CHECKING:
 _BOTH = {"exp_avg", "exp_avg_sq"}
 _LAYERS = 4
 """Layers besides one that are alike by no chance, if they are not stacked."""
+_FEWEST = 2
+"""Layers besides one of which a single matrix is zero: what it is computed with has gradients, and
+so it has, unless all that goes into it is zero, as the first layer of a decoder may begin with."""
+_PAIR = 2
 _LAST = re.compile(r"final_(?:layer)?norm\.weight")
 """What the output of Megatron's last layer goes through, if it is used."""
 _NARROW = "float16"
 """In it small numbers are zero, and their squares are."""
 
+Numbers = tuple[int, ...]
 WeightOf = Callable[[str], TensorEntry | None]
 
 
@@ -52,22 +57,22 @@ class Layers:
         elements: Elements,
     ) -> None:
         self._names, self._seen, self._slices = names, seen, slices
-        self._entries, self._elements = entries, elements
+        self._entries, self._elements, self._weights = entries, elements, elements.of_model
 
     @cached_property
     def _models(self) -> Mapping[str, TensorEntry]:
-        return models_by_tail(self._elements.located)
+        return models_by_tail(self._weights.located)
 
     def weight_of(self, moment: str) -> TensorEntry | None:
         """Return the weight of a moment, or its master where that alone is stored (ZeRO 3)."""
         parameter, index = self._place_of(moment)
         found = self._find(parameter, index)
-        return part_at(*found) if found else self._elements.located.get(f"fp32.{parameter}")
+        return part_at(*found) if found else self._weights.located.get(f"fp32.{parameter}")
 
     def _place_of(self, moment: str) -> tuple[str, Sequence[int]]:
         """Return the parameter of a moment, and its index if both are stacked."""
         each = self._slices[moment]
-        return parameter_of_moment(each.name), each.at
+        return parameter_of_moment(each.name if each.at else each.numbered), each.at
 
     def _find(
         self, parameter: str, index: Sequence[int]
@@ -101,8 +106,8 @@ class Layers:
             entry, weight = self._entries[mean], self.weight_of(mean)
             if weight is None or entry.source_dtype.name == _NARROW:
                 continue
-            is_sound = self._elements.are_sound(weight.name)
-            if is_sound and any(largest_sizes([weight], self._elements.source).values()):
+            is_sound = self._weights.are_sound(weight.name)
+            if is_sound and any(largest_sizes([weight], self._weights.source).values()):
                 message = f"{entry.name}: all values are zero, and all squares, but of no other"
                 yield Problem(f"{message} layer", "moments-zero", tensor=mean)
 
@@ -124,32 +129,54 @@ class Layers:
                 ends = (not zero[n] for n in zero if _LAST.fullmatch(n.removeprefix(above)))
                 is_used = number < max(numbers) or len(lost) < len(names) or any(ends)
             else:
-                is_inside = len(numbers) > _LAYERS and min(numbers) < number < max(numbers)
                 others = {*names.values()}.difference(lost)
+                is_one = len(lost) == 1 <= len(others)
                 is_few = len(lost) < len(others) and not are_of_a_branch(lost, others)
-                is_used = is_inside and is_few
+                is_inside = number < max(numbers) and len(numbers) > _LAYERS
+                is_later = number > min(numbers) and len(numbers) > _FEWEST
+                is_used = is_later and (is_one or (is_few and is_inside))
             yield from lost if is_used else ()
 
     def copied(self) -> Iterator[Problem]:
         """Yield moments of matrices that are those of another layer, whose weights are others.
 
         Layers are what differs by numbers alone. Equal weights, such as those of experts copied
-        from one, may have equal gradients, and so have matrices whose products are added up: only
-        where several matrices of a layer are another's are they copies.
+        from one, may have equal gradients, and so have matrices whose products are added up, but
+        then those of all layers: copies are several matrices of a layer, or only one of its.
         """
-        pairs: dict[object, list[tuple[str, str]]] = defaultdict(list)
-        matrices: dict[object, set[str]] = defaultdict(set)
+        pairs: dict[tuple[Numbers, Numbers], list[tuple[str, str]]] = defaultdict(list)
+        matrices: dict[tuple[Numbers, Numbers], set[str]] = defaultdict(set)
         for one, other in self._alike():
             (kind, numbers), (_, others) = (
                 abstract(parameter_of_moment(name)) for name in (one, other)
             )
             pairs[numbers, others].append((one, other))
             matrices[numbers, others].add(kind)
-        for layers, found in pairs.items():
-            for one, other in found if len(matrices[layers]) > 1 else ():
+        pairs_of = Counter(kind for kinds in matrices.values() for kind in kinds)
+        of_many = self._of_many() if pairs else set()
+        for (layer, other_layer), found in pairs.items():
+            kinds = matrices[layer, other_layer]
+            is_one = all(pairs_of[kind] == 1 and (kind, layer) in of_many for kind in kinds)
+            for one, other in found if len(kinds) > 1 or is_one else ():
                 message = f"{self._entries[other].name}: the values of {self._entries[one].name},"
                 message += " bit for bit, but the weights differ"
                 yield Problem(message, "moments-copied", tensor=other)
+
+    def _of_many(self) -> set[tuple[str, Numbers]]:
+        """Return the kinds and numbers of matrices of which a pair is not all that is alike.
+
+        There are others in its layer, and of its kind.
+        """
+        shape_of, located = self._slices.shape, self._elements.located
+        moments = ((name, next(iter(kinds.values()))) for name, kinds in self._names.items())
+        found = [abstract(name) for name, one in moments if is_matrix(shape_of(one, located))]
+        of_kind = Counter(kind for kind, _ in found)
+        of_layer = Counter((kind.partition("#")[0], numbers) for kind, numbers in found)
+        return {
+            (kind, numbers)
+            for kind, numbers in found
+            if of_kind[kind] > _PAIR and of_layer[kind.partition("#")[0], numbers] > 1
+        }
 
     def _alike(self) -> Iterator[tuple[str, str]]:
         """Yield the names of moments that are equal, of weights that are not."""
@@ -165,9 +192,10 @@ class Layers:
             if not is_matrix(both[0].shape) or not _are_alike(*both):
                 continue
             known = [each for each in map(self.weight_of, (one, other)) if each is not None]
-            if len(known) < 2 or not self._elements.are_sound(*(each.name for each in known)):
+            if len(known) < 2 or not self._weights.are_sound(*(each.name for each in known)):
                 continue
-            if are_equal(*both, source) and not are_equal(known[0], known[1], source):
+            weights = self._weights.source
+            if are_equal(*both, source) and not are_equal(known[0], known[1], weights):
                 yield one, other
 
 

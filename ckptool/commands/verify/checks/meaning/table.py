@@ -23,8 +23,11 @@ from ckptool.commands.verify.checks.meaning.weights import Weights
 from ckptool.core.catalog import Catalog
 from ckptool.errors import Problem
 
-_SENSES: tuple[Callable[[Catalog], Sense], ...] = (Weights, Masters, Moments)
-
+_SENSES: tuple[Callable[[Catalog, Elements | None], Sense], ...] = (
+    lambda catalog, model: Weights(catalog),
+    lambda catalog, model: Masters(catalog),
+    Moments,
+)
 
 _OF_METADATA: tuple[Callable[[Survey, Catalog], Iterator[Problem]], ...] = (
     lambda surveyed, catalog: unfit_state_problems(catalog),
@@ -43,9 +46,12 @@ def metadata_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
         yield from check(surveyed, catalog)
 
 
-def senses_of(catalog: Catalog | None) -> list[Sense]:
-    """Return the checks of a catalog, of which all data, or a part's share, is about to be read."""
-    return [sense(catalog) for sense in _SENSES] if catalog is not None else []
+def senses_of(catalog: Catalog | None, model: Elements | None) -> list[Sense]:
+    """Return the checks of a catalog, of which all data, or a part's share, is about to be read.
+
+    It may be that of an optimizer beside its ``model``.
+    """
+    return [sense(catalog, model) for sense in _SENSES] if catalog is not None else []
 
 
 def meaning_problems(elements: Elements) -> Iterator[Problem]:
