@@ -22,7 +22,6 @@ from ckptool.commands.verify.checks.meaning.trainer_counts import (
 )
 from ckptool.commands.verify.checks.training import optimizer_of
 from ckptool.core.catalog import Catalog
-from ckptool.core.quantization.master_names import mastered
 from ckptool.errors import CkptoolError, Problem
 from ckptool.serialization.source import read_metadata
 from ckptool.storage.place import file_at
@@ -33,8 +32,9 @@ _FIRST = 2
 """Steps of which a save is not the first: some trainers count from zero, others from one."""
 _OF_OPTIMIZER = re.compile(r"(?s)(?=.*\.step\Z)(?:.+\.)?state\..+\.step|step\..+")
 """Names of values that count the steps of an optimizer's parameters; of groups some begin at 1."""
-_RATE = "param_groups.0.lr"
-"""The learning rate in an optimizer.pt; the optimizer of a second ``train()`` is the first's."""
+_RATES = ("param_groups.0.lr", "optimizer.param_groups.0.lr")
+"""The learning rate in an optimizer.pt, and in DeepSpeed's files; the optimizer of a second
+``train()`` is the first's."""
 _SCALER = re.compile(r"(?:meta\.)?\w+Precision\.scale")
 _FIRST_RATE = re.compile(r"(?:optimizer_states\.|optimizer_)\d+\.param_groups\.0\.lr")
 """What Lightning saves of loss scaling, and of each of its optimizers."""
@@ -83,7 +83,7 @@ def optimizer_step_problems(
         elif taken > steps + 1 and known.more:
             message = f"the optimizer has taken {taken:,g} steps, but {trainer.step} is {step:,}"
             is_sure = known.more == _DIFFER and are_several and steps > 0
-            if is_sure and _is_of_another_save(trainer, values, optimizer, taken):
+            if is_sure and _has_other_rate(optimizer, values.get(known.rates)):
                 yield Problem(f"{message}: they are of two saves", _DIFFER)
             else:
                 message += ": it had taken some before, or takes several at a time"
@@ -116,34 +116,12 @@ def _fewer_than_all(taken: Mapping[str, float], step: int, what: str) -> Problem
     return Problem(f"{message} of an earlier save", "counts-apart")
 
 
-def _is_of_another_save(trainer: Trainer, values: Values, optimizer: Catalog, taken: float) -> bool:
-    """Return whether nothing else tells that an optimizer with more steps is of the same save.
-
-    Its learning rate is what the scheduler gave, something beside the step counts as many, or
-    masters lie beside weights, from which those of another save differ.
-    """
-    if rates := trainer.optimizer.rates:
-        return _has_other_rate(optimizer, values.get(rates))
-    tensors = optimizer.tensors
-    has_masters = next(mastered(tensors, tensors, "float32"), None) is not None
-    return not has_masters and not _agrees(trainer, values, taken)
-
-
-def _agrees(trainer: Trainer, values: Values, taken: float) -> bool:
-    """Return whether something beside a step counts as many as an optimizer has taken.
-
-    Then the step alone was set. Adam's state may have been made by one step more.
-    """
-    counts = ((number_in(values, each.name), each.begin) for each in trainer.schedules)
-    counted = {count - begin for count, begin in counts if count is not None}
-    samples = number_in(values, trainer.samples.seen)
-    sizes = {samples % number for number in (taken, taken - 1)} if samples else set()
-    return not counted.isdisjoint((taken, taken - 1)) or 0 in sizes
-
-
 def _has_other_rate(optimizer: Catalog, rates: object) -> bool:
-    """Return whether an optimizer's learning rate is none that its scheduler has given last."""
-    rate = optimizer.objects.get(_RATE)
+    """Return whether an optimizer's learning rate is none that its scheduler has given last.
+
+    Else nothing tells that it is of another save: users set the step, its samples and its schedule.
+    """
+    rate = next((optimizer.objects[name] for name in _RATES if name in optimizer.objects), None)
     return rate is not None and isinstance(rates, list) and rate.value not in rates
 
 

@@ -39,7 +39,7 @@ class Optimizer(Struct, frozen=True):
     """What says that an optimizer has taken as many steps as training: ``steps``, if it is as many.
 
     One of more is said with the code ``more``, and is another save's if its learning rate is none
-    of ``rates``, or where there are none.
+    of ``rates``.
     """
 
     steps: str = ""
@@ -135,7 +135,7 @@ TRAINERS = (
             Schedule("lr_scheduler.last_epoch"),
         ),
         samples=Samples("global_samples"),
-        optimizer=Optimizer("global_steps"),
+        optimizer=Optimizer("global_steps", "lr_scheduler._last_lr"),
     ),
     Trainer(
         "transformers 5.24, trainer.py",
