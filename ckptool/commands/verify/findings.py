@@ -19,7 +19,7 @@ from ckptool.commands.verify.codes import CODES
 from ckptool.commands.verify.severity import Severity
 from ckptool.core.catalog import Catalog, places
 from ckptool.core.text import list_some, plural
-from ckptool.errors import Problem
+from ckptool.errors import UNREAD, Problem
 from ckptool.storage.url import Location
 
 _ABSENT = ("file-empty", "file-missing", "file-truncated")
@@ -37,7 +37,7 @@ _ONE_SIDED = ("tensor-missing", "tensor-extra", "value-missing", "value-extra")
 _OF_BOTH = ("shape-differs", "dtype-differs", "value-differs", "value-not-compared")
 _OF_LIKENESS = ("missing", "extra", "shape", "unchanged", "changed")
 _BY_MANIFEST = ("missing", "extra", "differs", "unchecked", "incomplete")
-_ALIKE = frozenset((*_ONE_SIDED, *_OF_BOTH)).union(
+_ALIKE = frozenset((UNREAD, *_ONE_SIDED, *_OF_BOTH)).union(
     (f"like-{word}" for word in _OF_LIKENESS), (f"manifest-{word}" for word in _BY_MANIFEST)
 )
 """The codes with one finding for several names that show the same."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import case
 from recipes.damage import DAMAGE
 
@@ -17,7 +19,7 @@ from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.severity import Severity
 from ckptool.commands.verify.verify import verify
 from ckptool.core.catalog import Catalog
-from ckptool.errors import Problem, UsageError
+from ckptool.errors import UNREAD, Problem, UsageError
 
 
 def checked(path: Path, **options: Any) -> VerifyReport:
@@ -135,3 +137,12 @@ def test_what_could_not_be_read_is_not_checked_though_it_is_ignored(
     assert report.nbytes < whole.nbytes
     quick = checked(folder, ignore=("file-truncated",), quick=True)
     assert "1 error ignored: file-truncated" in quick.summary
+
+
+def test_a_kind_that_cannot_be_read_is_one_finding_for_all_parameters(tmp_path: Path) -> None:
+    state = {number: {"grads": deque([torch.ones(3)])} for number in range(6)}
+    torch.save({"model": {"w": torch.ones(3)}, "optimizer": {"state": state}}, tmp_path / "c.pt")
+    (finding,) = (f for f in checked(tmp_path / "c.pt").findings if f.code == UNREAD)
+    assert len(finding.affected) == 6
+    said = "holds tensors that cannot be read (collections.deque)"
+    assert finding.message.endswith(f" and 3 more: {said}")
