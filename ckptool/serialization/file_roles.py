@@ -96,6 +96,11 @@ def role_of(name: str) -> str | None:
     return next((row.name for row in _rows_of(name)), None)
 
 
+def without_words(name: str) -> str:
+    """Return what a name says besides what its file is for: of which save or run it is."""
+    return re.sub(r"[-_.]+", "-", re.sub(WORDS, "", name)).strip("-")
+
+
 def is_beside_model(name: str) -> bool:
     """Return whether a name is that of what lies beside a model."""
     return any(row.beside for row in _rows_of(name))

@@ -88,9 +88,8 @@ def _checkpoints(place: Location, run: Location, source: Files) -> Iterator[Loca
     inner = [path for path in inner if not _is_hidden(path, run) and not _is_pointer(path)]
     if is_checkpoint:
         own = _files_of_whole(place, source)
-        files = [path for path in inner if not _is_folder(path)]
-        inner = [path for path in inner if path not in own and _is_step(path, place, files)]
-        yield from inner or [place]
+        inner = [path for path in inner if path not in own]
+        yield from _steps_in_whole(place, inner) or [place]
         return
     for path in inner:
         parts = within(path, run).parts
@@ -129,6 +128,18 @@ def _files_of_whole(place: Location, source: Files) -> set[Location]:
 
 def _is_hidden(path: Location, run: Location) -> bool:
     return any(part.startswith(".") for part in within(path, run).parts)
+
+
+def _steps_in_whole(place: Location, inner: Sequence[Location]) -> list[Location]:
+    """Return the steps in a folder that is a checkpoint itself, with the ranks' files of each."""
+    files = [path for path in inner if not _is_folder(path)]
+    steps = [path for path in inner if _is_step(path, place, files)]
+    counted = {_position_of(path) for path in steps} - {Position()}
+    return [path for path in inner if path in steps or _position_of(path) in counted]
+
+
+def _position_of(path: Location) -> Position:
+    return parse_name(path.name, is_folder=_is_folder(path)).position
 
 
 def _is_step(path: Location, run: Location, files: Sequence[Location]) -> bool:

@@ -17,7 +17,7 @@ from msgspec import Struct
 from ckptool.errors import Damaged, Problem, Several
 from ckptool.formats.rank_files.records import are_apart, are_processes, recorded_ranks
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
-from ckptool.serialization.file_roles import role_of
+from ckptool.serialization.file_roles import role_of, without_words
 from ckptool.serialization.source import Source, find_missing_ranks, require_rank
 
 _COUNTED = r"(?<![a-z])(?:rank|shard|part|process|proc|[dmpt]p)"
@@ -44,12 +44,12 @@ _SINGLE = re.compile(
 STATES_OF_A_RANK = ("random_states", "rng_state", "extra_state")
 _SAVE_IN = re.compile(
     rf"{_SAVE}[-_=.]?[0-9]{{1,18}}(?![0-9])|(?<![a-z])(?:best|last|latest)(?![a-z])"
-    r"|(?:(?<=model_)|(?<=optim_)|(?<=optimizer_))0[0-9]{4,17}(?![0-9])",
+    r"|(?<![0-9])(?<!part[-_])(?<!shard[-_])(?<!chunk[-_])(?<!layer[-_])(?<!block[-_])(?<!expert[-_])"
+    r"[0-9]{5,18}(?![0-9])",
     re.IGNORECASE,
 )
-"""What says which save a file is of: a counting word, or a number with zeros before it, as in
-``optim_000020_rank1.pt`` of nanochat; such numbers after other words count parts as well."""
-_OF_MODEL = re.compile(r"model(?:_[0-9]{1,18})?\.(?:pt|pth|bin|ckpt|pkl)")
+"""What says which save a file is of: a counting word, or a long number, as in
+``optim_000020_rank1.pt`` of nanochat, if no word before it says that it counts parts."""
 
 
 class RankFile(Struct, frozen=True):
@@ -101,8 +101,11 @@ def are_slices(source: Source, files: Sequence[RankFile]) -> bool:
     """
     if not files or not all(role_of(item.family) == "optimizer" for item in files):
         return False
-    return any(map(_OF_MODEL.fullmatch, source.files)) and any(
-        are_apart(source, [item.file for item in of]) for of in by_family(files).values()
+    models = (name.rpartition(".")[0] for name in source.files if name.endswith(_SUFFIXES))
+    saves = {without_words(name) for name in models if role_of(name) == "model"}
+    return any(
+        without_words(family) in saves and are_apart(source, [item.file for item in of])
+        for family, of in by_family(files).items()
     )
 
 

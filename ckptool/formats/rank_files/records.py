@@ -6,18 +6,22 @@ only, and some trainers save ``rank`` beside the state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from itertools import combinations, starmap
 
+from ckptool.core.catalog import Extent
 from ckptool.errors import CkptoolError
 from ckptool.serialization.archive.dtensor import DTensorShare, Share
 from ckptool.serialization.source import Source, expect_archives
-from ckptool.serialization.state_dict.assemble import difference_of
 from ckptool.serialization.state_dict.flat_params import is_flat
 from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, ShareLeaf, read_file_leaves
 
 _VALUES = ("rank", "global_rank")
 _ENOUGH = 4
-"""So many files of one rank are no files of ranks, some of which were copied over others."""
+"""So many files of one rank are no files of ranks, some of which were copied over others. And of so
+many that all differ, none is a replica."""
 
 
 def recorded_ranks(
@@ -99,34 +103,41 @@ def are_processes(source: Source, files: Sequence[str], numbers: Collection[int]
 
 
 def are_apart(source: Source, files: Sequence[str]) -> bool:
-    """Return whether files are no replicas: by headers, plain tensors of one name differ.
+    """Return whether files are no replicas: of the first ones, no two have equal tensors.
 
     One file is a replica of nothing. Not if a file says what it has of larger tensors; one that
     cannot be read says nothing.
     """
-    first: Mapping[str, Leaf] | None = None
+    contents: list[Mapping[str, Leaf]] = []
     for file in files:
-        try:
-            leaves = read_file_leaves(source, file)
-        except CkptoolError:
-            continue
-        if _has_shards(leaves):
-            return False
-        if first is not None and _differ(first, leaves):
-            return True
-        first = first or leaves
-    return first is not None and len(files) == 1
+        with suppress(CkptoolError):
+            contents.append(read_file_leaves(source, file))
+        if len(contents) == _ENOUGH:
+            break
+    if any(map(_has_shards, contents)) or len(contents) < min(2, len(files)):
+        return False
+    return not any(starmap(_are_equal, combinations(contents, 2)))
 
 
-def _differ(some: Mapping[str, Leaf], others: Mapping[str, Leaf]) -> bool:
-    """Return whether tensors of one name differ, as far as headers show."""
-    pairs = ((some[name], others[name]) for name in some.keys() & others.keys())
-    return any(
-        isinstance(a.value, PlainLeaf)
-        and isinstance(b.value, PlainLeaf)
-        and difference_of({0: a, 1: b})
+def _are_equal(some: Mapping[str, Leaf], others: Mapping[str, Leaf]) -> bool:
+    """Return whether files have tensors of one name, and stored checksums say that all are equal.
+
+    Steps, of one number, are equal on all ranks.
+    """
+    pairs = [(some[name].value, others[name].value) for name in some.keys() & others.keys()]
+    said = [
+        (_content_of(a), _content_of(b))
         for a, b in pairs
-    )
+        if isinstance(a, PlainLeaf) and isinstance(b, PlainLeaf) and math.prod(a.tensor.shape) > 1
+    ]
+    return bool(said) and all(a is not None and a == b for a, b in said)
+
+
+def _content_of(leaf: PlainLeaf) -> object:
+    """Return what headers say of a tensor, and of its bytes; None without their checksum."""
+    tensor, place = leaf.tensor, leaf.place
+    record = place.record if isinstance(place, Extent) and tensor.fills_storage else None
+    return record and (tensor.dtype, tensor.shape, record.nbytes, record.crc32)
 
 
 def _has_shards(leaves: Mapping[str, Leaf]) -> bool:

@@ -47,6 +47,35 @@ def test_slices_of_an_optimizer_beside_a_whole_model_are_one_step(tmp_path: Path
     assert before.ok
 
 
+@pytest.mark.parametrize(
+    "name", ["{}_000020", "{}_step20", "{}_state_20", "step20_{}", "epoch_3-{}"]
+)
+def test_slices_lie_beside_the_model_of_their_name(name: str, tmp_path: Path) -> None:
+    torch.save({"w": WEIGHT}, tmp_path / f"{name.format('model')}.pt")
+    slices = [tmp_path / f"{name.format('optim')}_rank{rank}.pt" for rank in range(2)]
+    for rank, path in enumerate(slices):
+        torch.save({"state": {0: {"exp_avg": torch.rand(2) + rank}}}, path)
+    with pytest.raises(Several):
+        ckptool.verify(tmp_path)
+    (step,) = checked(tmp_path).steps
+    assert (step.ok, step.beside) == (True, tuple(slices))
+    slices[1].write_bytes(slices[1].read_bytes()[:200])
+    (step,) = checked(tmp_path).steps
+    assert "zip-structure" in step.reasons[0]
+    slices[1].unlink()
+    slices[0].rename(slices[1])
+    (step,) = checked(tmp_path).steps
+    assert "the file of rank 0 of 2 is missing" in step.reasons[0]
+
+
+def test_slices_without_checksums_are_no_replicas(tmp_path: Path) -> None:
+    torch.save({"w": WEIGHT}, tmp_path / "model.pt")
+    for rank in range(2):
+        state = {"state": {0: {"exp_avg": torch.rand(2) + rank}}}
+        torch.save(state, tmp_path / f"optim_rank{rank}.pt", _use_new_zipfile_serialization=False)
+    assert [step.ok for step in checked(tmp_path).steps] == [True]
+
+
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("number", ["_000020", ""])
 def test_a_rank_without_its_slice_is_missing(rank: int, number: str, tmp_path: Path) -> None:
@@ -66,7 +95,9 @@ def test_the_rank_of_an_adapter_is_no_process(tmp_path: Path) -> None:
     assert all(step.ok for step in checked(tmp_path).steps)
 
 
-@pytest.mark.parametrize(("other", "ranks"), [("model", (0, 0)), ("model_args", (0, 1))])
+@pytest.mark.parametrize(
+    ("other", "ranks"), [("model", (0, 0)), ("model_args", (0, 1)), ("model", (0, 0, 1, 0))]
+)
 def test_replicas_of_an_optimizer_beside_a_model_are_no_slices(
     other: str, ranks: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -75,14 +106,19 @@ def test_replicas_of_an_optimizer_beside_a_model_are_no_slices(
         torch.save({"exp_avg": torch.ones(2) + rank}, tmp_path / f"optim_rank{at}.pt")
     report = ckptool.verify(tmp_path)
     codes = {finding.code for finding in report.findings}
-    assert codes == {"file-unused"} | ({"replicas-differ"} if ranks[1] else set())
+    assert codes == {"file-unused"} | ({"replicas-differ"} if any(ranks) else set())
 
 
-def test_files_of_ranks_of_two_saves_with_padded_numbers_are_two(tmp_path: Path) -> None:
-    for step in (20, 25):
+@pytest.mark.parametrize("names", ["model_000020 model_000025", "ckpt_095000 ckpt_100000"])
+def test_files_of_ranks_of_two_saves_with_padded_numbers_are_two(
+    names: str, tmp_path: Path
+) -> None:
+    first, second = names.split()
+    for name in (first, second):
         for rank in range(2):
-            torch.save({"w": WEIGHT}, tmp_path / f"model_{step:06d}_rank{rank}.pt")
-    with pytest.raises(Several, match=r"several saves: 000020 \(2 files.*, 000025"):
+            torch.save({"w": WEIGHT}, tmp_path / f"{name}_rank{rank}.pt")
+    of = rf"several saves: {first[-6:]} \(2 files.*, {second[-6:]}"
+    with pytest.raises(Several, match=of):
         ckptool.verify(tmp_path)
 
 

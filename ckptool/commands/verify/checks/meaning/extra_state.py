@@ -133,7 +133,7 @@ def stateless_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     values = values_of(surveyed.source, catalog)
     for trainer, step in trainers_of(surveyed, catalog, values):
         taken = step - (number_in(values, trainer.skipped) or 0)
-        if number_in(values, trainer.optimizer) == step and taken >= _FIRST:
+        if number_in(values, trainer.optimizer.steps) == step and taken >= _FIRST:
             message = f"{file or group.rpartition('.param_groups')[0]}: no optimizer state at all,"
             message += f" but {trainer.step} is {step:,}: a resume begins the optimizer again"
             yield Problem(message, "optimizer-incomplete", file=file)
