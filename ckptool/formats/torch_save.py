@@ -34,6 +34,7 @@ from ckptool.serialization.state_dict.leaves import Assembled, Leaf, ShareLeaf, 
 
 INDEX = "pytorch_model.bin.index.json"
 _MODELS = ("pytorch_model.bin", "diffusion_pytorch_model.bin")
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ".pth.lora", ".state")
 
 
 def _model_in(source: Source) -> str | None:
@@ -52,7 +53,7 @@ def _probe(source: Source) -> bool:
         return False
     file, size = next(iter(source.files.items()))
     head = source.read(file, 0, min(size, 64))
-    named = file.endswith((".pt", ".pth", ".bin", ".ckpt"))
+    named = file.endswith(_SUFFIXES)
     return is_zip(head) or is_legacy(head) or named
 
 
@@ -130,7 +131,7 @@ FORMAT = Format(
     Detection(
         _probe,
         files=(FileRule(r".*\.index(\.[^.]+)?\.json", FileRole.INDEX),),
-        suffixes=(".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ".pth.lora", ".state"),
+        suffixes=_SUFFIXES,
     ),
     Reading(_scan),
     Writing(convert=_lay_out),

@@ -312,7 +312,10 @@ def test_the_training_states_of_basicsr_belong_to_its_models(tmp_path: Path) -> 
     assert [(s.number, s.ok, len(s.beside)) for s in steps] == [
         (15000, True, 1), (10000, True, 1), (5000, True, 1)
     ]  # fmt: skip
-    (tmp_path / "training_states" / "15000.state").unlink()
+    state = tmp_path / "training_states" / "15000.state"
+    state.write_bytes(bytes(state.stat().st_size))
+    assert any("15000.state" in reason for reason in checked(tmp_path).steps[0].reasons)
+    state.unlink()
     assert not checked(tmp_path).steps[0].ok
 
 
