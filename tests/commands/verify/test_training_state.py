@@ -295,8 +295,6 @@ APART, DIFFER = ["steps-apart"], ["steps-differ"]
         (dict.fromkeys([LATE[0], LATE[3]], 3), APART),  # matrices of one layer
         (dict.fromkeys([LATE[0], LATE[3], LATE[6]], 3), DIFFER),  # one of the other, too
         (dict.fromkeys(LATE[1:], 3), APART),
-        (dict.fromkeys(LATE[:2] + LATE[6:], 3), DIFFER),  # modules of several layers
-        (dict.fromkeys(LATE[:2], 2) | dict.fromkeys(LATE[6:], 3), APART),  # dropped by chance
     ],
 )
 def test_parts_that_were_frozen_at_first_have_fewer_steps(

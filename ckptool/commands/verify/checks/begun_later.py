@@ -75,12 +75,10 @@ def _parts(values: Values, catalog: Catalog) -> Iterator[Collection[str]]:
 def _alone(values: Values, catalog: Catalog) -> Iterator[str]:
     """Yield the counters of what may be frozen alone: a module, or several parameters of a layer.
 
-    Branches that are dropped now and then have another count in each layer. Of parameters with
-    numbers that is told by its shape, which an embedding shares with a head, or by the group's
-    order: what is before and after the layers is at its ends.
+    Of parameters with numbers that is told by its shape, which an embedding shares with a head, or
+    by the group's order: what is before and after the layers is at its ends.
     """
-    outside, numbered = (defaultdict[object, list[str]](list) for _ in range(2))
-    inside = defaultdict[tuple[str, float], list[str]](list)
+    outside, inside, numbered = (defaultdict[object, list[str]](list) for _ in range(3))
     shapes = _shapes(catalog)
     for name, value in values.items():
         if _parameter_of(name).isdigit():
@@ -89,10 +87,7 @@ def _alone(values: Values, catalog: Catalog) -> Iterator[str]:
             outside[_module_of(name) or name].append(name)
         else:
             inside[_module_of(name), value].append(name)
-    most = max(values.values(), default=0)
-    fewer = [value for layer, value in inside if value < most and (layer, most) in inside]
-    if len(fewer) == 1 or len({*fewer}) > 1:  # else of several layers, as of another save
-        yield from (n for names in inside.values() if len(names) > 1 for n in names)
+    yield from (n for names in inside.values() if len(names) > 1 for n in names)
     yield from (n for names in numbered.values() if len(names) <= _OUTSIDE for n in names)
     for group in _option_groups(catalog, values) if numbered else ():
         ordered = sorted(group, key=lambda name: (len(name), name))

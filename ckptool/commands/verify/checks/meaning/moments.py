@@ -42,8 +42,9 @@ _STEPS = 2
 """Counted steps after which something has moments: one step without gradients may be that which
 makes the state (DeepSpeed, torch's ``get_optimizer_state_dict``)."""
 
-_KEPT = re.compile(r"(?:.*\.)?param_groups\..+\.keep_num")
-"""How many gradients AdaShift keeps before there are squares of them (pytorch_optimizer 3.5)."""
+_GROUPS, _KEPT = "param_groups.", ".keep_num"
+"""Where AdaShift says how many gradients it keeps before there are squares of them
+(pytorch_optimizer 3.5)."""
 _OF_GROUP = re.compile(r".*\bparam_groups\.\d+\.step")
 _OF_EXPERTS = re.compile("expert|moe")
 _SEVERAL = 3
@@ -121,7 +122,7 @@ class Moments:
     def _begins_later(self, steps: float | None) -> bool:
         """Return whether an optimizer keeps the gradients of at least as many steps."""
         objects = self._catalog.objects.items()
-        kept = (entry.value for name, entry in objects if _KEPT.fullmatch(name))
+        kept = (entry.value for name, entry in objects if name.endswith(_KEPT) and _GROUPS in name)
         return steps is not None and any(type(n) is int and n >= steps for n in kept)
 
     def _squares_lost(self, seen: Seen, entries: Located, elements: Elements) -> Iterator[Problem]:

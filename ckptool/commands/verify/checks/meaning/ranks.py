@@ -25,8 +25,8 @@ _FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/model_optim_rng\.pt")
 a second number is an expert rank's where there are no pipelines."""
 _ARGUMENTS = "training_args.bin"
 _PAIR = 2
-_MOST = 10**6
-"""More processes than the names of random states count."""
+_MOST = 1 << 16
+"""More processes than any training has."""
 _FEW = 4
 
 
