@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import lru_cache
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.runs.names import parse_name
+from ckptool.commands.runs.names import SUFFIX, parse_name
 from ckptool.commands.runs.steps import Run, Step, says_another
 from ckptool.commands.runs.trainers import unfinished_mark, unwritten_last
 from ckptool.errors import CkptoolError, Damaged, Empty, NoAnswer, NotFound
@@ -21,9 +21,6 @@ _STATE = re.compile(
     r"|\.metadata|(?:.*_)?(?:state|progress|meta|metadata)\.(?:json|ya?ml|txt)"
 )
 _DCP = re.compile(r"__(\d+)_\d+\.distcp|\.metadata")
-_SUFFIX = re.compile(
-    r"(?i)(?:\.index)?\.(?:pt|pth|bin|pkl|pickle|ckpt|safetensors|json|npz|npy|state)$"
-)
 _WORLD = re.compile(r"world_size_(\d+)_rank_\d+|(?<=rank)[-_]?\d+[-_]of[-_](\d+)")
 _SHARDS = re.compile(r"[-_.]?\d+-of-\d+")
 _OF_RANK = re.compile(r"(.*\D)(\d+)")
@@ -55,8 +52,8 @@ def _key(file: str, number: int | None) -> str | None:
     if _DCP.fullmatch(name):
         path = folder or "files of torch.distributed.checkpoint"
     else:
-        stem = _SHARDS.sub("", _SUFFIX.sub("", name)).replace("pytorch_model", "model")
-        path = f"{folder}/{_WORLD.sub('rank', stem)}" if folder else _WORLD.sub("rank", stem)
+        stem = _WORLD.sub("rank", _SHARDS.sub("", re.sub(SUFFIX, "", name)))
+        path = f"{folder}/{stem}" if folder else stem
     path = path.replace("pytorch_model", "model")
     said = ((part, parse_name(part, is_folder=True)) for part in path.split("/"))
     return "/".join(n.kind if n.position.number == number is not None else p for p, n in said)

@@ -70,7 +70,7 @@ _DATE = (
     r"(?:[-_:.]?\d\d)?(?:\+\d\d)?)?(?!\d)|(?<!\d)\d\d[-_:]\d\d[-_:]\d\d(?!\d)"
 )
 _BARE = r"(?<![\d.])(?<!\de)\d{1,18}(?!\d|\.\d|e\d)"
-_SUFFIX = r"(?i)(?:\.(?:pt|pth|bin|ckpt|safetensors|pkl|tar|npz|state))+$"
+SUFFIX = r"(?i)(?:\.(?:pt|pth|bin|pkl|pickle|ckpt|safetensors|json|npz|npy|tar|state)){1,4}$"
 
 
 class Position(Struct, frozen=True):
@@ -133,7 +133,7 @@ def parse_name(name: str, *, is_folder: bool) -> EntryName:
     kind = _with_marks(name, [(*span[:2], "#") for span in spans])
     ranks = [(*found["rank"][:2], "rank")] if "rank" in found else []
     family = re.sub(WORDS, "", _with_marks(name, [(*span[:2], "#") for span in spans] + ranks))
-    family = re.sub(r"[-_.]+", "-", re.sub(_SUFFIX, "", family).replace("rank", "")).strip("-")
+    family = re.sub(r"[-_.]+", "-", re.sub(SUFFIX, "", family).replace("rank", "")).strip("-")
     roles = [match[0].lower() for match in re.finditer(WORDS, kind)]
     roles += [f"rank{found['rank'][2]}"] if "rank" in found else []
     number = None if bare is None else bare[2]
@@ -223,7 +223,7 @@ def _value(match: re.Match[str]) -> int:
 
 def _bare(name: str) -> tuple[int, int, int] | None:
     """Return the last number of a name that may be a step; None if there is none."""
-    clean = re.sub(_SUFFIX, lambda m: " " * len(m[0]), name)
+    clean = re.sub(SUFFIX, lambda m: " " * len(m[0]), name)
     for pattern in (_TYPE, _VALUES, _DATE, _APART):
         clean = _blank(pattern, clean)
     matches = list(re.finditer(_BARE, clean))

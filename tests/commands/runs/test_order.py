@@ -116,6 +116,14 @@ def test_other_numbers_tell_series_apart(one: str, other: str) -> None:
         assert first.family != second.family
 
 
+@pytest.mark.parametrize("suffix", [".pt", ".pth.tar", ".npy", ".pickle", ".safetensors"])
+def test_files_of_one_step_may_differ_in_suffixes(suffix: str) -> None:
+    first, second = (
+        parse_name(name, is_folder=False) for name in ("m_step3.pt", "m_step3" + suffix)
+    )
+    assert first.family == second.family
+
+
 def saved(run: Path, name: str, minute: int, **values: object) -> None:
     run.mkdir(exist_ok=True)
     torch.save({"state_dict": {"w": WEIGHT}, **values}, run / name)
