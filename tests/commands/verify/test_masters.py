@@ -182,6 +182,15 @@ def test_other_ways_to_round_are_told_apart(
     assert finding.message == f"decoder.w.weight: rounded {way} from masters, as the values show"
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_weights_that_are_all_a_little_smaller_are_of_no_8_bits(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    values = masters()
+    master = values.abs().clamp(min=1e-4) * values.sign()
+    assert len(found(written(tmp_path / "c", (master * 0.97).to(dtype), master))) == 1
+
+
 @pytest.mark.parametrize(
     ("trained", "stored"),
     [

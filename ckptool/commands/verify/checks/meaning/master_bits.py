@@ -228,9 +228,13 @@ def _as_of_8_bits(counts: Counts) -> bool:
 
 
 def _is_of_8_bits(counts: Counts) -> bool:
-    """Return whether most differ by about as much as 8 bits make them, as those of fp8 weights."""
+    """Return whether most differ by about as much as 8 bits make them, as those of fp8 weights.
+
+    Half of them are larger than their master, unlike those of a step at which all were smaller.
+    """
     many = counts.differing >= _ENOUGH and counts.differing > 0.7 * counts.inexact
-    return many and counts.error > _FINE * counts.differing
+    is_even = 0.3 < counts.above / max(1, counts.differing) < 0.7
+    return many and is_even and counts.error > _FINE * counts.differing
 
 
 def _are_remainders(counts: Counts) -> bool:
