@@ -173,6 +173,13 @@ def test_all_moments_that_are_zero_after_steps(tmp_path: Path) -> None:
     assert "all moments of all parameters are zero, but 3 steps are counted" in finding.message
 
 
+def test_all_moments_that_are_zero_where_one_parameter_was_never_used(tmp_path: Path) -> None:
+    state = zero(trained(3), "exp_avg", "exp_avg_sq")
+    of_layer(state, 2)["step"].fill_(1)  # that of the step which made the state
+    (finding,) = found(saved(tmp_path / "c", state))
+    assert "are zero, but 3 steps are counted" in finding.message
+
+
 @pytest.mark.parametrize(("skipped", "count"), [(0, 1), (6, 0)])
 def test_all_moments_that_are_zero_after_steps_of_deepspeed(
     skipped: int, count: int, tmp_path: Path

@@ -162,11 +162,6 @@ class StepCounters:
                 if entry.name.endswith(_COUNTER):
                     self._values.setdefault(value, []).append(entry.name)
 
-    @property
-    def least(self) -> float | None:
-        """The least of them; None if there are none."""
-        return min(self._values, default=None)
-
     def problems(
         self, locate: Locate, source: Files, catalog: Catalog | None = None
     ) -> Iterator[Problem]:

@@ -116,8 +116,8 @@ class Moments:
             yield Problem(f"{message} {steps:g} steps are counted", "moments-zero", tensor=first)
 
     def _steps_taken(self, elements: Elements) -> float | None:
-        least = elements.content.counters.least
-        return _steps_of_values(self._catalog) if least is None else least
+        taken = elements.content.counters.taken
+        return max(taken.values()) if taken else _steps_of_values(self._catalog)
 
     def _begins_later(self, steps: float | None) -> bool:
         """Return whether an optimizer keeps the gradients of at least as many steps."""
