@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from conftest import FIXTURES
 from formats.rank_files.rank_writes import rank_of_a_job
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_with_path
 from verify.verify_runs import checked
 
 from ckptool.commands.verify.checks.meaning.moment_bits import Moment
@@ -226,22 +226,25 @@ def zero_tail(state: State, count: int, *kinds: str) -> State:
     return state
 
 
-def saved_by_ranks(path: Path, state: State) -> Path:
-    """Save as two ranks of verl do, each half of the rows."""
+def saved_by_ranks(path: Path, state: State, *whole: str) -> Path:
+    """Save as two ranks of verl do, each half of the rows, or all of what has a ``whole`` name."""
     path.mkdir()
     parts = {"model": state["model"], "optim": {**state["optimizer"], "param_groups": []}}
     for rank in range(2):
         with rank_of_a_job(rank, 2):
             mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-            shard = partial(half_of, rank, mesh)
+            shard = partial(half_of, rank, mesh, whole)
             for part, content in parts.items():
-                of_rank = tree_map(shard, content)
+                of_rank = tree_map_with_path(shard, content)
                 torch.save(of_rank, path / f"{part}_world_size_2_rank_{rank}.pt")
     return path
 
 
-def half_of(rank: int, mesh: DeviceMesh, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or not value.ndim:
+def half_of(
+    rank: int, mesh: DeviceMesh, whole: Sequence[str], keys: tuple[Any, ...], value: Any
+) -> Any:
+    is_whole = any(name in str(keys) for name in whole)
+    if not isinstance(value, torch.Tensor) or not value.ndim or is_whole:
         return value
     return DTensor.from_local(value.chunk(2)[rank].clone(), mesh, [Shard(0)])
 
@@ -374,6 +377,13 @@ def copy_moments(state: State, *parts: str) -> State:
         for kind in ("exp_avg", "exp_avg_sq"):
             of_layer(state, 2, part)[kind] = of_layer(state, 1, part)[kind].clone()
     return state
+
+
+def test_moments_of_another_layer_in_which_a_part_of_a_rank_begins(tmp_path: Path) -> None:
+    state = copy_moments(trained(), "up", "down")
+    whole = [f"layers.{n}.{part}" for n, part in ((1, "up"), (1, "down"), (2, "down"))]
+    (finding,) = found(saved_by_ranks(tmp_path / "c", state, *whole))
+    assert (finding.code, len(finding.affected)) == ("moments-copied", 4)
 
 
 def test_moments_of_another_layer(tmp_path: Path) -> None:

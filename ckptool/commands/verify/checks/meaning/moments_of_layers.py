@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from operator import lt
@@ -22,7 +22,7 @@ from ckptool.commands.verify.checks.meaning.weights import are_of_a_branch, is_m
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.keymap.model import abstract
-from ckptool.core.quantization.master_names import keys_of, parameter_of_moment
+from ckptool.core.quantization.master_names import keys_of, parameter_of_moment, parse_moment
 from ckptool.core.views import part_at
 from ckptool.errors import Problem
 
@@ -42,6 +42,7 @@ _NARROW = "float16"
 """In it small numbers are zero, and their squares are."""
 
 Numbers = tuple[int, ...]
+Pair = tuple[str, str]
 WeightOf = Callable[[str], TensorEntry | None]
 
 
@@ -144,14 +145,14 @@ class Layers:
         from one, may have equal gradients, and so have matrices whose products are added up, but
         then those of all layers: copies are several matrices of a layer, or only one of its.
         """
-        pairs: dict[tuple[Numbers, Numbers], list[tuple[str, str]]] = defaultdict(list)
+        pairs: dict[tuple[Numbers, Numbers], list[Pair]] = defaultdict(list)
         matrices: dict[tuple[Numbers, Numbers], set[str]] = defaultdict(set)
-        for one, other in self._alike():
-            (kind, numbers), (_, others) = (
-                abstract(parameter_of_moment(name)) for name in (one, other)
-            )
-            pairs[numbers, others].append((one, other))
-            matrices[numbers, others].add(kind)
+        alike = dict.fromkeys(pair for pair in self._alike() if self._are_copies(*pair))
+        beside = (pair for pair in self._beside(alike) if self._are_copies(*pair))
+        for one, other in [*alike, *beside]:
+            (_, kind), numbers = _spot(one)
+            pairs[numbers, _spot(other)[1]].append((one, other))
+            matrices[numbers, _spot(other)[1]].add(kind)
         pairs_of = Counter(kind for kinds in matrices.values() for kind in kinds)
         of_many = self._of_many() if pairs else set()
         for (layer, other_layer), found in pairs.items():
@@ -178,25 +179,45 @@ class Layers:
             if of_kind[kind] > _PAIR and of_layer[kind.partition("#")[0], numbers] > 1
         }
 
-    def _alike(self) -> Iterator[tuple[str, str]]:
-        """Yield the names of moments that are equal, of weights that are not."""
-        source = self._elements.source
+    def _alike(self) -> Iterator[Pair]:
+        """Yield the names of moments that begin alike."""
         groups: dict[object, list[str]] = defaultdict(list)
         for name, moment in self._seen.items():
             if not moment.is_zero and moment.head is not None and (kind := abstract(name)[0]):
                 groups[kind, moment.head].append(name)
-        for one, other in (pair for names in groups.values() for pair in pairwise(names)):
-            from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
+        for names in groups.values():
+            yield from pairwise(names)
 
-            both = self._entries[one], self._entries[other]
-            if not is_matrix(both[0].shape) or not _are_alike(*both):
-                continue
-            known = [each for each in map(self.weight_of, (one, other)) if each is not None]
-            if len(known) < 2 or not self._weights.are_sound(*(each.name for each in known)):
-                continue
-            weights = self._weights.source
-            if are_equal(*both, source) and not are_equal(known[0], known[1], weights):
-                yield one, other
+    def _beside(self, alike: Collection[Pair]) -> Iterator[Pair]:
+        """Yield what else the layers of equal moments have: a rank's part may begin inside it."""
+        layers = {(_spot(one)[1], _spot(other)[1]) for one, other in alike}
+        names = {_spot(name): name for name in self._seen} if layers else {}
+        for (kind, numbers), one in names.items():
+            for layer, other_layer in layers:
+                other = names.get((kind, other_layer)) if numbers == layer else None
+                if other is not None and (one, other) not in alike:
+                    yield one, other
+
+    def _are_copies(self, one: str, other: str) -> bool:
+        """Return whether moments of matrices are equal, and the weights are not."""
+        from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
+
+        both = self._entries[one], self._entries[other]
+        if not is_matrix(both[0].shape) or not _are_alike(*both):
+            return False
+        known = [each for each in map(self.weight_of, (one, other)) if each is not None]
+        if len(known) < 2 or not self._weights.are_sound(*(each.name for each in known)):
+            return False
+        weights = self._weights.source
+        is_copy = are_equal(*both, self._elements.source)
+        return is_copy and not are_equal(known[0], known[1], weights)
+
+
+def _spot(moment: str) -> tuple[tuple[str, str], Numbers]:
+    """Return the kind of a moment and of its parameter, and the numbers in the parameter's name."""
+    kind, parameter = parse_moment(moment) or ("", moment)
+    of_parameter, numbers = abstract(parameter)
+    return (kind, of_parameter), numbers
 
 
 def _are_alike(one: TensorEntry, other: TensorEntry) -> bool:
