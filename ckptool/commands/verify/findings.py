@@ -37,7 +37,7 @@ _ONE_SIDED = ("tensor-missing", "tensor-extra", "value-missing", "value-extra")
 _OF_BOTH = ("shape-differs", "dtype-differs", "value-differs", "value-not-compared")
 _OF_LIKENESS = ("missing", "extra", "shape", "unchanged", "changed")
 _BY_MANIFEST = ("missing", "extra", "differs", "unchecked", "incomplete")
-_ALIKE = frozenset((UNREAD, *_ONE_SIDED, *_OF_BOTH)).union(
+_ALIKE = frozenset((UNREAD, "replicas-differ", *_ONE_SIDED, *_OF_BOTH)).union(
     (f"like-{word}" for word in _OF_LIKENESS), (f"manifest-{word}" for word in _BY_MANIFEST)
 )
 """The codes with one finding for several names that show the same."""

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 
 from ckptool.errors import Damaged, Problem, Several
-from ckptool.formats.rank_files.records import are_apart, are_processes, recorded_ranks
+from ckptool.formats.rank_files.records import are_processes, have_slices, recorded_ranks
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
 from ckptool.serialization.file_roles import role_of, without_words
 from ckptool.serialization.source import Source, find_missing_ranks, require_rank
@@ -97,14 +97,16 @@ def are_slices(source: Source, files: Sequence[RankFile]) -> bool:
     """Return whether files are what each rank alone has of an optimizer, beside a whole model.
 
     As nanochat writes it: the model once, and of the moments the rows that a rank updates. Nothing
-    says which those are, so each file is a checkpoint by itself, unless they are replicas.
+    says which those are, so each file is a checkpoint by itself, unless they are replicas, be they
+    equal or not.
     """
     if not files or not all(role_of(item.family) == "optimizer" for item in files):
         return False
-    models = (name.rpartition(".")[0] for name in source.files if name.endswith(_SUFFIXES))
-    saves = {without_words(name) for name in models if role_of(name) == "model"}
+    named = ((name.rpartition(".")[0], name) for name in source.files if name.endswith(_SUFFIXES))
+    models = {without_words(stem): file for stem, file in named if role_of(stem) == "model"}
     return any(
-        without_words(family) in saves and are_apart(source, [item.file for item in of])
+        (model := models.get(without_words(family))) is not None
+        and have_slices(source, [item.file for item in of], model)
         for family, of in by_family(files).items()
     )
 

@@ -7,7 +7,8 @@ only, and some trainers save ``rank`` beside the state.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations, starmap
 
@@ -102,11 +103,12 @@ def are_processes(source: Source, files: Sequence[str], numbers: Collection[int]
     return 1 in numbers and _have_equal_shapes(contents)
 
 
-def are_apart(source: Source, files: Sequence[str]) -> bool:
-    """Return whether files are no replicas: of the first ones, no two have equal tensors.
+def have_slices(source: Source, files: Sequence[str], model: str) -> bool:
+    """Return whether files of ranks have slices of an optimizer, of the first of them no replicas.
 
-    One file is a replica of nothing. Not if a file says what it has of larger tensors; one that
-    cannot be read says nothing.
+    Of these no two have equal tensors, nor has each state of all matrices of the ``model``. One
+    file is a replica of nothing. Not if a file says what it has of larger tensors; one that cannot
+    be read says nothing.
     """
     contents: list[Mapping[str, Leaf]] = []
     for file in files:
@@ -116,7 +118,32 @@ def are_apart(source: Source, files: Sequence[str]) -> bool:
             break
     if any(map(_has_shards, contents)) or len(contents) < min(2, len(files)):
         return False
-    return not any(starmap(_are_equal, combinations(contents, 2)))
+    are_equal = any(starmap(_are_equal, combinations(contents, 2)))
+    return len(files) == 1 or not (are_equal or _are_whole(contents, source, model))
+
+
+def _are_whole(contents: Iterable[Mapping[str, Leaf]], source: Source, model: str) -> bool:
+    """Return whether each kind of state in all files is of as many matrices as a model has.
+
+    Told by their shapes: such ranks have neither the rows nor the parameters that they update.
+    """
+    try:
+        of_model = _shapes(read_file_leaves(source, model))
+    except CkptoolError:
+        return False
+    kinds = defaultdict[object, dict[str, Leaf]](dict)
+    for at, leaves in enumerate(contents):
+        for name, leaf in leaves.items():
+            kinds[at, name.rpartition(".")[2]][name] = leaf
+    shapes = list(filter(None, map(_shapes, kinds.values())))
+    return bool(shapes) and all(of == of_model for of in shapes)
+
+
+def _shapes(leaves: Mapping[str, Leaf]) -> Counter[tuple[int, ...]]:
+    """Return how many plain matrices there are of each shape."""
+    values = (leaf.value for leaf in leaves.values())
+    shapes = (value.tensor.shape for value in values if isinstance(value, PlainLeaf))
+    return Counter(shape for shape in shapes if len(shape) > 1)
 
 
 def _are_equal(some: Mapping[str, Leaf], others: Mapping[str, Leaf]) -> bool:

@@ -109,6 +109,19 @@ def test_replicas_of_an_optimizer_beside_a_model_are_no_slices(
     assert codes == {"file-unused"} | ({"replicas-differ"} if any(ranks) else set())
 
 
+@pytest.mark.parametrize("rows", [2, 4])
+def test_replicas_that_diverged_have_state_of_whole_parameters(rows: int, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(4, 3), "b": torch.ones(4)}, tmp_path / "model.pt")
+    for rank in range(2):
+        state = {0: {"exp_avg": torch.ones(rows, 3) + rank}, 1: {"exp_avg": torch.ones(4)}}
+        torch.save({"state": state}, tmp_path / f"optim_rank{rank}.pt")
+    if rows < 4:
+        with pytest.raises(Several):
+            ckptool.verify(tmp_path)
+        return
+    assert "replicas-differ" in {each.code for each in ckptool.verify(tmp_path).findings}
+
+
 @pytest.mark.parametrize("names", ["model_000020 model_000025", "ckpt_095000 ckpt_100000"])
 def test_files_of_ranks_of_two_saves_with_padded_numbers_are_two(
     names: str, tmp_path: Path
