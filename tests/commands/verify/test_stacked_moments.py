@@ -125,3 +125,7 @@ def test_matrices_of_one_layer_without_moments(
         for part in parts:
             state[f"{kind}.{LAYER.format(layer, part)}"].zero_()
     assert len(found(saved(tmp_path / "c", state))) == count
+    counted = {f"step.{name}": torch.tensor(1.0) for name in names}  # what follows began as zeros
+    assert not found(saved(tmp_path / "first", state | counted))
+    masks = {f"{LAYER.format(layer, part)}_mask": torch.zeros(10, 10) for part in parts}
+    assert not found(saved(tmp_path / "pruned", state | masks))

@@ -40,7 +40,8 @@ _MADE_UP = 0.25
 """Of all means of squares, the share of values below zero that no fault leaves."""
 _STEPS = 2
 """Counted steps after which something has moments: one step without gradients may be that which
-makes the state (DeepSpeed, torch's ``get_optimizer_state_dict``)."""
+makes the state (DeepSpeed, torch's ``get_optimizer_state_dict``), or what follows began as zeros.
+"""
 
 _GROUPS, _KEPT = "param_groups.", ".keep_num"
 """Where AdaShift says how many gradients it keeps before there are squares of them
@@ -104,7 +105,8 @@ class Moments:
         yield from self._squares_lost(seen, entries, elements)
         yield from self._cut(seen, entries, layers.weight_of, elements.source)
         yield from _lost_ranks(seen, entries) if elements.is_all else ()
-        yield from layers.lost()
+        steps = self._steps_taken(elements)
+        yield from layers.lost() if steps is None or steps >= _STEPS else ()
         yield from layers.copied()
 
     def _all_zero(self, elements: Elements, count: int) -> Iterator[Problem]:

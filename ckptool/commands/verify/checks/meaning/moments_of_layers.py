@@ -38,6 +38,7 @@ so it has, unless all that goes into it is zero, as the first layer of a decoder
 _PAIR = 2
 _LAST = re.compile(r"final_(?:layer)?norm\.weight")
 """What the output of Megatron's last layer goes through, if it is used."""
+_PRUNED = "_orig"
 _NARROW = "float16"
 """In it small numbers are zero, and their squares are."""
 
@@ -91,7 +92,7 @@ class Layers:
     def lost(self) -> Iterator[Problem]:
         """Yield the moments of one layer's matrices that are zero, though the weights are not.
 
-        Weights that are fill a stack up.
+        Weights that are fill a stack up. Those with a mask may be pruned whole (torch's ``prune``).
         """
         zero = {
             parameter: all(self._seen[name].is_zero for name in kinds.values())
@@ -106,6 +107,8 @@ class Layers:
             mean = self._names[parameter]["exp_avg"]
             entry, weight = self._entries[mean], self.weight_of(mean)
             if weight is None or entry.source_dtype.name == _NARROW:
+                continue
+            if f"{weight.name.removesuffix(_PRUNED)}_mask" in self._weights.located:
                 continue
             is_sound = self._weights.are_sound(weight.name)
             if is_sound and any(largest_sizes([weight], self._weights.source).values()):
