@@ -33,6 +33,9 @@ KINDS = [("q", "weight"), ("q", "bias"), ("o", "weight")]
         (15, 9, 0.5, "counts-apart: optimizer.pt: the optimizer has taken 15 steps, but trainer"),
         (6, 9, 0.5, "counts-apart: optimizer.pt: the optimizer has taken 6 of 9 steps: it was"),
         (15, 9, 0.4, "counts-differ: optimizer.pt: the optimizer has taken 15 steps, but trainer"),
+        (6, 9, 0.4, "counts-differ: optimizer.pt: the optimizer has taken 6 steps, but trainer"),
+        (9, 6, 0.4, "counts-differ: optimizer.pt: scheduler.last_epoch is 6, but trainer"),
+        (9, 9, None, ""),  # Adafactor finds its own
     ],
 )
 def test_an_optimizer_of_another_save_of_the_trainer(

@@ -84,6 +84,16 @@ def test_one_without_any_state_after_steps(steps: int, count: int, tmp_path: Pat
     ]
 
 
+def test_state_of_numbers_in_no_group(tmp_path: Path) -> None:
+    file = trained(tmp_path / "c") / "optimizer.pt"
+    state = torch.load(file)
+    state["param_groups"][0]["params"].pop()
+    torch.save(state, file)
+    (found,) = (f for f in ckptool.verify(tmp_path / "c").findings if f.severity.value != "info")
+    assert found.code == "optimizer-extra"
+    assert found.message.startswith("optimizer.pt: state.2.exp_avg, state.2.exp_avg_sq: ")
+
+
 def test_a_sound_one_is_no_warning(tmp_path: Path) -> None:
     report = ckptool.verify(trained(tmp_path / "c"), strict=True)
     assert report.ok

@@ -75,19 +75,23 @@ def optimizer_step_problems(
             yield from _of_all(each, values, step)
         steps, taken = step - (number_in(values, trainer.skipped) or 0), max(each.values())
         known = trainer.optimizer
-        if number_in(values, known.steps) != step or not 0 < taken < UNCOUNTED:
+        count = number_in(values, known.steps)
+        if count is None or not 0 < taken < UNCOUNTED:
             continue
-        if taken < steps:
+        is_other = are_several and steps > 0 and _has_other_rate(trainer, values, optimizer)
+        message = f"the optimizer has taken {taken:,g} steps, but {trainer.step} is {step:,}"
+        if is_other and count != step:
+            message = f"{known.steps} is {count:,}, but {trainer.step} is {step:,}, and the"
+            message += " optimizer has another learning rate than it gave: they are of two saves"
+            yield Problem(message, _DIFFER)
+        elif is_other and not steps <= taken <= steps + 1:
+            yield Problem(f"{message}: they are of two saves", _DIFFER)
+        elif count == step and taken < steps:
             message = f"the optimizer has taken {taken:,g} of {steps:,} steps: it was begun again,"
             yield Problem(f"{message} or is of an earlier save", "counts-apart")
-        elif taken > steps + 1 and known.more:
-            message = f"the optimizer has taken {taken:,g} steps, but {trainer.step} is {step:,}"
-            is_sure = known.more == _DIFFER and are_several and steps > 0
-            if is_sure and _has_other_rate(optimizer, values.get(known.rates)):
-                yield Problem(f"{message}: they are of two saves", _DIFFER)
-            else:
-                message += ": it had taken some before, or takes several at a time"
-                yield Problem(message, "counts-apart")
+        elif count == step and taken > steps + 1 and not known.may_take_more:
+            message += ": it had taken some before, or takes several at a time"
+            yield Problem(message, "counts-apart")
 
 
 def _steps_of_each(optimizer: Catalog, read: Mapping[str, float]) -> Mapping[str, float]:
@@ -116,13 +120,14 @@ def _fewer_than_all(taken: Mapping[str, float], step: int, what: str) -> Problem
     return Problem(f"{message} of an earlier save", "counts-apart")
 
 
-def _has_other_rate(optimizer: Catalog, rates: object) -> bool:
+def _has_other_rate(trainer: Trainer, values: Values, optimizer: Catalog) -> bool:
     """Return whether an optimizer's learning rate is none that its scheduler has given last.
 
     Else nothing tells that it is of another save: users set the step, its samples and its schedule.
     """
-    rate = next((optimizer.objects[name] for name in _RATES if name in optimizer.objects), None)
-    return rate is not None and isinstance(rates, list) and rate.value not in rates
+    given, entries = values.get(trainer.optimizer.rates), map(optimizer.objects.get, _RATES)
+    rate = next((entry.value for entry in entries if entry), None)
+    return isinstance(rate, float) and isinstance(given, list) and rate not in given
 
 
 def _of_step(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from ckptool.commands.verify.checks.meaning.trainer_counts import (
     values_of,
 )
 from ckptool.commands.verify.checks.meaning.weights import are_of_a_branch
-from ckptool.commands.verify.checks.training import models_by_tail
+from ckptool.commands.verify.checks.training import models_by_tail, optimizer_of
 from ckptool.core.catalog import Catalog, RankStep, TensorEntry
 from ckptool.core.keymap.model import abstract
 from ckptool.core.quantization.master_names import keys_of, parse_moment
@@ -27,7 +27,7 @@ from ckptool.formats.companions import trainer_optimizer
 from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.storage.files import Files
 
-_GROUPS, _PARAMS, _STATE = "param_groups", "params", ".state."
+_GROUPS, _PARAMS = "param_groups", "params"
 _FEW = 2
 _LAYERS = 4
 """Layers besides one that may well have state by chance alone."""
@@ -59,7 +59,7 @@ def unfit_state_problems(catalog: Catalog) -> Iterator[Problem]:
             continue
         parameter = found[1]
         if parameter.isdigit():
-            numbered[name.partition(_STATE)[0]][parameter].append(entry)
+            numbered[optimizer_of(name)][parameter].append(entry)
         else:
             named[parameter].append(entry)
     if named:

@@ -38,13 +38,12 @@ class Schedule(Struct, frozen=True):
 class Optimizer(Struct, frozen=True):
     """What says that an optimizer has taken as many steps as training: ``steps``, if it is as many.
 
-    One of more is said with the code ``more``, and is another save's if its learning rate is none
-    of ``rates``.
+    Unless it ``may_take_more``. It is another save's if its learning rate is none of ``rates``.
     """
 
     steps: str = ""
     rates: str = ""
-    more: str = "counts-differ"
+    may_take_more: bool = False
 
 
 class Samples(Struct, frozen=True):
@@ -103,8 +102,7 @@ TRAINERS = (
         folder=Folder(r"step-(\d{1,18})"),
         schedules=(Schedule("lr_scheduler.last_epoch"),),
         samples=Samples("train_state.ntokens_seen"),
-        # a load may leave the state of the training out
-        optimizer=Optimizer("train_state.step", more="counts-apart"),
+        optimizer=Optimizer("train_state.step"),
     ),
     Trainer(
         "verl 0.9, utils/checkpoint/fsdp_checkpoint_manager.py, workers/fsdp_workers.py: an actor"
@@ -112,7 +110,7 @@ TRAINERS = (
         sign="verl (by its file names)",
         step="extra_state.lr_scheduler.last_epoch",
         folder=Folder(r"global_step_(\d{1,18})(?:/actor|/critic)?", lags=True),
-        optimizer=Optimizer("extra_state.lr_scheduler.last_epoch", more=""),
+        optimizer=Optimizer("extra_state.lr_scheduler.last_epoch", may_take_more=True),
     ),
     Trainer(
         "Megatron-LM d98e8a6, training/training.py and checkpointing.py",
