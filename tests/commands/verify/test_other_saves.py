@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +221,23 @@ def test_a_layer_that_lacks_what_others_have(tmp_path: Path) -> None:
     lost = [f"model.layers.2.self_attn.{part}_proj.{kind}" for part, kind in KINDS]
     (found,) = of_a_model(tmp_path / "n", {}, *lost)
     assert all(name in found for name in lost)
+
+
+UP = "model.layers.{}.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("layers", "shape", "count"), [([1], (16, 4), 1), ([1], (0,), 0), (range(3), (16, 4), 0)]
+)
+def test_a_layer_that_has_what_others_have_in_another_shape(
+    layers: Iterable[int], shape: tuple[int, ...], count: int, tmp_path: Path
+) -> None:
+    of_a_model(tmp_path / "m", {})
+    odd = {UP.format(layer): torch.ones(shape) for layer in layers}
+    save_file(load_file(tmp_path / "m" / FILE) | odd, tmp_path / "m" / FILE)
+    message = f"{UP.format(1)} is [16, 4], not [16, 8] as in other layers"
+    expected = f"config-mismatch: config.json says Qwen2ForCausalLM, but {message}"
+    assert [text for text in said(tmp_path / "m") if "as in other" in text] == [expected] * count
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ckptool.commands.model.architectures import HEAD, class_of, is_tied, shapes_of
+from ckptool.commands.model.architectures import HEAD, Shapes, class_of, is_tied, shapes_of
 from ckptool.commands.model.config import shared_names
 from ckptool.commands.model.records import CONFIG, Record, arguments_in, read_beside
 from ckptool.commands.open import Survey
@@ -111,9 +111,9 @@ _PART = 4
 def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     """Yield a problem if a layer lacks what the model of config.json has in it, and others have.
 
-    So it is if what precedes or follows all its layers is missing. With any tensor that this model
-    has not, it is another one, whatever its config says, and where much is missing, some was left
-    out on purpose, as a head is of a model that embeds.
+    So it is if what precedes or follows all its layers is missing, or of a layer has another shape.
+    With any tensor that this model has not, it is another one, whatever its config says, and where
+    much is missing, some was left out on purpose, as a head is of a model that embeds.
     """
     config: Record = {}
     if surveyed.format.loading.config is not None:
@@ -133,6 +133,9 @@ def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem
     found = (match for match in places if match[0] in lost and match[1] in layers)
     names = [match[0] for match in found if lacking[match[2]] <= having[match[2]]]
     says = f"{CONFIG} says {class_of(config)}, but"
+    for name, shape in _misshapen(places, expected, catalog):
+        message = f"{says} {name} is {shape}, not {list(expected[name])} as in other layers"
+        yield Problem(message, "config-mismatch", file=CONFIG, tensor=name)
     if 0 < _PART * len(names) <= len(known):
         message = f"{says} {list_some(names, _FEW)} not found, which other layers have"
         yield Problem(message, "config-mismatch", file=CONFIG)
@@ -140,3 +143,15 @@ def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem
     if outside and outside.isdisjoint(match[0] for match in places):
         message = f"{says} {list_some(sorted(outside), _FEW)} not found, and all layers are there"
         yield Problem(message, "config-mismatch", file=CONFIG)
+
+
+def _misshapen(
+    places: Sequence[re.Match[str]], expected: Shapes, catalog: Catalog
+) -> Iterator[tuple[str, list[int]]]:
+    """Yield what a layer has, but not empty, in another shape than expected, which others have."""
+    found = [match for match in places if match[0] in catalog.tensors]
+    shapes = {match[0]: catalog.tensors[match[0]].shape for match in found}
+    fitting = {match[2] for match in found if shapes[match[0]] == expected[match[0]]}
+    for name, _, kind in ((match[0], *match.groups()) for match in found):
+        if shapes[name] != expected[name] and kind in fitting and 0 not in shapes[name]:
+            yield name, list(shapes[name])
