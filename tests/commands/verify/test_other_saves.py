@@ -17,6 +17,7 @@ from verify.verify_runs import checked
 from ckptool.commands.model.architectures import HEAD, shapes_of
 from ckptool.commands.open import survey
 from ckptool.commands.verify.checks.meaning.counts import count_problems, optimizer_step_problems
+from ckptool.commands.verify.checks.meaning.extra_state import stateless_problems
 
 FILE = "model.safetensors"
 KINDS = [("q", "weight"), ("q", "bias"), ("o", "weight")]
@@ -263,3 +264,15 @@ def test_a_layer_that_shares_what_another_has(tmp_path: Path) -> None:
         shared = {name: layer[name] for name in left_out}
         save_file(load_file(path / FILE), path / FILE, metadata=shared)
         assert said(path) == []
+
+
+@pytest.mark.parametrize(("steps", "count"), [(7, 1), (1, 0)])
+def test_an_optimizer_of_deepspeed_that_has_masters_alone(
+    steps: int, count: int, copy_of: Callable[[str], Path]
+) -> None:
+    root = copy_of("deepspeed_zero_3")
+    surveyed, catalog = with_values(root, {"global_steps": steps})
+    kept = {name: each for name, each in catalog.tensors.items() if name.startswith("fp32.")}
+    assert not list(stateless_problems(surveyed, catalog))
+    problems = list(stateless_problems(surveyed, replace(catalog, tensors=kept)))
+    assert [problem.code for problem in problems] == ["optimizer-incomplete"] * count

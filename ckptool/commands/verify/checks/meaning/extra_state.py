@@ -20,7 +20,7 @@ from ckptool.commands.verify.checks.training import models_by_tail, optimizer_of
 from ckptool.core.catalog import Catalog, RankStep, TensorEntry
 from ckptool.core.keymap.model import abstract
 from ckptool.core.quantization.master_names import keys_of, parse_moment
-from ckptool.core.state_category import optimizer_names, state_category
+from ckptool.core.state_category import is_master, optimizer_names, state_category
 from ckptool.core.text import list_some, plural
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.companions import trainer_optimizer
@@ -146,7 +146,8 @@ def _optimizer_of(source: Files, catalog: Catalog) -> tuple[str | None, Sequence
         with suppress(CkptoolError):  # said by its own check
             leaves = read_file_leaves(source, name)
             return name, [] if any(".state." in f".{each}" for each in leaves) else [*leaves]
-    if name or optimizer_names(catalog) - catalog.objects.keys():
+    states = optimizer_names(catalog) - catalog.objects.keys()
+    if name or not all(map(is_master, states)):
         return None, []
     return None, [*catalog.objects]
 
