@@ -22,7 +22,7 @@ _STATE = re.compile(
 )
 _DCP = re.compile(r"__(\d+)_\d+\.distcp|\.metadata")
 _WORLD = re.compile(r"world_size_(\d+)_rank_\d+|(?<=rank)[-_]?\d+[-_]of[-_](\d+)")
-_SHARDS = re.compile(r"[-_.]?\d+-of-\d+")
+_SHARDS = re.compile(r"[-_.]?(?<!\d)\d+-of-\d+")
 _OF_RANK = re.compile(r"(.*\D)(\d+)")
 _CORE = 1
 """How many earlier steps must have a file of a known role, before a later one must; else 2."""

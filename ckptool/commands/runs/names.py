@@ -57,11 +57,12 @@ _VALUES = (
 )
 """The value of a metric: ``val_loss=0.39``, ``acc_93``, or behind another number ``00-0.39``."""
 _APART = (
-    r"(?i)(?<![\d.])\d+(?:\.\d+)?[bt](?![a-z0-9])|\d+x\d+(?:\.\d+)?[bm]?(?![a-z0-9])"
+    r"(?i)(?<![\d.])\d+(?:\.\d+)?[bt](?![a-z0-9])"
+    r"|(?<!\d)\d+(?:-of-\d+|-?best(?![a-z])|(?:[km]|x\d+(?:\.\d+)?[bm]?)(?![a-z0-9]))"
     r"|(?<![a-z])(?:run|exp|experiment|fold|cv|seed|version|ver|v|trial|split|job|id|attempt|replica"
     r"|replicat|worker|node|gpu|rank|part|shard|member|model_parallel|layer|expert|stage)s?[-_=]?\d+"
-    r"|(?<![a-z0-9])[a-z][\w/]*(?==)|\d+-of-\d+|\d+-?best(?![a-z])|(?<![a-z0-9])(?=[0-9a-f]*\d)"
-    r"(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}(?![a-z0-9])|\d+[km](?![a-z0-9])"
+    r"|(?<![a-z0-9])[a-z][\w/]{0,99}(?==)|(?<![a-z0-9])(?=[0-9a-f]*\d)"
+    r"(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}(?![a-z0-9])"
 )
 """Numbers of what is not a step: sizes, runs, how many were averaged, hashes."""
 _DAY = r"(?<!\d)(?:19|20)\d\d[-_.][01]\d[-_.][0-3]\d(?!\d)"

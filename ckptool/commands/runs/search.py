@@ -30,7 +30,7 @@ from ckptool.storage.place import folder_at, has_any, require_there
 from ckptool.storage.url import Location, within
 
 _NAMES_FILES = (FileRole.METADATA, FileRole.INDEX)
-_SHARD = r"\d+-of-\d+"
+_SHARD = r"\d-of-\d"
 
 
 def find_run(place: Location) -> Run:

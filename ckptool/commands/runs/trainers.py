@@ -149,7 +149,7 @@ TRAINERS = (
         "NeMo",
         "NeMo 8cfedd7, lightning/pytorch/callbacks/model_checkpoint.py; NeMo 1:"
         " utils/callbacks/nemo_model_checkpoint.py",
-        step=r".+--.*step=(?P<step>\d+)(?:\.0)?-consumed_samples=[\d.]+(?:\.ckpt)?",
+        step=r".+--(?:(?!--).)*step=(?P<step>\d+)(?:\.0)?-consumed_samples=[\d.]+(?:\.ckpt)?",
         marks=(r"NAME-unfinished",),
         spared=r".*-last(?:\.ckpt)?",
     ),
