@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ckptool.commands.detect import detect_folder, find_checkpoints
 from ckptool.commands.open import survey_readable
 from ckptool.commands.runs.names import (
+    EntryName,
     Position,
     is_part_folder,
     parse_name,
@@ -19,6 +20,7 @@ from ckptool.commands.runs.names import (
 )
 from ckptool.commands.runs.steps import Run, Step, read_from, says_another
 from ckptool.commands.runs.trainers import POINTERS, SPARED
+from ckptool.core.state_category import weights
 from ckptool.core.text import natural_key
 from ckptool.errors import NoAnswer, NotFound, Unrecognized
 from ckptool.formats import file_rule, latest_markers
@@ -217,7 +219,20 @@ def _is_one_save(files: Sequence[Location]) -> bool:
         return False
     if any(re.fullmatch(SPARED, path.name) is not None for path in files):
         return False
-    return {is_of_training(name.role) for name in names} == {True, False}
+    return {_is_state(*each) for each in zip(files, names, strict=True)} == {True, False}
+
+
+def _is_state(path: Location, name: EntryName) -> bool:
+    """Return whether it is state of training: a file called nothing else, or what has no weights.
+
+    ``cosine-scheduler`` and ``opt-125m`` may be folders of models.
+    """
+    if not is_of_training(name.role) or not name.family:
+        return is_of_training(name.role)
+    found = survey_readable(path)
+    if found is None or found.catalog is None or found.problems:
+        return name.family == "/"
+    return not weights(found.catalog)
 
 
 def _entry(run: Location, path: Location, inner: Sequence[Location]) -> Step:

@@ -332,6 +332,19 @@ def test_the_training_states_of_basicsr_belong_to_its_models(tmp_path: Path) -> 
     assert not checked(tmp_path).steps[0].ok
 
 
+@pytest.mark.parametrize("other", ["cosine-scheduler", "opt-125m"])
+def test_models_called_after_what_is_beside_one_are_saves_apart(other: str, tmp_path: Path) -> None:
+    for name in ("baseline", other):
+        (folder := tmp_path / name).mkdir()
+        (folder / "config.json").write_text("{}")
+        save_file({"w": WEIGHT}, folder / "model.safetensors", {"format": "pt"})
+    assert {step.path.name for step in checked(tmp_path).steps} == {"baseline", other}
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-2])
+    assert {step.path.name: step.ok for step in checked(tmp_path).steps} == {
+        "baseline": True, other: False
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["resnet_100_epochs", "epoch_100"])
 def test_a_run_named_by_its_length_is_no_step(name: str, tmp_path: Path) -> None:
     (run := tmp_path / name).mkdir()
