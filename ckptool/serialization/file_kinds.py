@@ -301,9 +301,10 @@ def holds_counts_alone(source: Source, file: str) -> bool:
 
     What is called like a checkpoint is a damaged one.
     """
+    if not 0 < source.files[file] <= HEAD:
+        return False
     stem = file.rpartition("/")[2].partition(".")[0]
-    is_called_so = re.search(_OF_A_STEP, stem) is not None or not may_be_empty(stem)
-    if not 0 < source.files[file] <= HEAD or is_called_so:
+    if re.search(_OF_A_STEP, stem) or not may_be_empty(stem):
         return False
     head = read_head(source, file)
     return re.search(rb"\d", head) is not None and all(map(_COUNTS.fullmatch, head.split(b"\n")))

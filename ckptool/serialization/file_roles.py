@@ -20,8 +20,8 @@ class Role(Struct, frozen=True, dict=True):
 
     Without its words a name says which files of other steps are its like: no run, fold or date is
     told by them. What lies ``beside`` a model is never the one that a step is called after.
-    ``state`` is of training, without a model. What ``may_be_empty`` may have no tensors, or be a
-    number in a text.
+    ``state`` is of training, without a model. ``empty`` is what may have no tensors, or be a number
+    in a text.
     """
 
     name: str | None
@@ -29,12 +29,12 @@ class Role(Struct, frozen=True, dict=True):
     within: str = _NOTHING
     beside: bool = False
     state: bool = False
-    may_be_empty: bool = False
+    empty: bool = False
 
     @cached_property
     def said(self) -> re.Pattern[str]:
-        """The pattern of names that say it."""
-        return re.compile(f"(?i){_whole(self.words)}|{self.within}")
+        """The pattern of names in small letters that say it, which takes a third to compile."""
+        return re.compile(f"{_whole(self.words)}|{self.within}")
 
 
 def _whole(words: str) -> str:
@@ -44,24 +44,15 @@ def _whole(words: str) -> str:
 _ROLES = (
     Role("optimizer", "opt|optims?|optimizers?", "optim", beside=True, state=True),
     Role("optimizer", "adam", "adam", beside=True),  # a model may be called after it, too
-    Role("scheduler", "sched|schedulers?", "sched", beside=True, state=True, may_be_empty=True),
-    Role("scaler", "scaler", "scaler", beside=True, state=True, may_be_empty=True),
-    Role("rng", "rng", r"(?<![a-z])rng", beside=True, state=True, may_be_empty=True),
-    Role("rng", within="random|seed", may_be_empty=True),
+    Role("scheduler", "sched|schedulers?", "sched", beside=True, state=True, empty=True),
+    Role("scaler", "scaler", "scaler", beside=True, state=True, empty=True),
+    Role("rng", "rng", r"(?<![a-z])rng", beside=True, state=True, empty=True),
+    Role("rng", within="random|seed", empty=True),
     Role(
-        "record",
-        within="(?:trainer|train|training|extra|client|global)_state",
-        beside=True,
-        may_be_empty=True,
+        "record", within="(?:train(?:er|ing)?|extra|client|global)_state", beside=True, empty=True
     ),
-    Role("record", within=r"(?<![a-z])(?:common|progress|meta)", may_be_empty=True),
-    Role(
-        "dataloader",
-        "data|dataloader|loader",
-        "sampler|loader|dl_state",
-        beside=True,
-        may_be_empty=True,
-    ),
+    Role("record", within=r"(?<![a-z])(?:common|progress|meta)", empty=True),
+    Role("dataloader", "data|(?:data)?loader", "sampler|loader|dl_state", beside=True, empty=True),
     Role("rank", r"(?:mp_|tp_|pp_|dp_|ep_)?rank[-_]?\d+", "rank"),
     Role("model", r"critic|ema(?:[-_]?\d+\.\d+)?", beside=True),
     Role("model", "models?|weights|actor|policy|unet", "model|weights|adapter"),
@@ -77,10 +68,10 @@ _ROLES = (
         "|encoder|decoder|backbone|head|classifier|gen|generator|netg|g|lora|states?|dict",
         _whole("enc|dec"),
     ),
-    Role(None, "amp|trainer|train|training|extra", may_be_empty=True),
+    Role(None, "amp|trainer|train|training|extra", empty=True),
 )
-"""The first row that a name matches says its role. Those of the last rows have none that each step
-must have: parts of a model may be saved once, and a state may be of anything."""
+"""The first row that a name matches says its role. The last rows say none: parts of a model may be
+saved once, and a state may be of anything."""
 
 WORDS = "(?i)" + _whole("|".join(row.words for row in _ROLES))
 """What is one of several files or folders of one step."""
@@ -88,7 +79,8 @@ WORDS = "(?i)" + _whole("|".join(row.words for row in _ROLES))
 
 @lru_cache(1 << 14)
 def _rows_of(name: str) -> Sequence[Role]:
-    return [row for row in _ROLES if row.said.search(name)]
+    small = name.lower()
+    return [row for row in _ROLES if row.said.search(small)]
 
 
 def role_of(name: str) -> str | None:
@@ -113,4 +105,4 @@ def is_of_training(name: str) -> bool:
 
 def may_be_empty(name: str) -> bool:
     """Return whether a file may have no tensors: no word says model, optimizer or average."""
-    return all(row.may_be_empty for row in _rows_of(name))
+    return all(row.empty for row in _rows_of(name))
