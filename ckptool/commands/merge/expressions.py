@@ -52,9 +52,9 @@ class Computation(Struct, frozen=True):
 def add(operands: Sequence[Operand], total: WeightedSum, text: str) -> Computation:
     """Add up each tensor of real or complex numbers of checkpoints, which must have the same.
 
-    Integers, booleans, tensors without dims and values are those of the first; names of one tensor
-    stay that. Raises Unsupported for other names, shapes or ties, and for tensors that are
-    quantized or complex.
+    Integers, booleans, tensors without dims, values, and what is no part of model or optimizer are
+    those of the first, and so are steps; names of one tensor stay that. Raises Unsupported for
+    other names, shapes or ties, and for tensors that are quantized or complex.
     """
     first, *others = operands
     for operand in operands:
@@ -139,7 +139,10 @@ def require_numbers(operand: Operand, names: Iterable[str] | None = None) -> Non
 
 
 def _is_summed(entry: TensorEntry) -> bool:
-    """Return whether a tensor has dims, and real or complex numbers."""
+    """Return whether a tensor has dims, and real or complex numbers, and is no counter or such."""
+    is_step = entry.part == "optimizer" and entry.name.rpartition(".")[2] == "step"
+    if is_step or entry.part == "other":
+        return False
     return can_cast(entry) or (entry.dtype.kind == "complex" and bool(entry.shape))
 
 

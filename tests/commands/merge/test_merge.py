@@ -348,6 +348,31 @@ def test_the_optimizer_is_merged_on_demand(tmp_path: Path) -> None:
         assert ckptool.compare(source, whole)
 
 
+def test_counters_are_those_of_the_first_whatever_their_type(tmp_path: Path) -> None:
+    for at, label in enumerate("ab"):
+        numbers = torch.full((3,), float(at))
+        state = {"exp_avg": numbers, "step": numbers.clone()}
+        saved = {
+            "model": {"step.weight": numbers.clone()},
+            "optimizer": {"state": {"step.weight": state}},
+            "train_state": {"tokens": numbers.clone()},
+            "rng_state": numbers.clone(),
+        }
+        torch.save(saved, tmp_path / f"{label}.pt")
+    words = ("--average", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--with-optimizer")
+    code, said = run(str(tmp_path / "o"), *words, "--to", "dcp")
+    assert code == 0, said
+    with ckptool.open(tmp_path / "o") as opened:
+        found = {name: float(opened.read(name)[0]) for name in opened}
+    assert found == {
+        "model.step.weight": 0.5,
+        "optimizer.state.step.weight.exp_avg": 0.5,
+        "optimizer.state.step.weight.step": 0,
+        "train_state.tokens": 0,
+        "rng_state": 0,
+    }
+
+
 def test_the_newest_complete_steps_of_a_run_are_averaged(tmp_path: Path) -> None:
     for step, label in enumerate(LABELS, 1):
         (tmp_path / f"run/step-{step}").mkdir(parents=True)
