@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from ckptool.core.layout import FileLayout, Literal, Verbatim
 from ckptool.engine.check.pairs import PairJob, SideReaders
@@ -23,8 +22,6 @@ from ckptool.storage.files import Files
 
 _SUM = 4
 """Bytes of the checksum of a part, which is known once the part is written."""
-_NO_SUM = bytes(_SUM)
-_UINT4 = struct.Struct("<I").unpack_from
 _HOLE = 1 << 14
 """Bytes of a tensor up to which it is read along with the bytes around it, on a disk."""
 
@@ -71,24 +68,29 @@ class _Copy(Struct, frozen=True):
         return self.part.nbytes
 
 
-class _Rest(Struct):
-    """An unfinished run, from ``start`` to ``end`` of a file."""
+class _Rest:
+    """An unfinished run."""
 
-    file: str
-    start: int = 0
-    end: int = 0
-    data: list[bytes] = field(default_factory=list)
-    sums: list[_Sum] = field(default_factory=list)
-    holes: list[tuple[int, int]] = field(default_factory=list)
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.start = 0
+        self.data = bytearray()
+        self.sums: list[_Sum] = []
+        self.holes: list[tuple[int, int]] = []
+
+    @property
+    def end(self) -> int:
+        """Where in the file it ends so far."""
+        return self.start + len(self.data)
 
     def go_on_at(self, offset: int) -> None:
         """Skip what is before an offset; begin there if the run is empty."""
+        end = self.start + len(self.data)
         if not self.data:
-            self.start = self.end = offset
-        elif offset > self.end:
-            self.holes.append((self.end, offset - self.end))
-            self.data.append(bytes(offset - self.end))
-            self.end = offset
+            self.start = offset
+        elif offset > end:
+            self.holes.append((end, offset - end))
+            self.data += bytes(offset - end)
 
 
 class RestTile(Struct, frozen=True):
@@ -170,12 +172,12 @@ class Rest:
             nbytes = part.nbytes
             if isinstance(part, Literal):
                 run.go_on_at(offset)
-                run.sums += [(offset + at, number - back) for at, back in part.patches]
+                for at, back in part.patches:
+                    run.sums.append((offset + at, number - back))
                 for at in range(0, nbytes, tile):
-                    if run.end - run.start >= tile:
+                    if len(run.data) >= tile:
                         yield self._run(run)
-                    run.data.append(part.data[at : at + tile])
-                    run.end += len(run.data[-1])
+                    run.data += part.data[at : at + tile]
             elif run.data and offset + nbytes - run.end > widest:
                 yield self._run(run)
             if isinstance(part, Verbatim):
@@ -193,11 +195,11 @@ class Rest:
 
     def _run(self, rest: _Rest) -> RestRun:
         """Return the run that ends here; the next one begins there."""
-        data, start, end = bytearray().join(rest.data), rest.start, rest.end
+        data, start, end = rest.data, rest.start, rest.end
         made = _digest(data) if self._written.policy.by_request else data
         sums = tuple([each for each in rest.sums if start - _SUM < each[0] < end])
         run = RestRun(rest.file, start, len(data), made, sums, tuple(rest.holes))
-        rest.start, rest.data, rest.holes = end, [], []
+        rest.start, rest.data, rest.holes = end, bytearray(), []
         rest.sums = [each for each in rest.sums if each[0] + _SUM > end]
         return run
 
@@ -223,18 +225,14 @@ class Rest:
 
         Equal ones leave 0.
         """
-        values, last = dict[int, int](), len(data) - _SUM
+        values: dict[int, int] = {}
         for at, number in run.sums:
             start = at - run.offset
-            if 0 <= start <= last:
-                (value,) = _UINT4(data, start)
-                data[start : start + _SUM] = _NO_SUM
-            else:
-                low = max(0, start)
-                found = data[low : start + _SUM]
-                value = int.from_bytes(found, "little") << 8 * (low - start)
-                found[:] = bytes(len(found))
+            low = max(0, start)
+            found = data[low : start + _SUM]
+            value = int.from_bytes(found, "little") << 8 * (low - start)
             values[number] = values.get(number, 0) ^ value
+            found[:] = bytes(len(found))
         for number, value in values.items():
             if value:
                 with self._lock:
