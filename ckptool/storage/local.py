@@ -131,13 +131,13 @@ class LocalSource(Files):
                 reader.expect(*span)
 
     def plan_reads(self, runs: Iterable[ReadSpan]) -> Callable[[], None]:
-        """Ask the disk for all next reads, in order, as far as memory is free."""
+        """Ask the disk for all next reads, in order, a little ahead of them."""
 
         def asked() -> Generator[int, None, None]:
             with closing(self.reader()) as reader, suppress(CkptoolError, OSError):
                 yield from chain.from_iterable(starmap(reader.ask, runs))
 
-        return ask_aside(asked())
+        return ask_aside(asked(), self._ahead)
 
     def reader(self) -> LocalReader:
         """Return a reader for one thread."""

@@ -24,6 +24,12 @@ _LOOK = 64 << 10
 """Bytes of a step that are checked to see whether it is cached."""
 _MOST = 16 << 20
 """Bytes that are requested beyond what was read of a file."""
+_FURTHEST = 128 << 20
+"""Bytes that are requested beyond what was read of a plan. Of more a disk reads what it reaches
+first, and what is needed first waits until then, half a second.
+"""
+_PAUSE = 0.002
+"""Seconds after which it is looked whether more was read."""
 _GAP = 4 << 10
 """Bytes that may be skipped between two sequential reads."""
 _CACHESTAT = 451
@@ -116,9 +122,11 @@ class SmallReads:
 
 
 class ReadAhead:
-    """What all threads read of the files of a folder."""
+    """What all threads read of the files of a folder; ``read`` counts the bytes."""
 
     def __init__(self) -> None:
+        self.read = 0
+        self._lock = threading.Lock()
         self._streams: dict[str, _Stream] = {}
         self._cached: dict[str, bool] = {}
 
@@ -128,6 +136,8 @@ class ReadAhead:
         The kernel does no read-ahead of its own for what was requested before, which would look
         like another process's. For small reads, such as of headers, it does.
         """
+        with self._lock:
+            self.read += nbytes
         # without a lock: threads that meet here ask twice, which costs less than waiting
         stream = self._streams.get(file)
         if stream is None or not stream.goes_on(offset):
@@ -150,10 +160,13 @@ class ReadAhead:
 
 
 def steps_asked(descriptor: int, start: int, end: int) -> Iterator[int]:
-    """Request some bytes of a file, yield how many at a time.
+    """Request some bytes of a file, yield how many at a time; leave a few to the kernel.
 
     The kernel is slow to take requests: other threads need not wait for it.
     """
+    if end - start < _LOOK:
+        yield end - start
+        return
     while start < end:
         nbytes = min(end, (start // _STEP + 1) * _STEP) - start
         _ask(descriptor, start, nbytes)
@@ -161,19 +174,21 @@ def steps_asked(descriptor: int, start: int, end: int) -> Iterator[int]:
         yield nbytes
 
 
-def ask_aside(asked: Generator[int, None, None]) -> Callable[[], None]:
-    """Request bytes on a separate thread, some at a time, until no memory is left for more.
+def ask_aside(asked: Generator[int, None, None], ahead: ReadAhead) -> Callable[[], None]:
+    """Request bytes on a separate thread, some at a time, a little ahead of what is read of them.
 
     Returns a function that ends this.
     """
     stop = threading.Event()
 
     def work() -> None:
-        left = spare_memory()
+        most, reached = min(_FURTHEST, spare_memory()), ahead.read
         with closing(asked):
             for nbytes in asked:
-                left -= nbytes
-                if left <= 0 or stop.is_set():
+                reached += nbytes
+                while reached - ahead.read > most and not stop.is_set():
+                    stop.wait(_PAUSE)
+                if stop.is_set():
                     return
 
     thread = threading.Thread(target=work, daemon=True)

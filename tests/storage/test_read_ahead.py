@@ -114,6 +114,31 @@ def test_a_plan_asks_ahead_and_ends(file: Path) -> None:
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
 
 
+def test_a_plan_asks_no_further_than_a_little_ahead(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much is planned: a disk answers what is far ahead before what is needed."""
+    reached, going_on = [0], threading.Event()
+
+    def will_need(_: int, start: int, nbytes: int) -> None:
+        reached[0] = max(reached[0], start + nbytes)
+        if start + nbytes >= 6 * MIB:
+            going_on.set()
+
+    monkeypatch.setattr(read_ahead, "_FURTHEST", 4 * MIB)
+    monkeypatch.setattr(read_ahead, "cached_bytes", lambda *_: 0)
+    monkeypatch.setattr(read_ahead, "will_need", will_need)
+    source = LocalSource.folder(file.parent)
+    end = source.plan_reads(("f", start * MIB, MIB) for start in range(20))
+    assert not going_on.wait(0.05)
+    assert reached[0] <= 5 * MIB
+    with closing(source.reader()) as reader:
+        reader.read_into("f", 21 * MIB, memoryview(bytearray(2 * MIB)))
+    assert going_on.wait(60)
+    end()
+    assert reached[0] >= 6 * MIB
+
+
 def test_what_cannot_be_asked_for_is_left_to_its_reader(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -194,11 +194,10 @@ class Verification:
         elif digest or not self._sample.is_all or row.reading.trim or not source.policy.by_request:
             whole = catalog.files | catalog.companions if self._sample.is_all else {}
             planned = [(f, 0, n) for f, n in whole.items() if f in source.files]
-            early, late = (planned, []) if source.policy.by_request else ([], planned)
-            with _planned(source, early):
+            with _planned(source, planned if source.policy.by_request else []):
                 kept = {f for f, each in self._kept.items() if each.is_sha256}
                 hashed = {f: n for f, n in whole.items() if digest or f in kept}
-                self._check_part(catalog, content, progress, hashed, planned=late)
+                self._check_part(catalog, content, progress, hashed)
         else:
             from ckptool.commands.verify.checks.parts import parts
 
@@ -228,11 +227,9 @@ class Verification:
         *,
         announced: bool = False,
         begun: bool = False,
-        planned: Sequence[ReadSpan] = (),
     ) -> None:
         """Open the archives of a part of the catalog, then read its records and tensors once.
 
-        Only then are ``planned`` reads requested: a disk would answer them before what opens.
         Progress of all parts may have ``begun``. Files of ``whole`` are read whole, to be hashed.
         """
         row, source, archives = self.surveyed.format, self.surveyed.source, self._files.archives
@@ -249,13 +246,10 @@ class Verification:
         stored, archives.spans = archives.spans, []
         spans = self._sample.of([*stored, *attach(views, stored)], inner)
         content.add(tensors, trimmed, views, spans)
-        with _planned(source, planned):
-            if not begun:
-                progress.begin(_bytes_to_read(spans, whole or {}))
-            workers = self._options.workers or source.policy.workers
-            content.read.add(
-                check_spans(spans, source, workers, progress, whole, announced=announced)
-            )
+        if not begun:
+            progress.begin(_bytes_to_read(spans, whole or {}))
+        workers = self._options.workers or source.policy.workers
+        content.read.add(check_spans(spans, source, workers, progress, whole, announced=announced))
         if self._sample.checks_whole:
             counters = tensors if self._sample.is_all else self._counters()
             content.counters.read(counters.values(), source, announced=announced)

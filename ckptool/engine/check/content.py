@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import accumulate
 from operator import eq
 
 from msgspec import Struct, field
 
 from ckptool.core.dtype import DType
-from ckptool.engine.check.spans import ByteSpan, SpanTile, span_jobs
+from ckptool.engine.check.spans import ByteSpan, SpanJob, SpanTile, span_jobs
 from ckptool.engine.checksum import CrcPiece, crc32, join_crcs
 from ckptool.engine.progress import Progress
 from ckptool.engine.read.byte_reader import ByteSource
+from ckptool.engine.read.containers import runs_of
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import CkptoolError, Problem
 from ckptool.storage.files import Files
@@ -94,12 +96,26 @@ def check_spans(
         if file is not None and digest is not None:
             report.digests[file] = digest.hexdigest()
 
-    jobs = span_jobs(spans, whole or {}, source.policy.tile)
+    jobs, again = (span_jobs(spans, whole or {}, source.policy.tile) for _ in range(2))
     if announced:
         jobs = (job._replace(runs=()) for job in jobs)
-    read_tiles(ByteSource(source), jobs, check, workers, progress)
+    with _asked(source, again):
+        read_tiles(ByteSource(source), jobs, check, workers, progress)
     report.problems += [p for span in spans if (p := _crc_problem(span, pieces[id(span)]))]
     return report
+
+
+@contextmanager
+def _asked(source: Files, jobs: Iterable[SpanJob]) -> Iterator[None]:
+    """Ask a disk for what jobs read, in their order; reads of stores are announced by the jobs."""
+    if source.policy.by_request:
+        yield
+        return
+    end = source.plan_reads(run for job in jobs for of in job.runs for run in runs_of(of(1), set()))
+    try:
+        yield
+    finally:
+        end()
 
 
 def _check_tile(

@@ -99,11 +99,12 @@ SpanJob = Job[str | None, ByteReader, SpanTile]
 def span_jobs(spans: Iterable[ByteSpan], whole: Mapping[str, int], limit: int) -> Iterator[SpanJob]:
     """Yield one tile of at most ``limit`` bytes, one file, or all spans of one packed blob each.
 
-    Files of ``whole``, which maps them to their sizes, are read from end to end.
+    Files of ``whole``, which maps them to their sizes, are read from end to end. One file comes
+    after the other, as disks read ahead, also where tensors are cut into all of them.
     """
     packed: dict[Packing, list[ByteSpan]] = {}
     inside: dict[str, list[ByteSpan]] = {file: [] for file in whole}
-    for span in spans:
+    for span in sorted(spans, key=lambda span: (span.file, span.offset)):
         if span.packing is not None:
             packed.setdefault(span.packing, []).append(span)
         elif span.file in inside:
