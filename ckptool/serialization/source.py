@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Collection, Iterable, Mapping
-from itertools import islice
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import groupby, islice, pairwise
 from typing import Any, Protocol
 
 from ckptool.core.catalog import Container
@@ -164,6 +164,28 @@ def edge_spans(
 def find_missing_ranks(present: Collection[int], expected: int) -> list[int]:
     """Return the missing ranks below ``expected``, the first twelve of them."""
     return list(islice((rank for rank in range(expected) if rank not in present), 12))
+
+
+def missing_files(first: str, present: Collection[int], expected: int) -> str | None:
+    """Return a sentence on the ranks without a file like the first; None if each has one."""
+    missing = find_missing_ranks(present, expected)
+    more = expected - sum(rank < expected for rank in present) - len(missing)
+    ranks = ", ".join(map(str, missing)) + f" and {more:,} more" * bool(more)
+    what = f"{first} and its like: the file of rank {ranks} of {expected} is missing"
+    return what if missing else None
+
+
+def are_of_a_node(ranks: Sequence[int]) -> bool:
+    """Return whether ranks are all that one node may have: dealt out one by one, or in blocks.
+
+    Then blocks are of one length, at one distance, and those of other nodes fill what is between.
+    """
+    numbered = groupby(enumerate(ranks), lambda each: each[1] - each[0])
+    blocks = [[rank for _, rank in block] for _, block in numbered]
+    lengths = {len(block) for block in blocks}
+    distances = {after[0] - before[0] for before, after in pairwise(blocks)}
+    is_even = len(lengths) < 2 and len(distances) < 2
+    return is_even and all(distance % length == 0 for distance in distances for length in lengths)
 
 
 def require_rank(rank: int, what: str) -> None:

@@ -13,7 +13,7 @@ from ckptool.commands.runs.steps import Run, Step, says_another
 from ckptool.commands.runs.trainers import unfinished_mark, unwritten_last
 from ckptool.errors import CkptoolError, Damaged, Empty, NoAnswer, NotFound
 from ckptool.serialization.file_roles import may_be_empty, role_of
-from ckptool.serialization.source import find_missing_ranks
+from ckptool.serialization.source import are_of_a_node, missing_files
 from ckptool.storage.url import Location, within
 
 _STATE = re.compile(
@@ -148,19 +148,25 @@ def missing_ranks(step: Step) -> Iterator[str]:
     """Yield for files of ranks in a step by whose names one of another rank is missing.
 
     Numbers from 1 may count something else, if not the files of an optimizer; others are ranks of
-    LoRA.
+    LoRA. Some of each node may have saved a replica, but not only of what an optimizer has.
     """
-    ranks: dict[tuple[Location, str, str], dict[int, str]] = {}
+    ranks: dict[tuple[object, ...], dict[int, str]] = {}
     for path in dict.fromkeys((*step.entries, *step.parts)):
-        head, *found = re.split(r"rank[-_]?(\d+)", parse_name(path.name, is_folder=False).role)
+        name = parse_name(path.name, is_folder=False)
+        head, *found = re.split(r"rank[-_]?(\d+)", name.role)
         if len(found) == 2:
-            ranks.setdefault((path.parent, head, found[1]), {})[int(found[0])] = path.name
-    for (_, head, _), names in ranks.items():
-        world = max(names) + 1
-        missing = ", ".join(map(str, find_missing_ranks(names, world)))
-        if missing and (0 in names or (1 in names and role_of(head) == "optimizer")):
-            like = names[min(names)]
-            yield f"{like} and its like: the file of rank {missing} of {world} is missing"
+            family = path.parent, name.family, head, found[1]
+            ranks.setdefault(family, {})[int(found[0])] = path.name
+    saved = [sorted(names) for names in ranks.values()]
+    for (*_, head, _), names in ranks.items():
+        present = sorted(names)
+        of_optimizer = role_of(str(head)) == "optimizer"
+        are_replicas = 0 in names and (not of_optimizer or saved.count(present) > 1)
+        if are_replicas and are_of_a_node(present):
+            continue
+        missing = missing_files(names[present[0]], present, present[-1] + 1)
+        if missing and (0 in names or (1 in names and of_optimizer)):
+            yield missing
 
 
 def _names_beside(step: Step, entry: Location, run: Run) -> set[str]:

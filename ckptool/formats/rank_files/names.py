@@ -18,7 +18,7 @@ from ckptool.errors import Damaged, Problem, Several
 from ckptool.formats.rank_files.records import are_processes, have_slices, recorded_ranks
 from ckptool.formats.rank_files.torch_checkpointing import METADATA
 from ckptool.serialization.file_roles import role_of, without_words
-from ckptool.serialization.source import Source, find_missing_ranks, require_rank
+from ckptool.serialization.source import Source, missing_files, require_rank
 
 _COUNTED = r"(?<![a-z])(?:rank|shard|part|process|proc|[dmpt]p)"
 """Words before the number of a rank or a shard. Not ``ep`` and ``cp``: those are mostly an epoch
@@ -361,11 +361,8 @@ def missing_ranks(files: list[RankFile], world: int | None) -> list[Problem]:
         if last.rank >= expected:
             message = f"{last.file}: a file of rank {last.rank}, but there are {expected} ranks"
             problems.append(Problem(message, "saves-mixed", file=last.file))
-        missing = find_missing_ranks({item.rank for item in items}, expected)
-        if missing:
-            ranks = ", ".join(map(str, missing))
-            message = f"{first} and its like: the file of rank {ranks} of {expected} is missing"
-            problems.append(Problem(message, "rank-missing"))
+        missing = missing_files(first, {item.rank for item in items}, expected)
+        problems += [Problem(missing, "rank-missing")] if missing else []
     return problems
 
 

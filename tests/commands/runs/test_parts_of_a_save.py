@@ -88,6 +88,21 @@ def test_a_rank_without_its_slice_is_missing(rank: int, number: str, tmp_path: P
     assert f"the file of rank {rank} of 4 is missing" in step.reasons[0]
 
 
+def test_one_rank_of_each_node_may_have_saved_what_all_have(tmp_path: Path) -> None:
+    """nvidia-resiliency-ext 0.6, with replicas; in others local rank 0 of each node saves."""
+    files = [f"nv/0/iter_{step:07}_{{}}_local.pt" for step in (100, 200)]
+    files += [f"own/{kind}_step{n}_rank{{}}.pt" for kind in ("model", "optim") for n in (5, 10)]
+    for file in files:
+        for rank in (0, 8):
+            (path := tmp_path / file.format(rank)).parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"w": WEIGHT, "optimizer": OPTIMIZER}, path)
+    assert [step.reasons for step in checked(tmp_path / "nv").steps] == [(), ()]
+    assert [step.reasons for step in checked(tmp_path / "own").steps] == [(), ()]
+    torch.save({"w": WEIGHT}, tmp_path / "own" / "model_step10_rank40.pt")
+    step, _ = checked(tmp_path / "own").steps
+    assert "rank 1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13 and 26 more of 41" in step.reasons[0]
+
+
 def test_the_rank_of_an_adapter_is_no_process(tmp_path: Path) -> None:
     for rank in (4, 8):
         torch.save({"w": WEIGHT}, tmp_path / f"lora_rank{rank}_step5.pt")

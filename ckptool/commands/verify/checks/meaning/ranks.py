@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, groupby, pairwise, takewhile
+from itertools import chain, pairwise, takewhile
 from math import gcd
 
 from ckptool.commands.model.records import Record
@@ -16,7 +16,7 @@ from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.companions import TRAINER_STATE, loader_ranks, size_in
 from ckptool.serialization.archive.read import read_torch_file
 from ckptool.serialization.pickle.records import Call
-from ckptool.serialization.source import Source, find_missing_ranks
+from ckptool.serialization.source import Source, are_of_a_node, find_missing_ranks
 
 _RANDOM = re.compile(r"rng_state_(\d{1,6})\.pth")
 """The name of a rank's random states (transformers 4.20 to 5.24); of one process, no number."""
@@ -57,7 +57,7 @@ def _random_problems(random: Sequence[int], processes: int, world: int | None) -
     ranks is, their random states are, too.
     """
     rest = sorted({*range(processes)}.difference(random))
-    if not _are_of_a_node(random):
+    if not are_of_a_node(random):
         distances = (after - before for before, after in pairwise(random))
         lost = sorted(set(range(random[0], random[-1], gcd(*distances))).difference(random))
         whose = f"ranks up to {random[-1]}"
@@ -117,16 +117,3 @@ def _rank_of(folder: re.Match[str], depth: int) -> tuple[str, ...]:
     has_pipelines = depth == _PAIR or len(others) == _PAIR
     pipeline = others.pop(0) if others and has_pipelines else "0"
     return (pipeline, tensor, *(others or ["0"]))[:depth]
-
-
-def _are_of_a_node(ranks: Sequence[int]) -> bool:
-    """Return whether ranks are all that one node may have: dealt out one by one, or in blocks.
-
-    Then blocks are of one length, at one distance, and those of other nodes fill what is between.
-    """
-    numbered = groupby(enumerate(ranks), lambda each: each[1] - each[0])
-    blocks = [[rank for _, rank in block] for _, block in numbered]
-    lengths = {len(block) for block in blocks}
-    distances = {after[0] - before[0] for before, after in pairwise(blocks)}
-    is_even = len(lengths) < 2 and len(distances) < 2
-    return is_even and all(distance % length == 0 for distance in distances for length in lengths)
