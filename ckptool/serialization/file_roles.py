@@ -65,10 +65,10 @@ _ROLES = (
     Role(
         None,
         "module|net|network|weight|params?|masters?|student|teacher|vae|transformer|controlnet"
-        "|encoder|decoder|backbone|head|classifier|gen|generator|netg|g|lora|states?|dict",
+        "|encoder|decoder|backbone|head|classifier|gen|generator|netg|g|lora",
         _whole("enc|dec"),
     ),
-    Role(None, "amp|trainer|train|training|extra", empty=True),
+    Role(None, "amp|trainer|train|training|extra|states?|dict", empty=True),
 )
 """The first row that a name matches says its role. The last rows say none: parts of a model may be
 saved once, and a state may be of anything."""

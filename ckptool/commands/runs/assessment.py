@@ -6,17 +6,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
+from math import inf
 from typing import Any, ClassVar
 
 from msgspec import Struct, field
 
 from ckptool.commands.detect import require_known
 from ckptool.commands.document import Report
-from ckptool.commands.open import Survey, survey_readable
+from ckptool.commands.open import Survey, open_checkpoint, survey_readable
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import (
     Completeness,
-    is_rightly_empty,
+    kind_of,
     missing_ranks,
     unfinished,
 )
@@ -34,7 +35,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category, weights
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError, Empty, NoAnswer, NotFound, TransferError
-from ckptool.serialization.file_roles import is_of_training
+from ckptool.serialization.file_roles import is_of_training, may_be_empty
 from ckptool.storage.place import is_gone
 from ckptool.storage.url import Location, within
 
@@ -187,6 +188,7 @@ class Assessor:
         self._completeness = Completeness(run)
         self._contents: dict[Location, Contents] = {}
         self._good: set[object] = set()
+        self._first_filled: dict[object, float] = {}
 
     def assess(self, step: Step, *, reads: bool = False) -> Assessment:
         """Return whether a step is good, and if not why. Raises NoAnswer.
@@ -208,7 +210,7 @@ class Assessor:
                 except NoAnswer:
                     raise
                 except (CkptoolError, OSError) as error:
-                    may_be = isinstance(error, Empty) and is_rightly_empty(part, step, self._run)
+                    may_be = isinstance(error, Empty) and self._is_rightly_empty(part, step)
                     (empty if may_be else reasons).append(f"{where}{error}")
                     continue
                 parts.append(examined)
@@ -250,6 +252,26 @@ class Assessor:
             found = [survey_readable(part, self._options.read) for part in step.parts]
             self._contents[step.path] = Contents.of(tuple(each for each in found if each))
         return self._contents[step.path]
+
+    def _is_rightly_empty(self, part: Location, step: Step) -> bool:
+        """Return whether a part of a step may have nothing in it, beside a model.
+
+        As stable-baselines3's pytorch_variables.pth in each of its saves. No model's, optimizer's
+        or average's may, nor what has something in it in an earlier step. Raises NoAnswer.
+        """
+        kind = kind_of(part, step, self._run)
+        if not all(map(may_be_empty, kind)):
+            return False
+        alike = (
+            (at, other)
+            for at, each in enumerate(self._run.steps)
+            for other in each.parts
+            if each.home == step.home and kind_of(other, each, self._run) == kind
+        )
+        if (step.home, kind) not in self._first_filled:
+            filled = (at for at, other in alike if _has_something(other))
+            self._first_filled[step.home, kind] = next(filled, inf)
+        return self._first_filled[step.home, kind] >= self._run.steps.index(step)
 
     def _by_names(self, step: Step) -> Iterator[str]:
         """Yield why a step is not good by the names of its files alone."""
@@ -326,6 +348,17 @@ class Assessor:
 
 def _text_of(finding: Finding, report: VerifyReport) -> str:
     return f"{finding.code}: {finding.first_line(f'{report.path}: ')}"
+
+
+def _has_something(part: Location) -> bool:
+    """Return whether a checkpoint can be read, and has something in it. Raises NoAnswer."""
+    try:
+        open_checkpoint(part)
+    except NoAnswer:
+        raise
+    except (CkptoolError, OSError):
+        return False
+    return True
 
 
 def _nothing_in(path: Location) -> str:

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import lru_cache
 
-from ckptool.commands.open import open_checkpoint
 from ckptool.commands.runs.names import SUFFIX, parse_name
 from ckptool.commands.runs.steps import Run, Step, says_another
 from ckptool.commands.runs.trainers import unfinished_mark, unwritten_last
-from ckptool.errors import CkptoolError, Damaged, Empty, NoAnswer, NotFound
-from ckptool.serialization.file_roles import may_be_empty, role_of
+from ckptool.errors import Damaged, NotFound
+from ckptool.serialization.file_roles import role_of
 from ckptool.serialization.source import are_of_a_node, missing_files
 from ckptool.storage.url import Location, within
 
@@ -59,43 +58,13 @@ def _key(file: str, number: int | None) -> str | None:
     return "/".join(n.kind if n.position.number == number is not None else p for p, n in said)
 
 
-def is_rightly_empty(part: Location, step: Step, run: Run) -> bool:
-    """Return whether a part of a step may have nothing in it, beside a model.
-
-    As stable-baselines3's pytorch_variables.pth in each of its saves. No model's, optimizer's or
-    average's may, nor what has something in it in an earlier step. Raises NoAnswer.
-    """
-    names = _names_of(part, step, run)
-    roles = (parse_name(name, is_folder=False).role for name in names)
-    if not all(map(may_be_empty, (*names, *roles))):
-        return False
-    kinds = _kinds(names)
-    older = (each for each in run.steps[: run.steps.index(step)] if each.home == step.home)
-    alike = ((each, other) for each in older for other in each.parts)
-    return all(_is_empty(o) for each, o in alike if _kinds(_names_of(o, each, run)) == kinds)
-
-
-def _names_of(part: Location, step: Step, run: Run) -> Sequence[str]:
-    """Return the names on the path of a part, without the folder that is the step."""
+def kind_of(part: Location, step: Step, run: Run) -> Sequence[str]:
+    """Return the names on a part's path below the step without their numbers, and their roles."""
     entry = next(each for each in step.entries if each == part or each in part.parents)
     holders = within(entry, run.path).parts[len(step.home.parts) : -1]
-    return *holders, *(within(part, entry).parts or (part.name,))
-
-
-def _kinds(names: Sequence[str]) -> Sequence[str]:
-    return [parse_name(name, is_folder=False).kind for name in names]
-
-
-def _is_empty(part: Location) -> bool:
-    try:
-        open_checkpoint(part)
-    except Empty:
-        return True
-    except NoAnswer:
-        raise
-    except (CkptoolError, OSError):
-        return False
-    return False
+    names = *holders, *(within(part, entry).parts or (part.name,))
+    said = (parse_name(name, is_folder=False) for name in names)
+    return tuple(text for each in said for text in (each.kind, each.role))
 
 
 def saved(step: Step, run: Run) -> float | None:

@@ -206,15 +206,18 @@ def test_a_part_with_nothing_in_it_is_no_fault_beside_a_model(tmp_path: Path) ->
     assert checked(tmp_path).ok
 
 
-def test_a_part_that_is_empty_in_every_step_is_no_fault(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["pytorch_variables.pth", "extra_state.pt", "dl_state_dict.pt"])
+def test_a_part_that_is_empty_in_every_step_is_no_fault(part: str, tmp_path: Path) -> None:
     for step in (10, 20):
         (folder := tmp_path / f"step_{step}").mkdir()
         torch.save({"w": WEIGHT}, folder / "policy.pth")
         torch.save(OPTIMIZER, folder / "policy.optimizer.pth")
-        torch.save({}, folder / "pytorch_variables.pth")
+        torch.save({}, folder / part)
     assert [step.ok for step in checked(tmp_path).steps] == [True, True]
-    torch.save({"x": WEIGHT}, tmp_path / "step_10" / "pytorch_variables.pth")
+    torch.save({"x": WEIGHT}, (older := tmp_path / "step_10" / part))
     assert [step.ok for step in checked(tmp_path).steps] == [False, True]
+    older.write_bytes(older.read_bytes()[:100])
+    assert [step.ok for step in checked(tmp_path).steps] == [True, False]
 
 
 @pytest.mark.parametrize("part", ["critic", "netD", "optim", "ema", "swa", "speaker"])
