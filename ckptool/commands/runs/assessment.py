@@ -338,10 +338,10 @@ class Assessor:
             yield "has nothing of a model or an optimizer"
         elif not mine.model and any(self.contents_of(each).model for each in self._run.steps):
             yield "has no tensors of a model, which other steps have"
-        older = self._run.steps[: self._run.steps.index(step)]
-        before = [s for s in older if s.series == step.series and not [*self._by_names(s)]]
         if not mine.optimizer and step.series not in self._good:
-            had = next((s for s in reversed(before) if self.contents_of(s).optimizer), None)
+            older = reversed(self._run.steps[: self._run.steps.index(step)])
+            alike = (s for s in older if s.series == step.series and not [*self._by_names(s)])
+            had = next((s for s in alike if self.contents_of(s).optimizer), None)
             if had is not None:
                 yield f"has no optimizer's state, which {had.path.name} has"
 

@@ -21,7 +21,7 @@ from ckptool.storage.files import Files
 from ckptool.storage.url import Location, within
 
 
-class Step(Struct, frozen=True):
+class Step(Struct, frozen=True, dict=True):
     """One step of a run: the entry with its model, others ``beside`` it, and its checkpoints.
 
     Most are one entry with one checkpoint. Some trainers save several side by side (``actor``,
@@ -53,7 +53,7 @@ class Step(Struct, frozen=True):
         """Return what all steps share that are counted together; one without a number is alone."""
         return self.home, self.path.name if self.number is None else self.name.family
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         """Return the names of its checkpoints inside it."""
         return frozenset(str(within(part, self.path)) for part in self.parts if part in self)

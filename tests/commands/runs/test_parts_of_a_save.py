@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 from zipfile import ZipFile
 
 import pytest
@@ -11,8 +12,10 @@ from safetensors.torch import save_file
 from trainer_runs import OPTIMIZER, WEIGHT
 
 import ckptool
+from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.runs.assessment import RunReport, verify_run
+from ckptool.commands.runs import assessment
+from ckptool.commands.runs.assessment import Assessor, RunReport, verify_run
 from ckptool.errors import Several, Unrecognized
 
 
@@ -218,6 +221,23 @@ def test_a_part_that_is_empty_in_every_step_is_no_fault(part: str, tmp_path: Pat
     assert [step.ok for step in checked(tmp_path).steps] == [False, True]
     older.write_bytes(older.read_bytes()[:100])
     assert [step.ok for step in checked(tmp_path).steps] == [True, False]
+
+
+def test_names_and_empty_parts_of_older_steps_are_looked_at_once(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        (folder := tmp_path / f"step_{step}").mkdir()
+        for name, state in (("policy.pth", {"w": WEIGHT}), ("policy.optimizer.pth", OPTIMIZER)):
+            torch.save(state, folder / name)
+        torch.save({}, folder / "pytorch_variables.pth")
+    looks_at_names = Assessor._missing_parts
+    with (
+        patch.object(
+            Assessor, "_missing_parts", autospec=True, side_effect=looks_at_names
+        ) as names,
+        patch.object(assessment, "open_checkpoint", side_effect=open_checkpoint) as opened,
+    ):
+        assert checked(tmp_path).ok
+    assert names.call_count == opened.call_count == 6
 
 
 @pytest.mark.parametrize("part", ["critic", "netD", "optim", "ema", "swa", "speaker"])
