@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -28,6 +29,7 @@ from ckptool.commands.runs.pointers import find_pointers, is_for_that, latest_so
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoiling
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
+from ckptool.commands.runs.trainers import SPARED
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.commands.verify.verify import Verification, examine
@@ -35,7 +37,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category, weights
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError, Empty, NoAnswer, NotFound, TransferError
-from ckptool.serialization.file_roles import is_of_training, may_be_empty
+from ckptool.serialization.file_roles import may_be_empty, role_of
 from ckptool.storage.place import is_gone
 from ckptool.storage.url import Location, within
 
@@ -294,12 +296,14 @@ class Assessor:
         return all(is_export(each, self._run.path) for each in self._run.steps)
 
     def _is_state_beside(self, step: Step) -> bool:
-        """Return whether it is state of training in a file that lies once beside steps.
+        """Return whether it is a file without a model that lies once beside steps with one.
 
-        As the optimizer of the latest: its name says that it has no model, and nothing else.
+        As the optimizer of the latest, or the arguments, unless its name says that it has a model.
         """
-        name, alone = step.name, step.parts == (step.path,)
-        if step.number is not None or not alone or name.family or not is_of_training(name.role):
+        name, alone = step.path.name, "" in self._run.files_in(step.path) and not step.beside
+        is_saved = re.fullmatch(SPARED, name) is not None
+        has_none = role_of(name) == "optimizer" or may_be_empty(name)
+        if step.number is not None or not alone or is_saved or not has_none:
             return False
         counted = (each for each in self._run.steps if each.number is not None)
         beside = (each for each in counted if each.path.parent == step.path.parent)

@@ -341,7 +341,13 @@ def test_state_without_a_model_is_no_fault_only_beside_the_steps(tmp_path: Path)
     assert report.ok
     assert report.latest_good is not None
     assert report.latest_good.number == 20
-    for name in ("consolidated/optim.pt", "averaged/x.pt", "best_optimizer.pt", "y.pt"):
+    for name in ("args.pt", "recipe_state.pt", "cosine_optimizer.pt", "y.pt"):
+        torch.save({"lr": 0.1} if name == "args.pt" else OPTIMIZER, tmp_path / name)
+        report = checked(tmp_path)
+        assert (report.ok, report.latest_good and report.latest_good.number) == (True, 20)
+        (tmp_path / name).unlink()
+    lost = "consolidated/optim.pt", "averaged/x.pt", "best_optimizer.pt", "ema.pt", "model.pt"
+    for name in lost:
         (path := tmp_path / name).parent.mkdir(exist_ok=True)
         torch.save(OPTIMIZER, path)
         assert "has no tensors of a model, which other steps have" in {
