@@ -60,12 +60,17 @@ def find_run(place: Location) -> Run:
 def as_one_step(run: Run) -> Run:
     """Return a run of one step if its folder is named like one, and nothing in it counts steps.
 
-    What lies in it, such as ``model`` and ``optim``, is parts of the step then, not steps.
+    What lies in it, such as ``model`` and ``optim``, is parts of the step then, not steps. Numbers
+    count only in names that differ in nothing else, and have a gap: those of shards have none.
     """
     place = run.path
     parts = [part for step in run.steps for part in step.parts]
-    numbers = [step.name.bare or 0 for step in run.steps]  # shards are numbered without a gap
-    counts = any(step.position for step in run.steps) or max(numbers, default=0) > len(numbers)
+    numbers: dict[str, set[int]] = {}
+    for step in run.steps:
+        numbers.setdefault(step.name.family, set()).add(step.name.bare or 0)
+    counts = any(step.position for step in run.steps) or any(
+        max(alike) > len(alike) > 1 for alike in numbers.values()
+    )
     if len(parts) < 2 or counts or not parse_name(place.name, is_folder=True).tells:
         return run
     steps = _entries(place.parent, parts)

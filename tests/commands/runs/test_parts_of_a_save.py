@@ -284,6 +284,17 @@ def test_one_save_in_a_folder_that_counts_has_its_number(tmp_path: Path) -> None
     assert [step.number for step in ckptool.list_steps(tmp_path / "step-5").steps] == [5]
 
 
+@pytest.mark.parametrize("names", [("resnet50", "optimizer"), ("unet_512", "vae_512")])
+def test_a_number_in_a_name_in_a_folder_that_counts_is_no_step(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
+    (folder := tmp_path / "epoch_10").mkdir()
+    for name in names:
+        torch.save(OPTIMIZER if name == "optimizer" else {"w": WEIGHT}, folder / f"{name}.pth")
+    for place in (folder, tmp_path):
+        assert [(step.path, step.number) for step in checked(place).steps] == [(folder, 10)]
+
+
 def test_a_lost_optimizer_does_not_make_files_of_one_save_steps(tmp_path: Path) -> None:
     for name in ("best", "last"):
         (folder := tmp_path / name).mkdir()
