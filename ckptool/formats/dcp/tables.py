@@ -24,7 +24,7 @@ from ckptool.serialization.pickle.rows import INTEGER, OBJECT, Rows
 _LARGEST = 1 << 62
 _MOST_LEFT = 1 << 23
 _FEW = 16
-"""Chunks up to which tensors that are cut alike share the order of their items."""
+"""Chunks up to which tensors with equal records share boxes and order: most are cut alike."""
 _OF_CHUNKS = {"offsets", "sizes"}
 _INDEX, _INFO = {"fqn", "offset"}, {"relative_path", "offset", "length"}
 
@@ -71,6 +71,7 @@ class StoredTables:
         self._by_name: dict[str, Any] = {}
         self._boxes: dict[BoxTable, BoxTable] = {}
         self._cuts: dict[tuple[int, int], BoxTable] = {}
+        self._few: dict[object, BoxTable] = {}
         self._orders: dict[object, Any] = {}
         singles = []
         for key, info in stored:
@@ -194,11 +195,24 @@ class StoredTables:
         """
         cut = id(chunks), len(shape)
         if cut not in self._cuts:
-            if any(more_fields(chunk) for chunk in chunks):
-                raise Unfit
-            boxes = _boxes(shape, chunks)
-            self._cuts[cut] = self._boxes.setdefault(boxes, boxes)
+            self._cuts[cut] = self._find_boxes(shape, chunks)
         return self._cuts[cut]
+
+    def _find_boxes(self, shape: tuple[int, ...], chunks: list[Any]) -> BoxTable:
+        """Return the same of chunks in a list that was not met."""
+        if any(more_fields(chunk) for chunk in chunks):
+            raise Unfit
+        only: object = None
+        if len(chunks) <= _FEW and Rows not in map(type, chunks):
+            records = [(chunk.fields["offsets"], chunk.fields["sizes"]) for chunk in chunks]
+            only = len(shape), *records
+        known = self._few.get(only)
+        if known is None:
+            boxes = _boxes(shape, chunks)
+            known = self._boxes.setdefault(boxes, boxes)
+            if only is not None:
+                self._few[only] = known
+        return known
 
     def _order(self, shape: tuple[int, ...], boxes: BoxTable, dims: Any, lows: Any) -> Any:
         """Return the same as ``_match``; for few chunks once for all similar tensors."""
