@@ -39,8 +39,6 @@ def verify(source: SourcePath = ".", *, options: Question, screen: SilentScreen)
         output.show_codes()
         return
     options.require_possible()
-    from ckptool.render.progress import shown_progress
-
     place, check, following = parse_place(source, "SRC"), options.check, options.following
     if options.salvage is not None:
         _salvage(place, options.salvage, check, output, overwrite=options.manifest.overwrite)
@@ -52,7 +50,7 @@ def verify(source: SourcePath = ".", *, options: Question, screen: SilentScreen)
     try:
         with (
             _ranks(alone=check.quick or not is_plain) as ranks,
-            shown_progress(quiet=screen.quiet or ranks.rank > 0) as progress,
+            _progress(quiet=screen.quiet or ranks.rank > 0) as progress,
         ):
             answer = _answer(place, options, progress, ranks)
     except Several as error:
@@ -71,11 +69,20 @@ def _ranks(*, alone: bool) -> AbstractContextManager[Ranks]:
     return nullcontext(Ranks()) if alone else join_ranks()
 
 
+def _progress(*, quiet: bool) -> AbstractContextManager[Progress]:
+    """Return what counts bytes, and shows it unless it is quiet: then rich is not loaded."""
+    from ckptool.engine.progress import Progress
+
+    if quiet:
+        return nullcontext(Progress())
+    from ckptool.render.progress import shown_progress
+
+    return shown_progress(quiet=False)
+
+
 def _answer(source: Location, asked: Question, progress: Progress, ranks: Ranks) -> Answer:
     """Answer the question about one checkpoint."""
-    from ckptool.commands.verify.answer import answer
-    from ckptool.render.ci import Suite
-    from ckptool.render.verify import show_verify
+    from ckptool.commands.verify.answer import Suite, answer
 
     how = asked.check, asked.rewrite, asked.comparison, progress
     if asked.against is not None:
@@ -87,11 +94,17 @@ def _answer(source: Location, asked: Question, progress: Progress, ranks: Ranks)
 
         return _compared(against_recipe(asked.recipe, source, *how), asked)
     report = answer(source, asked, progress, ranks)
-    return Answer([Suite(report, asked.checks)], lambda: show_verify(report), report.to_dict)
+
+    def show() -> None:
+        from ckptool.render.verify import show_verify
+
+        show_verify(report)
+
+    return Answer([Suite(report, asked.checks)], show, report.to_dict)
 
 
 def _compared(report: AgainstReport, asked: Question) -> Answer:
-    from ckptool.render.ci import Suite
+    from ckptool.commands.verify.answer import Suite
     from ckptool.render.verify import show_against
 
     suite = Suite(report.verify, asked.checks)
@@ -106,7 +119,7 @@ def _verify_steps(
     For every step, exit 0 if none has errors; for the latest good one, if there is one.
     """
     from ckptool.commands.runs.assessment import verify_run
-    from ckptool.render.ci import Suite
+    from ckptool.commands.verify.answer import Suite
     from ckptool.render.verify import show_latest_good, show_steps
 
     report = verify_run(run, options, every=every)

@@ -14,7 +14,7 @@ from ckptool.cli.parameters import parse_form
 from ckptool.commands.options.question import FORMS
 
 if TYPE_CHECKING:
-    from ckptool.render.ci import Suite
+    from ckptool.commands.verify.answer import Suite
 
 
 class Answer(Struct, frozen=True):
@@ -44,16 +44,19 @@ class Output(NamedTuple):
 
     def show(self, answer: Answer, *, strict: bool) -> None:
         """Print an answer. GitHub annotations go to stderr if stdout is data."""
-        from ckptool.render.ci import print_junit, show_annotations
-        from ckptool.render.messages import print_json
-
         write_page(self.page, answer.content, quiet=self.quiet)
         data = answer.is_data or self.form in ("json", "junit")
         if not self.quiet and (self.form == "github" or _on_github()):
+            from ckptool.render.ci import show_annotations
+
             show_annotations([suite.report for suite in answer.suites], stderr=data)
         if self.form == "json":
+            from ckptool.render.messages import print_json
+
             print_json(answer.content())
         elif self.form == "junit":
+            from ckptool.render.ci import print_junit
+
             print_junit(answer.suites, strict=strict)
         elif answer.is_data or not self.quiet:
             answer.show()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
+from ckptool.commands.verify.answer import Suite
 from ckptool.commands.verify.codes import ALWAYS, CHECKS, CODES
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.commands.verify.severity import Severity
@@ -21,17 +20,6 @@ if TYPE_CHECKING:
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning"}
 MOST_ANNOTATIONS = 10
 """GitHub shows no more of each level for a step."""
-
-
-class Suite(Struct, frozen=True):
-    """The findings for one checkpoint, by check; ``asked`` are the checks besides the usual ones.
-
-    ``reasons`` say why it fails beyond that.
-    """
-
-    report: VerifyReport
-    asked: Collection[str] = ()
-    reasons: Sequence[str] = ()
 
 
 def print_junit(suites: Iterable[Suite], *, strict: bool) -> None:

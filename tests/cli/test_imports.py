@@ -60,6 +60,22 @@ def test_numpy_is_imported_only_to_look_at_elements(
     assert done.stderr.splitlines()[-1] == "[0, False]"
 
 
+def test_a_quiet_verify_of_a_sound_checkpoint_imports_no_screen() -> None:
+    """Importing rich takes a seventh of the time of a small one."""
+    code = (
+        "import sys; from ckptool.cli import _run\n"
+        "sys.argv = ['ckptool', 'verify', *sys.argv[1:]]\n"
+        "code = _run(); sys.exit(str([code, 'rich' in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--quiet", str(DCP)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.strip() == "[0, False]"
+
+
 UNUSED = (
     *("rich", "tomllib", "ckptool.storage.planned_ranges", "ckptool.formats.deepspeed"),
     *("ckptool.formats.rank_files", "ckptool.formats.megatron.optimizer"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from ckptool.commands.options.question import Question
 from ckptool.engine.progress import UNWATCHED, Progress
@@ -11,6 +14,17 @@ if TYPE_CHECKING:
     from ckptool.commands.verify.findings import VerifyReport
     from ckptool.engine.ranks import Ranks
     from ckptool.storage.url import Location
+
+
+class Suite(Struct, frozen=True):
+    """The findings for one checkpoint, by check; ``asked`` are the checks besides the usual ones.
+
+    ``reasons`` say why it fails beyond that.
+    """
+
+    report: VerifyReport
+    asked: Collection[str] = ()
+    reasons: Sequence[str] = ()
 
 
 def answer(
