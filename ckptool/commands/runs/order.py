@@ -74,6 +74,7 @@ def _counted(positions: Iterable[Position]) -> tuple[str, ...]:
 
 
 def _by_time(run: Run, steps: Iterable[Step], words: str) -> list[Placed]:
+    words *= len(run.steps) > 1
     timed = [((saved(step, run) or 0.0,), 0, replace(step, placed=words)) for step in steps]
     return sorted(timed, key=_place)
 

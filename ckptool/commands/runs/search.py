@@ -18,6 +18,7 @@ from ckptool.commands.runs.names import (
     part_folders,
     stage_in,
 )
+from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.steps import Run, Step, read_from, says_another
 from ckptool.commands.runs.trainers import POINTERS, SPARED
 from ckptool.core.state_category import weights
@@ -53,7 +54,7 @@ def find_run(place: Location) -> Run:
     entries += _without_checkpoint(entries)
     entries += _inside(place, entries, source)
     is_one = place in _saves_by_contents(inner)  # its model's file is what other commands take
-    steps = [_together(entries)] if is_one else _joined(entries)
+    steps = [_together(sorted(entries, key=_by_contents))] if is_one else _joined(entries)
     return Run(place, tuple(sorted(steps, key=lambda step: natural_key(str(step.path)))), source)
 
 
@@ -261,14 +262,22 @@ def _joined(entries: Iterable[Step]) -> Iterator[Step]:
         if len(different) < len(group):
             yield from sorted(group, key=_by_model)
         else:
-            yield _together(group)
+            yield _together(sorted(group, key=_by_model))
 
 
 def _together(entries: Iterable[Step]) -> Step:
-    """Return entries as one step, which is called as the one with the model."""
-    first, *rest = sorted(entries, key=_by_model)
+    """Return entries as one step, which is called as the first."""
+    first, *rest = entries
     parts = tuple(part for entry in (first, *rest) for part in entry.parts)
     return replace(first, parts=parts, beside=tuple(entry.path for entry in rest))
+
+
+def _by_contents(entry: Step) -> tuple[object, ...]:
+    """Return a key that places weights first, and then what cannot be read and may have some."""
+    found = [survey_readable(part) for part in entry.parts]
+    read = [each for each in found if each is not None and not each.problems]
+    has_model = any(each.catalog is not None and weights(each.catalog) for each in read)
+    return not has_model, bool(read), not any(map(has_optimizer, read)), _by_model(entry)
 
 
 def _by_model(entry: Step) -> tuple[object, ...]:

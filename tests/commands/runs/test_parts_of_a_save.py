@@ -278,6 +278,19 @@ def test_one_save_in_the_folder_itself_is_called_as_its_model(tmp_path: Path) ->
     assert run / "model.pth" in {step.path for step in report.of_state("written")}
 
 
+@pytest.mark.parametrize("other", ["amp", "args", "trainer", "extra"])
+def test_one_save_is_called_after_what_has_weights(other: str, tmp_path: Path) -> None:
+    for name, state in ((other, {"scale": 1.0}), ("bert", {"w": WEIGHT}), ("optimizer", OPTIMIZER)):
+        torch.save(state, tmp_path / f"{name}.pt")
+    report = checked(tmp_path)
+    (step,) = report.steps
+    assert (step.path.name, report.chosen) == ("bert.pt", "the only step")
+    (tmp_path / "bert.pt").write_bytes(b"\0" * 200)
+    assert [(step.path.name, step.ok) for step in checked(tmp_path).steps] == [("bert.pt", False)]
+    (tmp_path / "bert.pt").unlink()
+    assert checked(tmp_path).steps[0].path.name == "optimizer.pt"
+
+
 def test_one_save_in_a_folder_that_counts_has_its_number(tmp_path: Path) -> None:
     speechbrain(tmp_path / "step-5", 0.5)
     assert [step.number for step in checked(tmp_path / "step-5").steps] == [5]
