@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 from shlex import quote
+from string import digits
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -289,25 +290,29 @@ def read_head(source: Source, file: str) -> bytes:
 _COUNTS = re.compile(
     rb"(?:(?:[\w.-]+: *)?(?:[-+]?[\d.]+(?:e[-+]?\d+)?|true|false|nan|inf)|)\s*", re.IGNORECASE
 )
-_OF_A_STEP = (
-    r"(?i)(?<![a-z])\d|(?:step|epoch|ep|iter|ckpt|checkpoint)\d"
-    r"|(?<![a-z])(?:checkpoint|ckpt|best|final|last|latest)(?![a-z])"
-)
+_OF_A_STEP = r"(?i)(?<![a-z])(?:checkpoint|ckpt|best|final|last|latest)(?![a-z])"
 """What a checkpoint is called by, whatever it is of."""
+_NO_DIGITS = str.maketrans("", "", digits)
 
 
 def holds_counts_alone(source: Source, file: str) -> bool:
     """Return whether a file is a text of numbers, as SpeechBrain keeps beside tensors.
 
-    What is called like a checkpoint is a damaged one.
+    What is called like a checkpoint is a damaged one, and so is what others have more in whose
+    names differ in digits at most.
     """
     if not 0 < source.files[file] <= HEAD:
         return False
-    stem = file.rpartition("/")[2].partition(".")[0]
+    name = file.rpartition("/")[2]
+    stem = name.partition(".")[0]
     if re.search(_OF_A_STEP, stem) or not may_be_empty(stem):
         return False
     head = read_head(source, file)
-    return re.search(rb"\d", head) is not None and all(map(_COUNTS.fullmatch, head.split(b"\n")))
+    if not head.strip() or not all(map(_COUNTS.fullmatch, head.split(b"\n"))):
+        return False
+    larger = (other for other, size in source.files.items() if size > HEAD)
+    alike = name.translate(_NO_DIGITS)
+    return all(other.rpartition("/")[2].translate(_NO_DIGITS) != alike for other in larger)
 
 
 def nothing_found(path: object, around: object, source: Source) -> Unrecognized:

@@ -210,7 +210,8 @@ def _entries(run: Location, checkpoints: Iterable[Location]) -> list[Step]:
 def _saves_by_contents(checkpoints: Sequence[Location]) -> set[Location]:
     """Return the folders that are one save: state of training lies in them, beside what is none.
 
-    Nothing in such a folder counts, is the best or the last, or lies in a folder deeper below.
+    Nothing in such a folder counts, is the best or the last, or lies in a folder deeper below. A
+    number that is part of a word counts nothing there: ``wav2vec2``.
     """
     folders: dict[Location, list[Location]] = {}
     for path in checkpoints:
@@ -221,7 +222,7 @@ def _saves_by_contents(checkpoints: Sequence[Location]) -> set[Location]:
 
 def _is_one_save(files: Sequence[Location]) -> bool:
     names = [parse_name(path.name, is_folder=_is_folder(path)) for path in files]
-    if any(name.position or name.bare is not None for name in names):
+    if any(name.position or re.search(r"(?i)(?<![a-z])#", name.kind) for name in names):
         return False
     if any(re.fullmatch(SPARED, path.name) is not None for path in files):
         return False

@@ -198,6 +198,19 @@ def test_a_text_in_place_of_a_checkpoint_is_no_count(tmp_path: Path) -> None:
         assert "file-type-mismatch" in [each.code for each in ckptool.verify(folder).findings]
 
 
+def test_a_text_of_numbers_is_no_count_where_another_save_has_tensors(tmp_path: Path) -> None:
+    for second in (3, 4):
+        speechbrain(folder := tmp_path / f"CKPT+2026-11-29+06-00-0{second}+00", 0.5)
+        torch.save({"w": WEIGHT}, folder / "wav2vec2.ckpt")
+        (folder / "counter_2.ckpt").write_text("3")
+        (folder / "flag.ckpt").write_text("True\n")
+    assert [step.ok for step in checked(tmp_path).steps] == [True, True]
+    (folder / "wav2vec2.ckpt").write_text("0")
+    steps = {step.path: step.reasons for step in checked(tmp_path).steps}
+    assert "wav2vec2.ckpt: a text file" in steps.pop(folder)[0]
+    assert [*steps.values()] == [()]
+
+
 def test_a_part_with_nothing_in_it_is_no_fault_beside_a_model(tmp_path: Path) -> None:
     """As stable-baselines3 2.7 saves pytorch_variables.pth of most algorithms."""
     (folder := tmp_path / "final").mkdir()
