@@ -38,6 +38,7 @@ from ckptool.storage.files import Files
 from ckptool.storage.local import LocalSource
 from ckptool.storage.place import (
     ARCHIVE,
+    absolute,
     archive_in,
     file_at,
     folder_at,
@@ -297,7 +298,7 @@ def _detect_below(path: Location, source: Files) -> Candidate:
         raise _several(path, candidates)
     require_listed(unlisted_problems(source.unlisted))
     require_packed(path.resolve(), source.files)
-    raise nothing_found(path, path.parent, source)
+    raise nothing_found(path, absolute(path).parent, source)
 
 
 def _with_beside(only: Candidate, path: Location, source: Files) -> Candidate:

@@ -319,7 +319,7 @@ def nothing_found(path: object, around: object, source: Source) -> Unrecognized:
     """Return the error for a folder without a checkpoint, with what else is in and around it."""
     names = list(source.files)
     if not names:
-        hint = f"`ckptool inspect {around}` shows what is beside it"
+        hint = f"`ckptool inspect {quote(str(around))}` shows what is beside it"
         return Unrecognized(f"{path}: the folder is empty", hint=hint)
     message = f"{path}: no checkpoint found in {plural(len(names), 'file')}: {list_some(names)}"
     hint = "run `ckptool formats` to list known formats; use --from FORMAT to force one"

@@ -29,7 +29,7 @@ from ckptool.formats.base import FileRole
 from ckptool.serialization.file_kinds import nothing_found
 from ckptool.serialization.file_roles import is_beside_model, is_of_training
 from ckptool.storage.files import Files
-from ckptool.storage.place import folder_at, has_any, require_there
+from ckptool.storage.place import absolute, folder_at, has_any, require_there
 from ckptool.storage.url import Location, within
 
 _NAMES_FILES = (FileRole.METADATA, FileRole.INDEX)
@@ -49,7 +49,7 @@ def find_run(place: Location) -> Run:
     source = folder_at(place)
     inner = list(_checkpoints(place, place, source))
     if not inner:
-        raise nothing_found(place, place.parent, source)
+        raise nothing_found(place, absolute(place).parent, source)
     entries = _entries(place, inner)
     entries += _without_checkpoint(entries)
     entries += _inside(place, entries, source)
@@ -277,8 +277,9 @@ def _by_contents(entry: Step) -> tuple[object, ...]:
     """Return a key that places weights first, and then what cannot be read and may have some."""
     found = [survey_readable(part) for part in entry.parts]
     read = [each for each in found if each is not None and not each.problems]
-    has_model = any(each.catalog is not None and weights(each.catalog) for each in read)
-    return not has_model, bool(read), not any(map(has_optimizer, read)), _by_model(entry)
+    has_none = not any(each.catalog is not None and weights(each.catalog) for each in read)
+    is_state = has_none or is_of_training(entry.name.role)  # random states are tensors, too
+    return is_state, bool(read), is_state and not any(map(has_optimizer, read)), _by_model(entry)
 
 
 def _by_model(entry: Step) -> tuple[object, ...]:

@@ -293,7 +293,12 @@ def test_one_save_in_the_folder_itself_is_called_as_its_model(tmp_path: Path) ->
 
 @pytest.mark.parametrize("other", ["amp", "args", "trainer", "extra"])
 def test_one_save_is_called_after_what_has_weights(other: str, tmp_path: Path) -> None:
-    for name, state in ((other, {"scale": 1.0}), ("bert", {"w": WEIGHT}), ("optimizer", OPTIMIZER)):
+    for name, state in (
+        (other, {"scale": 1.0}),
+        ("bert", {"w": WEIGHT}),
+        ("optimizer", OPTIMIZER),
+        ("rng", {"cpu": torch.get_rng_state()}),
+    ):
         torch.save(state, tmp_path / f"{name}.pt")
     report = checked(tmp_path)
     (step,) = report.steps
@@ -338,12 +343,18 @@ def test_the_best_and_the_last_beside_an_optimizer_are_saves_apart(tmp_path: Pat
     assert len(checked(tmp_path).steps) == 3
 
 
+def test_an_empty_folder_leads_to_what_is_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "my runs" / "new").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    for find in (checked, ckptool.verify):
+        with pytest.raises(Unrecognized, match="the folder is empty") as refused:
+            find(Path())
+        assert refused.value.hint == f"`ckptool inspect '{folder.parent}'` shows what is beside it"
+
+
 def test_a_folder_of_zip_archives_that_are_no_checkpoints(tmp_path: Path) -> None:
-    with pytest.raises(Unrecognized, match="the folder is empty") as refused:
-        checked(tmp_path)
-    with pytest.raises(Unrecognized, match="the folder is empty") as alone:
-        ckptool.verify(tmp_path)
-    assert refused.value.hint == alone.value.hint
     with ZipFile(tmp_path / "rl_model_40_steps.zip", "w") as archive:
         archive.writestr("data", "{}")
         archive.writestr("policy.pth", b"x" * 600)
