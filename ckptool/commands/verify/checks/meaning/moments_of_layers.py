@@ -92,7 +92,7 @@ class Layers:
     def lost(self) -> Iterator[Problem]:
         """Yield the moments of one layer's matrices that are zero, though the weights are not.
 
-        Weights that are fill a stack up. Those with a mask may be pruned whole (torch's ``prune``).
+        Weights that are fill a stack up.
         """
         zero = {
             parameter: all(self._seen[name].is_zero for name in kinds.values())
@@ -108,8 +108,6 @@ class Layers:
             entry, weight = self._entries[mean], self.weight_of(mean)
             if weight is None or entry.source_dtype.name == _NARROW:
                 continue
-            if f"{weight.name.removesuffix(_PRUNED)}_mask" in self._weights.located:
-                continue
             is_sound = self._weights.are_sound(weight.name)
             if is_sound and any(largest_sizes([weight], self._weights.source).values()):
                 message = f"{entry.name}: all values are zero, and all squares, but of no other"
@@ -124,7 +122,8 @@ class Layers:
         used = Counter(k for names in layers.values() for k, n in names.items() if not zero[n])
         for (head, number), names in layers.items():
             lost = [n for k, n in names.items() if zero[n] and used[k] == having[k] - 1 > 0]
-            if not lost:
+            others = {n for n in names.values() if not zero[n]}
+            if not lost or any(self._is_masked(n) for n in names.values() if zero[n]):
                 continue
             numbers = [other for before, other in layers if before == head]
             found = [self._find(*self._place_of(means[name])) for name in lost]
@@ -133,13 +132,18 @@ class Layers:
                 ends = (not zero[n] for n in zero if _LAST.fullmatch(n.removeprefix(above)))
                 is_used = number < max(numbers) or len(lost) < len(names) or any(ends)
             else:
-                others = {*names.values()}.difference(lost)
                 is_one = len(lost) == 1 <= len(others)
                 is_few = len(lost) < len(others) and not are_of_a_branch(lost, others)
                 is_inside = number < max(numbers) and len(numbers) > _LAYERS
                 is_later = number > min(numbers) and len(numbers) > _FEWEST
                 is_used = is_later and (is_one or (is_few and is_inside))
             yield from lost if is_used else ()
+
+    def _is_masked(self, parameter: str) -> bool:
+        """Return whether a weight may be pruned whole, as torch's ``prune`` does by a mask."""
+        weight = self.weight_of(self._names[parameter]["exp_avg"])
+        mask = f"{weight.name.removesuffix(_PRUNED)}_mask" if weight else None
+        return mask in self._weights.located
 
     def copied(self) -> Iterator[Problem]:
         """Yield moments of matrices that are those of another layer, whose weights are others.
