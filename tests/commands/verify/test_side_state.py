@@ -71,17 +71,21 @@ def test_what_is_wrong_with_it_is_found_and_no_resume_is_offered(
 
 @pytest.mark.parametrize(("steps", "count"), [(3, 1), (1, 0)])
 def test_one_without_any_state_after_steps(steps: int, count: int, tmp_path: Path) -> None:
-    folder = trained(tmp_path / "c", dict.clear)
+    whole = trained(tmp_path / "checkpoint-1")
+    folder = trained(tmp_path / "checkpoint-9", dict.clear)
     torch.save({"last_epoch": steps}, folder / "scheduler.pt")
     (folder / "trainer_state.json").write_text(f'{{"global_step": {steps}}}')
     found = [f for f in ckptool.verify(folder, quick=True).findings if f.severity.value != "info"]
     assert [(each.code, each.message) for each in found] == count * [
         (
-            "optimizer-incomplete",
+            "moments-zero",
             "optimizer.pt: no optimizer state at all, but trainer_state.json: global_step is 3: a"
             " resume begins the optimizer again",
         )
     ]
+    report = ckptool.verify_run(tmp_path)
+    assert report.latest_good is not None
+    assert report.latest_good.path == (whole if count else folder)
 
 
 def test_state_of_numbers_in_no_group(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def stateless_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
         if number_in(values, trainer.optimizer.steps) == step and taken >= _FIRST:
             message = f"{file or group.rpartition('.param_groups')[0]}: no optimizer state at all,"
             message += f" but {trainer.step} is {step:,}: a resume begins the optimizer again"
-            yield Problem(message, "optimizer-incomplete", file=file)
+            yield Problem(message, "moments-zero", file=file)
 
 
 def _optimizer_of(source: Files, catalog: Catalog) -> tuple[str | None, Sequence[str]]:
