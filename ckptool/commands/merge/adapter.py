@@ -40,6 +40,11 @@ _UNSUPPORTED = (
     *("use_qalora", "use_bdlora", "alora_invocation_tokens", "velora_config", "monteclora_config"),
     *("arrow_config", "kasa_config", "layer_replication", "megatron_config"),
 )
+_TAKES = (
+    "--lora takes the folder that PEFT's save_pretrained writes; of a trainer's checkpoint,"
+    " `ckptool convert SRC DST --to hf --peft-adapter` makes one"
+)
+_FEW = 3
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to initialize that subtract what they put into the adapter from the base's weights."""
 _INITIALIZED = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
@@ -128,16 +133,13 @@ class Adapter(Struct, frozen=True):
 def read_adapter(operand: Operand) -> Adapter:
     """Return an opened adapter, understood; Unsupported for what is no LoRA that can be merged."""
     place = operand.opened.path
+    folder = place if place.is_dir() else place.parent
     record = read_beside(operand.opened.source, ADAPTER_CONFIG)
-    if not record and not place.is_dir():
-        record = read_file(place.parent / ADAPTER_CONFIG)
-    where = f"{place}: {ADAPTER_CONFIG}"
+    record = record or read_file(folder / ADAPTER_CONFIG)
+    where = f"{folder}: {ADAPTER_CONFIG}"
     if not record:
-        raise Unsupported(
-            f"{place}: no {ADAPTER_CONFIG}, which says by what the adapter is scaled",
-            hint="--lora takes the folder that PEFT's save_pretrained writes; of a trainer's"
-            " checkpoint, `ckptool convert SRC DST --to hf --peft-adapter` makes one",
-        )
+        message = f"{place}: no {ADAPTER_CONFIG}, which says by what the adapter is scaled"
+        raise Unsupported(message, hint=_TAKES)
     _require_understood(record, where)
     for problem in adapter_problems(record, operand.catalog.tensors, where):
         raise Unsupported(problem, hint=problem.hint)
@@ -154,6 +156,9 @@ def read_adapter(operand: Operand) -> Adapter:
             tokens[own.removesuffix(_TOKENS)] = entry
         else:
             whole[own.replace(f"{_INNER}.", ".")] = entry
+    if not (loras or tokens):
+        names = list_some([*whole], _FEW) or "no tensors"
+        raise Unsupported(f"{place}: {names}, but no LoRA", hint=_TAKES)
     return Adapter(operand, _settings(record, where), list(loras.values()), whole, tokens)
 
 
@@ -179,7 +184,7 @@ def _require_understood(record: Record, where: str) -> None:
         raise Unsupported(f"{where} says init_lora_weights {_short(initialized)}: not known")
     unknown = [key for key in record if key not in _KNOWN and record[key]]
     if unknown := [key for key in unknown if key not in _UNSUPPORTED]:
-        said = list_some([f"{key} {_short(record[key])}" for key in unknown], 3)
+        said = list_some([f"{key} {_short(record[key])}" for key in unknown], _FEW)
         raise Unsupported(f"{where} says {said}, which is not known of PEFT 0.21")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from ckptool.commands.merge.adapter import Adapter, Matrices, read_adapter, same_base
 from ckptool.commands.merge.expressions import (
     Computation,
@@ -16,6 +18,7 @@ from ckptool.commands.merge.operands import Operand
 from ckptool.commands.merge.products import Product, product_of
 from ckptool.commands.merge.targets import base_names, targets_of
 from ckptool.commands.merge.ties import HEAD, Change, Ties
+from ckptool.commands.model.adapter_config import ADAPTER_CONFIG
 from ckptool.core.casts import as_type, can_cast
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.selection import rename_entry
@@ -147,7 +150,10 @@ class _Folding:
             Expression(name, changes[name].text if name in changes else self._base.label)
             for name in tensors
         )
-        catalog = self._base.catalog.with_tensors(tensors)
+        beside = {
+            n: size for n, size in self._base.catalog.companions.items() if n != ADAPTER_CONFIG
+        }
+        catalog = replace(self._base.catalog.with_tensors(tensors), companions=beside)
         return Computation(catalog, said, (*self._notes(), *notes), self._adapter.settings)
 
     def _notes(self) -> Iterator[str]:

@@ -23,6 +23,7 @@ from ckptool.formats.safetensors import delta_notes
 from ckptool.storage.url import Location
 from ckptool.storage.virtual.placed import PlacedFiles, join_folders
 
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _GAPS = "a shard is missing or its metadata is wrong; --drop NAME leaves a tensor out"
 
 
@@ -57,7 +58,7 @@ def open_operands(
         if place in recipe.deltas:
             operands[place] = _open_delta(place, label)
         elif place == recipe.lora:
-            operands[place] = _open(place, label, AS_DETECTED, as_is)
+            operands[place] = _open(_adapter_file(place), label, AS_DETECTED, as_is)
         else:
             operands[place] = _open(place, label, read, alike)
     alike.require_used()
@@ -83,6 +84,12 @@ def _open(place: Location, label: str, read: ReadOptions, rewriter: Rewriter) ->
     if problems := coverage_problems(rewritten.catalog.tensors.values()):
         raise damaged(problems, subject="the chunks", hint=_GAPS).within(str(opened.path))
     return Operand(label, opened, rewritten, rewritten.catalog)
+
+
+def _adapter_file(place: Location) -> Location:
+    """Return the file of an adapter's folder, in which may be a model or a trainer's state, too."""
+    files = (place / name for name in _ADAPTERS) if place.is_dir() else ()
+    return next((file for file in files if file.exists()), place)
 
 
 def _open_delta(place: Location, label: str) -> Operand:

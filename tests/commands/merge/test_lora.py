@@ -236,6 +236,29 @@ def test_what_is_tied_by_its_bytes_stays_so(tmp_path: Path) -> None:
         assert torch.equal(found[name], (weight.double() + (left @ right).T * 2).float())
 
 
+def test_a_model_may_lie_in_the_folder_of_its_adapter(tmp_path: Path) -> None:
+    """As if the base had been saved into it, or a trainer's engine its state."""
+    folder = save_adapter(tmp_path / "both", pair("q", 5, 6))
+    base = {"q.weight": some(5, 6)}
+    save_base(folder / "model.safetensors", base)
+    (folder / "config.json").write_text("{}")
+    (folder / "global_step3").mkdir()
+    state = {"module": {"q.weight": some(5, 6)}}
+    torch.save(state, folder / "global_step3" / "mp_rank_00_model_states.pt")
+    found = merged(tmp_path / "out", folder, folder / "model.safetensors", "--to", "hf")
+    wanted = (base["q.weight"].double() + delta(pair("q", 5, 6), "q") * 2).float()
+    assert torch.equal(found["q.weight"], wanted)
+
+
+def test_a_merged_model_is_no_adapter(tmp_path: Path) -> None:
+    base = save_adapter(tmp_path / "base", {}, r=3)
+    (base / "adapter_model.safetensors").unlink()
+    save_base(base / "model.safetensors", {"q.weight": some(5, 6)})
+    (base / "config.json").write_text("{}")
+    merged(tmp_path / "out", save_adapter(tmp_path / "a", pair("q", 5, 6)), base)
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+
+
 def test_a_new_head_is_added_and_said(tmp_path: Path) -> None:
     tensors = pair("q", 5, 6) | {"score.weight": some(2, 6)}
     adapter = save_adapter(tmp_path / "a", tensors, modules_to_save=["score"])

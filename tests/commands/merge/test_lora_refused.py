@@ -51,6 +51,7 @@ Q = pair("model.q", 5, 6)
         ({"use_dora": True}, Q, "says use_dora, but no tensor is a magnitude vector"),
         ({}, Q | {"model.q.lora_magnitude_vector": some(5)}, "does not say use_dora"),
         ({"r": 5}, Q, "says r 5, but"),
+        ({}, {"model.q.weight": some(5, 6)}, "model.q.weight, but no LoRA"),
         ({}, {"model.q.lora_A.weight": some(4, 6)}, "there is base_model.model.model.q.lora_A"),
         ({}, Q | {"model.q.lora_diag": some(4)}, "model.q.lora_diag is no part of a LoRA"),
         ({}, Q | {"model.norm.weight": some(6)}, "has no model.norm.weight"),
