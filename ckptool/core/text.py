@@ -8,8 +8,8 @@ from itertools import islice
 
 
 def plural(count: int, noun: str) -> str:
-    """Return ``1 file``, ``4 files``, ``3 boxes``."""
-    ending = "" if count == 1 else "es" if noun.endswith("x") else "s"
+    """Return ``1 file``, ``4 files``, ``3 boxes``, ``2 biases``."""
+    ending = "" if count == 1 else "es" if noun.endswith(("x", "s")) else "s"
     return f"{count:,} {noun}{ending}"
 
 

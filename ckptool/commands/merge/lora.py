@@ -29,7 +29,7 @@ from ckptool.errors import Unsupported
 
 _FEW = 3
 _HEAD_IS_TIED = (
-    "a base whose head is tied has none of its own; where the adapter's is its embedding again, as"
+    "a base whose head is tied has none of its own; where the adapter's is the same again, as"
     " with ensure_weight_tying, `ckptool convert ADAPTER COPY --drop '*.{}'` leaves it out"
 )
 
@@ -134,7 +134,7 @@ class _Folding:
             return
         names = [f"{self._name(lora.module)}.bias" for lora in self._adapter.loras]
         if bias == "all":
-            names = [name for name in self._tensors if "bias" in name.rpartition(".")[2]]
+            names = [name for name in self._tensors if name.rpartition(".")[2] == "bias"]
         lacks = [name for name in names if name in self._tensors and name not in self.changes]
         if lacks:
             raise Unsupported(
@@ -207,8 +207,8 @@ class _Folding:
 
 
 def _hint_on_missing(own: str) -> str:
-    head = HEAD.fullmatch(own)
-    return _HEAD_IS_TIED.format(own) if head else "--rename changes the base's names"
+    is_of_head = HEAD.fullmatch(f"{own.rpartition('.')[0]}.weight")
+    return _HEAD_IS_TIED.format(own) if is_of_head else "--rename changes the base's names"
 
 
 def _is_alike(new: str, there: str) -> bool:
