@@ -188,18 +188,20 @@ def _oriented(targets: Sequence[Target], tensors: Tensors, settings: Settings) -
 
     Raises Unsupported for other shapes or ranks, Undetermined for a square that nothing decides.
     """
-    known: dict[str, set[bool]] = {}
-    if any(_is_conv1d(name, tensors) for name in tensors):  # whatever an adapter's config says
-        known[""], settings = {True}, replace(settings, fan_in_fan_out=True)
+    known = _orders_of_modules(tensors)
+    found = list[tuple[Target, set[bool]]]()
     for target in targets:
-        entry = tensors[target.name]
-        _require_fit(target, entry, settings)
-        sides = _sides(target, entry, settings)
-        is_matrix = target.experts or len(entry.shape) == 2
+        entry, key = tensors[target.name], _kind(target)
+        # an adapter's config says it of the last module with a LoRA, and PEFT goes by each one's
+        is_turned = True in (known.get(key) or {settings.fan_in_fan_out})
+        own = replace(settings, fan_in_fan_out=is_turned)
+        _require_fit(target, entry, own)
+        found.append((target, _sides(target, entry, own)))
+    for target, sides in found:
+        is_matrix = target.experts or len(tensors[target.name].shape) == 2
         if len(sides) == 1 and is_matrix and not target.lora.is_embedding:
             known.setdefault(_kind(target), set()).update(sides)
-    for target in targets:
-        sides = _sides(target, tensors[target.name], settings)
+    for target, sides in found:
         if len(sides) > 1:
             sides = _sides_of_square(target, known.get(_kind(target), set()))
         if len(sides) != 1:
@@ -221,17 +223,33 @@ def _sides_of_square(target: Target, others: set[bool]) -> set[bool]:
     return {True} if True in others or not others else set()
 
 
-def _is_conv1d(name: str, tensors: Tensors) -> bool:
-    """Return whether a tensor is a weight with inputs first: its bias is as long as its rows."""
-    entry, bias = tensors[name], tensors.get(f"{name.removesuffix('.weight')}.bias")
-    if bias is None or len(entry.shape) != 2:
-        return False
-    return bias.shape == entry.shape[1:] != entry.shape[:1]
+def _orders_of_modules(tensors: Tensors) -> dict[str, set[bool]]:
+    """Return by kinds of modules whether weights have inputs first: as long as the bias are rows.
+
+    One stack of layers may have Linears beside another of Conv1Ds, as ViT beside GPT-2.
+    """
+    known: dict[str, set[bool]] = {}
+    for name, entry in tensors.items():
+        module = name.removesuffix(".weight")
+        bias = tensors.get(f"{module}.bias")
+        if bias is not None and len(entry.shape) == 2 and entry.shape[0] != entry.shape[1]:
+            if bias.shape == entry.shape[1:]:
+                known.setdefault(_stack_of(module), set()).add(True)
+            elif bias.shape == entry.shape[:1]:
+                known.setdefault(_stack_of(module), set()).add(False)
+    return known
+
+
+def _stack_of(module: str) -> str:
+    """Return the stack of layers that a module is in, or the module itself."""
+    steps = module.split(".")
+    number = next((at for at, step in enumerate(steps) if step.isdecimal()), len(steps))
+    return ".".join(steps[:number])
 
 
 def _kind(target: Target) -> str:
-    """Return the module within which all parameters have the same order; empty for modules."""
-    return target.lora.module if target.experts else ""
+    """Return the module, or stack of layers, within which all parameters have the same order."""
+    return target.lora.module if target.experts else _stack_of(target.name.removesuffix(".weight"))
 
 
 def _sides(target: Target, entry: TensorEntry, settings: Settings) -> set[bool]:

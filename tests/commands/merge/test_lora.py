@@ -140,22 +140,30 @@ def test_experts_of_one_tensor_have_outputs_or_inputs_first(
         assert torch.equal(found[f"mlp.experts.{name}"], wanted), name
 
 
-def test_a_bias_shows_that_inputs_come_first_whatever_a_config_says(tmp_path: Path) -> None:
-    """PEFT goes by the class of a layer: its config says that of the last one with a LoRA."""
+@pytest.mark.parametrize("said", [True, False])
+def test_a_bias_shows_that_inputs_come_first_whatever_a_config_says(
+    said: bool, tmp_path: Path
+) -> None:
+    """PEFT goes by the class of a layer: its config says that of the last one with a LoRA.
+
+    Conv1D is a stack's of layers, as GPT-2's beside a ViT.
+    """
     base = {
-        "attn.c_attn.weight": some(6, 18),
-        "attn.c_attn.bias": some(18),
-        "attn.c_proj.weight": some(6, 6),
+        "decoder.h.0.c_attn.weight": some(6, 18),
+        "decoder.h.0.c_attn.bias": some(18),
+        "decoder.h.0.c_proj.weight": some(6, 6),
+        "encoder.layer.0.up.weight": some(18, 6),
+        "encoder.layer.0.up.bias": some(18),
+        "encoder.layer.0.query.weight": some(6, 6),
         "lm_head.weight": some(9, 6),
     }
-    tensors = {
-        n: t for m, out in (("attn.c_proj", 6), ("lm_head", 9)) for n, t in pair(m, out, 6).items()
-    }
-    adapter = save_adapter(tmp_path / "a", tensors, fan_in_fan_out=False)
+    modules = {"decoder.h.0.c_proj": 6, "encoder.layer.0.query": 6, "lm_head": 9}
+    tensors = {n: t for m, out in modules.items() for n, t in pair(m, out, 6).items()}
+    adapter = save_adapter(tmp_path / "a", tensors, fan_in_fan_out=said)
     found = merged(tmp_path / "o.safetensors", adapter, save_base(tmp_path / "b.safetensors", base))
-    for module in ("attn.c_proj", "lm_head"):
+    for module in modules:
         product = delta(tensors, module) * 2
-        product = product if module == "lm_head" else product.T
+        product = product.T if "decoder" in module else product
         wanted = (base[f"{module}.weight"].double() + product).float()
         assert torch.equal(found[f"{module}.weight"], wanted), module
 
