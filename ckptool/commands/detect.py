@@ -38,10 +38,10 @@ from ckptool.storage.files import Files
 from ckptool.storage.local import LocalSource
 from ckptool.storage.place import (
     ARCHIVE,
-    absolute,
     archive_in,
     file_at,
     folder_at,
+    folder_of,
     on_disk,
     require_there,
     run_bounded,
@@ -298,7 +298,7 @@ def _detect_below(path: Location, source: Files) -> Candidate:
         raise _several(path, candidates)
     require_listed(unlisted_problems(source.unlisted))
     require_packed(path.resolve(), source.files)
-    raise nothing_found(path, absolute(path).parent, source)
+    raise nothing_found(path, folder_of(path), source)
 
 
 def _with_beside(only: Candidate, path: Location, source: Files) -> Candidate:

@@ -68,6 +68,11 @@ def absolute(path: Location) -> Location:
     return Path(os.path.abspath(path)) if isinstance(path, Path) else path
 
 
+def folder_of(path: Location) -> Location:
+    """Return the folder in which a place lies, also of ``.`` and ``..``."""
+    return (path if path.name not in ("", "..") else absolute(path)).parent
+
+
 def full_name(path: Location) -> str:
     """Return what names the place in another process, including credentials of a URL."""
     return os.path.abspath(path) if isinstance(path, Path) else path.url

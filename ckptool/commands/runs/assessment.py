@@ -19,7 +19,7 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import (
     Completeness,
     kind_of,
-    missing_ranks,
+    lost_ranks,
     unfinished,
 )
 from ckptool.commands.runs.names import parse_name
@@ -290,7 +290,7 @@ class Assessor:
         if missing and why is None:
             yield f"{list_some(missing, 4)} is missing; every earlier whole step has it"
         elif why is None:
-            yield from missing_ranks(step)
+            yield from lost_ranks(step)
 
     def _is_of_exports(self) -> bool:
         return all(is_export(each, self._run.path) for each in self._run.steps)

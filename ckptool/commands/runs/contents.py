@@ -113,7 +113,7 @@ def unfinished(step: Step, run: Run) -> str | None:
     return None
 
 
-def missing_ranks(step: Step) -> Iterator[str]:
+def lost_ranks(step: Step) -> Iterator[str]:
     """Yield for files of ranks in a step by whose names one of another rank is missing.
 
     Numbers from 1 may count something else, if not the files of an optimizer; others are ranks of
@@ -124,9 +124,10 @@ def missing_ranks(step: Step) -> Iterator[str]:
         name = parse_name(path.name, is_folder=False)
         head, *found = re.split(r"rank[-_]?(\d+)", name.role)
         if len(found) == 2:
-            family = path.parent, name.family, head, found[1]
+            family = path.parent, re.sub(r"\d+", "#", name.family), head, found[1]
             ranks.setdefault(family, {})[int(found[0])] = path.name
     saved = [sorted(names) for names in ranks.values()]
+    first = {head for (*_, head, _), names in ranks.items() if 0 in names}
     for (*_, head, _), names in ranks.items():
         present = sorted(names)
         of_optimizer = role_of(str(head)) == "optimizer"
@@ -134,7 +135,7 @@ def missing_ranks(step: Step) -> Iterator[str]:
         if are_replicas and are_of_a_node(present):
             continue
         missing = missing_files(names[present[0]], present, present[-1] + 1)
-        if missing and (0 in names or (1 in names and of_optimizer)):
+        if missing and (0 in names or (1 in names and of_optimizer and head not in first)):
             yield missing
 
 

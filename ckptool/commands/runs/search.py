@@ -29,7 +29,7 @@ from ckptool.formats.base import FileRole
 from ckptool.serialization.file_kinds import nothing_found
 from ckptool.serialization.file_roles import is_beside_model, is_of_training
 from ckptool.storage.files import Files
-from ckptool.storage.place import absolute, folder_at, has_any, require_there
+from ckptool.storage.place import folder_at, folder_of, has_any, require_there
 from ckptool.storage.url import Location, within
 
 _NAMES_FILES = (FileRole.METADATA, FileRole.INDEX)
@@ -49,7 +49,7 @@ def find_run(place: Location) -> Run:
     source = folder_at(place)
     inner = list(_checkpoints(place, place, source))
     if not inner:
-        raise nothing_found(place, absolute(place).parent, source)
+        raise nothing_found(place, folder_of(place), source)
     entries = _entries(place, inner)
     entries += _without_checkpoint(entries)
     entries += _inside(place, entries, source)

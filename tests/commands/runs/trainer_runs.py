@@ -18,6 +18,9 @@ import torch.distributed.checkpoint as dcp
 from conftest import case
 from safetensors.torch import save_file
 
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.runs.assessment import RunReport, verify_run
+
 CLOCK = 1_700_000_000
 WEIGHT = torch.arange(4.0)
 OPTIMIZER = {
@@ -25,6 +28,10 @@ OPTIMIZER = {
     "param_groups": [{"lr": 0.1, "params": [0]}],
 }
 Write = Callable[[Path], object]
+
+
+def checked(run: Path) -> RunReport:
+    return verify_run(run, VerifyOptions(), every=True)
 
 
 def saved(state: object) -> Write:

@@ -1,0 +1,71 @@
+"""What lies beside steps: it is none if it lies there once, unless it should have a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from trainer_runs import OPTIMIZER, WEIGHT, checked
+
+
+def test_what_a_trainer_keeps_once_beside_its_steps_is_no_step(tmp_path: Path) -> None:
+    """torchtune 0.6, _checkpointer.py: recipe_state has the optimizer of the latest epoch."""
+    for epoch in (0, 1):
+        (folder := tmp_path / f"epoch_{epoch}").mkdir()
+        save_file({"w": WEIGHT}, folder / "model.safetensors", {"format": "pt"})
+    (folder := tmp_path / "recipe_state").mkdir()
+    torch.save({"optimizer": OPTIMIZER, "epochs_run": 2}, folder / "recipe_state.pt")
+    report = checked(tmp_path)
+    assert report.ok
+    assert report.latest_good is not None
+    assert report.latest_good.path == tmp_path / "epoch_1"
+    folder.rename(tmp_path / "epoch_2")
+    assert not checked(tmp_path).ok
+    (tmp_path / "epoch_2").rename(tmp_path / "last")
+    assert not checked(tmp_path).ok
+
+
+def test_state_without_a_model_is_no_fault_only_beside_the_steps(tmp_path: Path) -> None:
+    for step in (10, 20):
+        (folder := tmp_path / f"step_{step}").mkdir()
+        torch.save({"w": WEIGHT}, folder / "model.pt")
+    torch.save(OPTIMIZER, tmp_path / "optimizer.pt")
+    report = checked(tmp_path)
+    assert report.ok
+    assert report.latest_good is not None
+    assert report.latest_good.number == 20
+    for name in ("args.pt", "recipe_state.pt", "cosine_optimizer.pt", "y.pt"):
+        torch.save({"lr": 0.1} if name == "args.pt" else OPTIMIZER, tmp_path / name)
+        report = checked(tmp_path)
+        assert (report.ok, report.latest_good and report.latest_good.number) == (True, 20)
+        (tmp_path / name).unlink()
+    lost = "consolidated/optim.pt", "averaged/x.pt", "best_optimizer.pt", "ema.pt", "model.pt"
+    for name in lost:
+        (path := tmp_path / name).parent.mkdir(exist_ok=True)
+        torch.save(OPTIMIZER, path)
+        assert "has no tensors of a model, which other steps have" in {
+            why for step in checked(tmp_path).steps for why in step.reasons
+        }
+        path.unlink()
+
+
+def test_the_best_and_the_last_beside_an_optimizer_are_saves_apart(tmp_path: Path) -> None:
+    for name in ("best.pt", "last.pt"):
+        torch.save({"w": WEIGHT}, tmp_path / name)
+    torch.save(OPTIMIZER, tmp_path / "optimizer.pt")
+    assert len(checked(tmp_path).steps) == 3
+
+
+@pytest.mark.parametrize("other", ["cosine-scheduler", "opt-125m"])
+def test_models_called_after_what_is_beside_one_are_saves_apart(other: str, tmp_path: Path) -> None:
+    for name in ("baseline", other):
+        (folder := tmp_path / name).mkdir()
+        (folder / "config.json").write_text("{}")
+        save_file({"w": WEIGHT}, folder / "model.safetensors", {"format": "pt"})
+    assert {step.path.name for step in checked(tmp_path).steps} == {"baseline", other}
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-2])
+    assert {step.path.name: step.ok for step in checked(tmp_path).steps} == {
+        "baseline": True, other: False
+    }  # fmt: skip
