@@ -95,7 +95,8 @@ def _lacking(lacks: Sequence[str]) -> str:
     if all(HEAD.fullmatch(f"{module}.weight") for module in lacks):
         return (
             "a base whose head is tied has none of its own; PEFT adds the head's LoRA to the"
-            " embedding, too, which no training did"
+            " embedding, too, which no training did. Where it is the embedding's again, as with"
+            f" ensure_weight_tying, `ckptool convert ADAPTER COPY --drop {lacks[0]}` leaves it out"
         )
     return "--rename changes the base's names; the adapter may be of another model"
 

@@ -64,6 +64,7 @@ Q = pair("model.q", 5, 6)
         ({}, pair("model.experts", 8, 6), "model.experts has down_proj, gate_up_proj"),
         ({"fan_in_fan_out": True}, Q | pair("model.square", 6, 6), "inputs or outputs come first"),
         ({}, pair("model.lm_head", 12, 6), "PEFT adds the head's LoRA to the embedding, too"),
+        ({}, pair("proj_out", 12, 6), "`ckptool convert ADAPTER COPY --drop proj_out` leaves it"),
         ({}, pair("model.experts.0.up", 5, 6), "--experts packed"),
         ({}, Q | {"model.q.lora_B.bias": some(4)}, "model.q.lora_B.bias: [4], but model.q.bias"),
         ({}, Q | {"model.embed_tokens.weight": some(13, 6)}, "[13, 6], but"),
