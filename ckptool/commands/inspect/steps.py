@@ -16,9 +16,9 @@ from ckptool.commands.open import Survey
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.assessment import Assessor
-from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.pointers import find_pointers, is_for_that
+from ckptool.commands.runs.records import has_optimizer
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.steps import Step
 from ckptool.core.mesh import Mesh

@@ -23,9 +23,9 @@ from ckptool.commands.runs.contents import (
     unfinished,
 )
 from ckptool.commands.runs.names import parse_name
-from ckptool.commands.runs.optimizer_files import has_optimizer
 from ckptool.commands.runs.order import open_run, written_after
 from ckptool.commands.runs.pointers import find_pointers, is_for_that, latest_source
+from ckptool.commands.runs.records import has_optimizer
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoiling
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name

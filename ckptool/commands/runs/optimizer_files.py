@@ -5,32 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from ckptool.commands.open import OpenedCheckpoint, Survey, open_checkpoint
+from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.verify.checks.consistency import CHECKLIST, LISTED
 from ckptool.core.catalog import Catalog, TensorEntry, places, stored_places
-from ckptool.core.state_category import state_category, with_every_part
+from ckptool.core.state_category import with_every_part
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError, Unsupported
 from ckptool.formats.base import ScanOptions
-from ckptool.formats.companions import trainer_optimizer
 from ckptool.serialization.source import read_metadata
 from ckptool.storage.files import Files
 from ckptool.storage.local import LocalSource
 from ckptool.storage.url import Location
 
 _STATE_DICT = frozenset(["state", "param_groups"])
-
-
-def has_optimizer(each: Survey) -> bool:
-    """Return whether a checkpoint, as far as it was read, has an optimizer's state."""
-    if each.catalog is None:
-        return False
-    if trainer_optimizer(each.source.files, each.catalog.files) is not None:
-        return True
-    parts = {state_category(entry) for entry in each.catalog.tensors.values()}
-    parts |= {state_category(entry) for entry in each.catalog.objects.values()}
-    return "optimizer" in parts
 
 
 def require_unlisted(source: Files, names: Iterable[str]) -> None:

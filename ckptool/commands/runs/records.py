@@ -10,8 +10,9 @@ from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.names import Position
 from ckptool.commands.runs.steps import Step
 from ckptool.core.catalog import Catalog
+from ckptool.core.state_category import state_category
 from ckptool.errors import CkptoolError
-from ckptool.formats.companions import TRAINER_STATE
+from ckptool.formats.companions import TRAINER_STATE, trainer_optimizer
 from ckptool.serialization.source import parse_json_object, read_metadata
 
 _STEPS = (
@@ -59,6 +60,17 @@ def recorded_position(step: Step, options: ReadOptions = AS_DETECTED) -> Positio
     steps = _count(found.catalog, _MORE_STEPS) if steps is None else steps
     steps = _step_of_trainer(found) if steps is None else steps
     return Position(epoch=_count(found.catalog, _EPOCHS), step=steps)
+
+
+def has_optimizer(each: Survey) -> bool:
+    """Return whether a checkpoint, as far as it was read, has an optimizer's state."""
+    if each.catalog is None:
+        return False
+    if trainer_optimizer(each.source.files, each.catalog.files) is not None:
+        return True
+    parts = {state_category(entry) for entry in each.catalog.tensors.values()}
+    parts |= {state_category(entry) for entry in each.catalog.objects.values()}
+    return "optimizer" in parts
 
 
 def _count(catalog: Catalog, names: tuple[str, ...]) -> int | None:

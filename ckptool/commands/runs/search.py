@@ -18,7 +18,7 @@ from ckptool.commands.runs.names import (
     part_folders,
     stage_in,
 )
-from ckptool.commands.runs.optimizer_files import has_optimizer
+from ckptool.commands.runs.records import has_optimizer
 from ckptool.commands.runs.steps import Run, Step, read_from, says_another
 from ckptool.commands.runs.trainers import POINTERS, SPARED
 from ckptool.core.state_category import weights

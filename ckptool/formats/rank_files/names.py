@@ -103,12 +103,18 @@ def are_slices(source: Source, files: Sequence[RankFile]) -> bool:
     if not files or not all(role_of(item.family) == "optimizer" for item in files):
         return False
     named = ((name.rpartition(".")[0], name) for name in source.files if name.endswith(_SUFFIXES))
-    models = {without_words(stem): file for stem, file in named if role_of(stem) == "model"}
+    models = [(_says(stem), file) for stem, file in named if role_of(stem) == "model"]
     return any(
-        (model := models.get(without_words(family))) is not None
-        and have_slices(source, [item.file for item in of], model)
+        have_slices(source, [item.file for item in of], model)
         for family, of in by_family(files).items()
+        for said, model in models
+        if said <= _says(family)
     )
+
+
+def _says(stem: str) -> set[str]:
+    """Return what a name says besides what its file is for: which save or optimizer it is of."""
+    return set(without_words(stem).split("-")) - {""}
 
 
 def other_saves(files: Sequence[RankFile], file: str) -> frozenset[str]:
