@@ -19,22 +19,32 @@ class Role(Struct, frozen=True, dict=True):
     """What a file is for, by whole ``words`` of its name, or by what is ``within`` it.
 
     Without its words a name says which files of other steps are its like: no run, fold or date is
-    told by them. What lies ``beside`` a model is never the one that a step is called after.
-    ``state`` is of training, without a model. ``empty`` is what may have no tensors, or be a number
-    in a text.
+    told by them. Words ``apart`` stay there. What either of these say lies ``beside`` a model, and
+    a step is never called after it, or is ``state`` of training, without a model: an upscaler is a
+    model. ``empty`` is what may have no tensors, or be a number in a text.
     """
 
     name: str | None
     words: str = _NOTHING
     within: str = _NOTHING
+    apart: str = _NOTHING
     beside: bool = False
     state: bool = False
     empty: bool = False
 
     @cached_property
-    def said(self) -> re.Pattern[str]:
-        """The pattern of names in small letters that say it, which takes a third to compile."""
-        return re.compile(f"{_whole(self.words)}|{self.within}")
+    def worded(self) -> re.Pattern[str]:
+        """The pattern of names in small letters, which takes a third to compile, with its words."""
+        return re.compile(_whole(f"{self.words}|{self.apart}"))
+
+    @cached_property
+    def loose(self) -> re.Pattern[str]:
+        """The pattern of names in small letters that say it by what is within them."""
+        return re.compile(self.within)
+
+    def is_said_by(self, name: str) -> bool:
+        """Return whether a name in small letters says it, in any way."""
+        return self.worded.search(name) is not None or self.loose.search(name) is not None
 
 
 def _whole(words: str) -> str:
@@ -42,15 +52,13 @@ def _whole(words: str) -> str:
 
 
 _ROLES = (
-    Role("optimizer", "opt|optims?|optimizers?", "optim", beside=True, state=True),
-    Role("optimizer", "adam", "adam", beside=True),  # a model may be called after it, too
+    Role("optimizer", "opt|optims?|optimizers?", "optim", "optim[gd]", beside=True, state=True),
+    Role("optimizer", "adam", "adam", "adamw", beside=True),  # models may be called so, too
     Role("scheduler", "sched|schedulers?", "sched", beside=True, state=True, empty=True),
     Role("scaler", "scaler", "scaler", beside=True, state=True, empty=True),
     Role("rng", "rng", r"(?<![a-z])rng", beside=True, state=True, empty=True),
     Role("rng", within="random|seed", empty=True),
-    Role(
-        "record", within="(?:train(?:er|ing)?|extra|client|global)_state", beside=True, empty=True
-    ),
+    Role("record", "(?:train(?:er|ing)?|extra|client|global)_states?", beside=True, empty=True),
     Role("record", within=r"(?<![a-z])(?:common|progress|meta)", empty=True),
     Role("dataloader", "data|(?:data)?loader", "sampler|loader|dl_state", beside=True, empty=True),
     Role("rank", r"(?:mp_|tp_|pp_|dp_|ep_)?rank[-_]?\d+", "rank"),
@@ -59,14 +67,14 @@ _ROLES = (
     Role(
         None,
         "value|reward|ref|dis|disc|discriminator|netd|d",
-        _whole("swa|ewma|polyak|avg|averaged?"),
+        apart="swa|ewma|polyak|avg|averaged?",
         beside=True,
     ),
     Role(
         None,
         "module|net|network|weight|params?|masters?|student|teacher|vae|transformer|controlnet"
         "|encoder|decoder|backbone|head|classifier|gen|generator|netg|g|lora",
-        _whole("enc|dec"),
+        apart="enc|dec",
     ),
     Role(None, "amp|trainer|train|training|extra|states?|dict", empty=True),
 )
@@ -80,7 +88,7 @@ WORDS = "(?i)" + _whole("|".join(row.words for row in _ROLES))
 @lru_cache(1 << 14)
 def _rows_of(name: str) -> Sequence[Role]:
     small = name.lower()
-    return [row for row in _ROLES if row.said.search(small)]
+    return [row for row in _ROLES if row.is_said_by(small)]
 
 
 def role_of(name: str) -> str | None:
@@ -95,12 +103,12 @@ def without_words(name: str) -> str:
 
 def is_beside_model(name: str) -> bool:
     """Return whether a name is that of what lies beside a model."""
-    return any(row.beside for row in _rows_of(name))
+    return any(row.beside and row.worded.search(name.lower()) for row in _rows_of(name))
 
 
 def is_of_training(name: str) -> bool:
     """Return whether a name is that of an optimizer, a scheduler or random states."""
-    return any(row.state for row in _rows_of(name))
+    return any(row.state and row.worded.search(name.lower()) for row in _rows_of(name))
 
 
 def may_be_empty(name: str) -> bool:

@@ -46,6 +46,10 @@ BESIDE, TRAINING, EMPTY = is_beside_model, is_of_training, may_be_empty
         ("10_D_5.pth", None, {BESIDE}),
         ("training_args.bin", None, {EMPTY}),
         ("counter.ckpt", None, {EMPTY}),
+        ("adamw.pt", "optimizer", {BESIDE}),
+        ("upscaler.safetensors", "scaler", {EMPTY}),
+        ("resampler.safetensors", "dataloader", {EMPTY}),
+        ("optimized.safetensors", "optimizer", set()),
     ],
 )
 def test_what_a_name_says(name: str, role: str | None, says: set[object]) -> None:
