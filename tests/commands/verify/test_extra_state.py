@@ -130,3 +130,13 @@ def test_a_weight_of_one_layer_without_state(without: set[str], count: int, tmp_
     said = ": without optimizer state, which all other layers have of it"
     names = sorted(f"model.{name}" for name in without)
     assert messages == [f"{', '.join(names)}{said}"] * count
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "\u00b2", 7], ids=["long", "power", "seven"])
+def test_state_of_a_number_that_no_group_has(number: str | int, tmp_path: Path) -> None:
+    """Python refuses to read some thousands of digits, and some digits."""
+    moments = {kind: torch.ones(2) for kind in ("exp_avg", "exp_avg_sq")}
+    groups = [{"params": [0], "lr": 0.1}]
+    optimizer = {"state": {0: moments, number: moments}, "param_groups": groups}
+    torch.save({"model": {"w": torch.ones(2)}, "optimizer": optimizer}, tmp_path / "c.pt")
+    assert len(found(tmp_path / "c.pt")) == 1

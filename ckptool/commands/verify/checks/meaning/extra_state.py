@@ -70,7 +70,7 @@ def unfit_state_problems(catalog: Catalog) -> Iterator[Problem]:
     groups = _numbers_in_groups(catalog) if numbered else {}
     for optimizer, states in numbered.items():
         if numbers := groups.get(optimizer):
-            extra = {number: own for number, own in states.items() if int(number) not in numbers}
+            extra = {number: own for number, own in states.items() if number not in numbers}
             yield from _problem(extra, "the optimizer's groups do")
 
 
@@ -108,16 +108,16 @@ def _of_model(parameter: str, models: Models) -> set[str]:
     return {models[key].name for key in keys if key in models}
 
 
-def _numbers_in_groups(catalog: Catalog) -> dict[str, set[int]]:
+def _numbers_in_groups(catalog: Catalog) -> dict[str, set[str]]:
     """Return the numbers of the parameters in the groups of each optimizer, of all ranks."""
-    numbers: dict[str, set[int]] = defaultdict(set)
+    numbers: dict[str, set[str]] = defaultdict(set)
     for entry in catalog.objects.values():
         steps = [step.step if isinstance(step, RankStep) else step for step in entry.path]
         if _GROUPS not in steps:
             continue
         optimizer = ".".join(map(str, steps[: steps.index(_GROUPS)]))
         if steps[-1] == _PARAMS and isinstance(entry.value, list):
-            numbers[optimizer].update(n for n in entry.value if isinstance(n, int))
+            numbers[optimizer].update(str(n) for n in entry.value if type(n) is int)
     return numbers
 
 

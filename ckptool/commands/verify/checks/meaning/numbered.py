@@ -24,6 +24,7 @@ _SORTED = ".safetensors"
 
 _LAYER = re.compile(r"(?s)(?:[^.\d][^.]*\.)*\d+(?=\.)")
 """What precedes and is the first number in a name."""
+_NUMBER = re.compile("[0-9]{1,18}")
 _STATE, _KINDS = "state", ("exp_avg", "exp_avg_sq")
 
 Shape = tuple[int, ...]
@@ -97,7 +98,7 @@ def _number_of(name: str) -> Number | None:
     head, _, kind = name.rpartition(".")
     state, _, number = head.rpartition(".")
     is_moment = kind in _KINDS and state.rpartition(".")[2] == _STATE
-    return (state, int(number)) if is_moment and number.isdecimal() else None
+    return (state, int(number)) if is_moment and _NUMBER.fullmatch(number) else None
 
 
 def _candidates(models: Tensors) -> Iterator[Mapping[Shape, Sequence[str]]]:
