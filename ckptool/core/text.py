@@ -73,7 +73,8 @@ def ranges(numbers: Iterable[int]) -> str:
     )
 
 
-def natural_key(name: str) -> list[tuple[int, int | str]]:
-    """Return a sort key under which step-9 comes before step-10."""
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key under which step-9 comes before step-10, however many digits there are."""
     parts = enumerate(re.split(r"([0-9]+)", name))
-    return [(0, int(part)) if at % 2 else (1, part) for at, part in parts]
+    numbers = ((part.lstrip("0") if at % 2 else part, at % 2) for at, part in parts)
+    return [(0, len(part), part) if is_number else (1, 0, part) for part, is_number in numbers]

@@ -204,7 +204,7 @@ def _oriented(targets: Sequence[Target], tensors: Tensors, settings: Settings) -
             known.setdefault(_kind(target), set()).update(sides)
     for target, sides in found:
         if len(sides) > 1:
-            sides = _sides_of_square(target, known.get(_kind(target), set()))
+            sides = _sides_of_square(target, known)
         if len(sides) != 1:
             raise Undetermined(
                 f"{target.name} {list(tensors[target.name].shape)}: nothing says whether inputs or"
@@ -213,15 +213,16 @@ def _oriented(targets: Sequence[Target], tensors: Tensors, settings: Settings) -
         yield Target(target.lora, target.name, target.key, target.experts, sides.pop())
 
 
-def _sides_of_square(target: Target, others: set[bool]) -> set[bool]:
+def _sides_of_square(target: Target, known: Mapping[str, set[bool]]) -> set[bool]:
     """Return the order of a square weight's dims, given that of the others that are not square.
 
-    Experts are as the others of their module. Modules are turned, as fan_in_fan_out says, if there
-    is one that shows it: PEFT ignores that for what is no Conv1D.
+    Experts are as the others of their module. Modules are turned, as fan_in_fan_out says, if one of
+    their stack shows it, as PEFT ignores that for what is no Conv1D, or if nothing shows any order.
     """
+    others = known.get(_kind(target), set())
     if target.experts:
         return others
-    return {True} if True in others or not others else set()
+    return {True} if True in others or not known else set()
 
 
 def _orders_of_modules(tensors: Tensors) -> dict[str, set[bool]]:
@@ -242,9 +243,9 @@ def _orders_of_modules(tensors: Tensors) -> dict[str, set[bool]]:
 
 
 def _stack_of(module: str) -> str:
-    """Return the stack of layers that a module is in, or the module itself."""
+    """Return the stack of layers that a module is in; empty if it is in none."""
     steps = module.split(".")
-    number = next((at for at, step in enumerate(steps) if step.isdecimal()), len(steps))
+    number = next((at for at, step in enumerate(steps) if step.isdecimal()), 0)
     return ".".join(steps[:number])
 
 

@@ -62,7 +62,6 @@ Q = pair("model.q", 5, 6)
         ({}, pair("model.q", 6, 5), "inputs come before outputs"),
         ({}, pair("model.q", 5, 7), "model.q.weight: [5, 6], but the product of"),
         ({}, pair("model.experts", 8, 6), "model.experts has down_proj, gate_up_proj"),
-        ({"fan_in_fan_out": True}, Q | pair("model.square", 6, 6), "inputs or outputs come first"),
         ({}, pair("model.lm_head", 12, 6), "PEFT adds the head's LoRA to the embedding, too"),
         ({}, pair("proj_out", 12, 6), "`ckptool convert ADAPTER COPY --drop proj_out` leaves it"),
         ({}, pair("model.experts.0.up", 5, 6), "--experts packed"),
@@ -97,6 +96,16 @@ def test_what_cannot_be_merged_is_named(
     assert code == 4, said
     assert wanted in said
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_no_square_weight_is_turned_because_a_config_says_so(tmp_path: Path) -> None:
+    """Where nothing else has inputs first, that was said of a module without a LoRA any more."""
+    base = {"model.q.weight": some(5, 6), "model.square.weight": some(6, 6)}
+    tensors = Q | pair("model.square", 6, 6)
+    adapter = save_adapter(tmp_path / "adapter", tensors, fan_in_fan_out=True)
+    model = save_base(tmp_path / "base.safetensors", base)
+    code, said = run(tmp_path / "out.safetensors", "--lora", adapter, "--onto", model)
+    assert (code, "inputs or outputs come first" in said) == (4, True), said
 
 
 def test_a_quantized_weight_needs_numbers(tmp_path: Path) -> None:
