@@ -99,22 +99,6 @@ def test_parameters_that_a_model_has_more_or_less_of_are_not_named(tmp_path: Pat
     assert not found(tmp_path / "c.pt")
 
 
-@pytest.mark.parametrize(("rows", "count"), [(41, 1), (20, 0)])  # fewer are projected
-def test_moments_in_a_shape_that_the_model_does_not_have(
-    rows: int, count: int, tmp_path: Path
-) -> None:
-    weights, optimizer = trained()
-    optimizer["state"][4] |= {kind: torch.rand(rows, 30) for kind in KINDS_OF}
-    torch.save({"model": weights, "optimizer": optimizer}, tmp_path / "c.pt")
-    findings = found(tmp_path / "c.pt", "optimizer-shape")
-    assert len(findings) == count
-    said = "optimizer.state.4.exp_avg: [41, 30], as no matrix of the model is, but [40, 30] has no"
-    assert all(each.affected[0].message.startswith(said) for each in findings)
-    student = weights | {"layers.1.up.weight": torch.rand(rows, 30)}
-    torch.save({"student": student, "t": weights, "optimizer": optimizer}, tmp_path / "d.pt")
-    assert not found(tmp_path / "d.pt", "optimizer-shape")
-
-
 def test_two_optimizers_each_have_numbers_of_their_own(tmp_path: Path) -> None:
     (weights, optimizer), (others, other) = trained(), trained(by_decay)
     zero(other["state"], 2)

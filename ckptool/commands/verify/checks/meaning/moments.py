@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckptool.commands.verify.checks.elements import Elements
 from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED
 from ckptool.commands.verify.checks.meaning.moments_of_layers import Layers, WeightOf
-from ckptool.commands.verify.checks.meaning.numbered import misshapen, states_by_name
+from ckptool.commands.verify.checks.meaning.numbered import states_by_name
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slices
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.keymap.model import abstract
@@ -68,7 +68,6 @@ class Moments:
         self._catalog = catalog
         moments = {n: e for n, e in catalog.tensors.items() if _is_moment(n, e)}
         models = catalog.tensors if model is None else model.located
-        self._misshapen = dict(misshapen(moments, models))
         self._slices = Slices(moments, states_by_name(moments, models))
         for name in self._slices.names:
             if (parsed := parse_moment(name)) is not None:
@@ -85,10 +84,6 @@ class Moments:
 
     def problems(self, elements: Elements) -> Iterator[Problem]:
         """Yield the moments that no step leaves."""
-        for name, shape in self._misshapen.items():
-            own = list(self._catalog.tensors[name].shape)
-            message = f"{name}: {own}, as no matrix of the model is, but {list(shape)} has no state"
-            yield Problem(message, "optimizer-shape", tensor=name)
         for each in self._problems(elements):
             yield each.of_tensor(self._slices.tensor(each.tensor)) if each.tensor else each
 

@@ -28,22 +28,26 @@ _NUMBER = re.compile("[0-9]{1,18}")
 _STATE, _KINDS = "state", ("exp_avg", "exp_avg_sq")
 
 Shape = tuple[int, ...]
-Number = tuple[str, int]
-"""The name of an optimizer's state, and the number of a parameter in it."""
-Alike = Mapping[Shape, Sequence[object]]
 Tensors = Mapping[str, TensorEntry]
 _T = TypeVar("_T")
 
 
 def states_by_name(states: Tensors, models: Tensors) -> Iterator[Slice]:
     """Yield the moments of numbered parameters, with the names that their parameters have."""
-    numbered = _numbered(states)
-    candidates = list(_candidates(models)) if numbered else []
-    names: dict[Number, str] = {}
-    for numbers in _by_optimizer(numbered, states):
+    numbered = {name: of for name in states if (of := _number_of(name)) is not None}
+    if not numbered:
+        return
+    optimizers: dict[str, dict[int, Shape]] = defaultdict(dict)
+    for name, (optimizer, number) in numbered.items():
+        if is_matrix(states[name].shape):
+            optimizers[optimizer].setdefault(number, states[name].shape)
+    candidates = list(_candidates(models))
+    names: dict[tuple[str, int], str] = {}
+    for optimizer, shapes in optimizers.items():
+        alike = _by_shape(((optimizer, number), shapes[number]) for number in sorted(shapes))
         taken = {*names.values()}
-        found = [_paired(numbers, known, taken) for known in candidates]
-        best: dict[Number, str] = max(found, key=len, default={})
+        found = [_paired(alike, known, taken) for known in candidates]
+        best: dict[tuple[str, int], str] = max(found, key=len, default={})
         names |= best
     for name, key in numbered.items():
         if key in names:
@@ -51,49 +55,7 @@ def states_by_name(states: Tensors, models: Tensors) -> Iterator[Slice]:
             yield Slice(f"{key[0]}.{names[key]}.{kind}", name)
 
 
-def misshapen(states: Tensors, models: Tensors) -> Iterator[tuple[str, Shape]]:
-    """Yield the moments of one number in a shape that no matrix of the model has, and the shape
-    that no number has, where all others have one each.
-
-    No other model beside may fit. Where a dim is smaller, gradients may be projected.
-    """
-    numbered = _numbered(states)
-    candidates = list(_candidates(models)) if numbered else []
-    for numbers in _by_optimizer(numbered, states):
-        odd = [(_more(known, numbers), _more(numbers, known)) for known in candidates]
-        for lacking, extra in odd if all(extra for _, extra in odd) else ():
-            if len(lacking) == len(extra) == 1 and not _is_smaller(extra[0], lacking[0]):
-                own = numbers[extra[0]][0]
-                yield from ((n, lacking[0]) for n, number in numbered.items() if number == own)
-
-
-def _numbered(states: Tensors) -> dict[str, Number]:
-    return {name: of for name in states if (of := _number_of(name)) is not None}
-
-
-def _by_optimizer(
-    numbered: Mapping[str, Number], states: Tensors
-) -> Iterator[dict[Shape, list[Number]]]:
-    """Yield the numbers of the matrices of each optimizer, by their shapes, in order."""
-    optimizers: dict[str, dict[int, Shape]] = defaultdict(dict)
-    for name, (optimizer, number) in numbered.items():
-        if is_matrix(states[name].shape):
-            optimizers[optimizer].setdefault(number, states[name].shape)
-    for optimizer, shapes in optimizers.items():
-        yield _by_shape(((optimizer, number), shapes[number]) for number in sorted(shapes))
-
-
-def _more(some: Alike, others: Alike) -> list[Shape]:
-    """Return the shapes of which one has more than another, as often as they are more."""
-    more = ((shape, len(each) - len(others.get(shape, ()))) for shape, each in some.items())
-    return [shape for shape, count in more for _ in range(count)]
-
-
-def _is_smaller(own: Shape, whole: Shape) -> bool:
-    return len(own) == len(whole) and all(a <= b for a, b in zip(own, whole, strict=True))
-
-
-def _number_of(name: str) -> Number | None:
+def _number_of(name: str) -> tuple[str, int] | None:
     """Return the optimizer's state that has a moment, and its parameter's number if it has one."""
     head, _, kind = name.rpartition(".")
     state, _, number = head.rpartition(".")
