@@ -29,6 +29,7 @@ from ckptool.formats.companions import latest_folder
 from ckptool.serialization.file_kinds import (
     detect_kind,
     holds_counts_alone,
+    larger_names,
     nothing_found,
     read_head,
     require_packed,
@@ -345,6 +346,7 @@ def _candidates(
     folders = source.subfolders()
     covered: set[str] = set()
     has_set = cache(lambda folder, row: row.matches(folders.get(folder, source)))
+    larger = cache(lambda: larger_names(source))
     for folder in sorted(folders, key=lambda name: (name.count("/"), natural_key(name))):
         if folder.count("/") >= _LEVELS or any(str(p) in covered for p in Path(folder).parents):
             continue
@@ -358,7 +360,7 @@ def _candidates(
         if not any(str(parent) in covered for parent in Path(name).parents):
             of_one = partial(_single_file, path, source, name, has_set)
             file = _try_detect(path / name, of_one, failed)
-            if file is not None:
+            if file is not None and not holds_counts_alone(source, name, larger):
                 yield file
 
 
@@ -374,7 +376,7 @@ def _single_file(
 ) -> Candidate | None:
     is_side = name.endswith(EXTRA) and name.removesuffix(EXTRA) + ".safetensors" in source.files
     is_named = name.endswith((ARCHIVE, *single_file_suffixes()))
-    if is_side or not is_named or holds_counts_alone(source, name):
+    if is_side or not is_named:
         return None
     alone = source.alone(name)
     archive = archive_in(alone, path / name)

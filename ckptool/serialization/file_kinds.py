@@ -6,7 +6,7 @@ Each is detected by its first bytes, its name, or the records of a zip archive.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from shlex import quote
 from string import digits
 from typing import TYPE_CHECKING
@@ -295,11 +295,11 @@ _OF_A_STEP = r"(?i)(?<![a-z])(?:checkpoint|ckpt|best|final|last|latest)(?![a-z])
 _NO_DIGITS = str.maketrans("", "", digits)
 
 
-def holds_counts_alone(source: Source, file: str) -> bool:
+def holds_counts_alone(source: Source, file: str, larger: Callable[[], Container[str]]) -> bool:
     """Return whether a file is a text of numbers, as SpeechBrain keeps beside tensors.
 
     What is called like a checkpoint is a damaged one, and so is what others have more in whose
-    names differ in digits at most.
+    names differ in digits at most: those of ``larger`` files.
     """
     if not 0 < source.files[file] <= HEAD:
         return False
@@ -310,9 +310,13 @@ def holds_counts_alone(source: Source, file: str) -> bool:
     head = read_head(source, file)
     if not head.strip() or not all(map(_COUNTS.fullmatch, head.split(b"\n"))):
         return False
-    larger = (other for other, size in source.files.items() if size > HEAD)
-    alike = name.translate(_NO_DIGITS)
-    return all(other.rpartition("/")[2].translate(_NO_DIGITS) != alike for other in larger)
+    return name.translate(_NO_DIGITS) not in larger()
+
+
+def larger_names(source: Source) -> set[str]:
+    """Return the names, without digits, of files that hold more than a few numbers."""
+    larger = (name for name, size in source.files.items() if size > HEAD)
+    return {name.rpartition("/")[2].translate(_NO_DIGITS) for name in larger}
 
 
 def nothing_found(path: object, around: object, source: Source) -> Unrecognized:

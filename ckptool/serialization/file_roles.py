@@ -51,12 +51,14 @@ def _whole(words: str) -> str:
     return rf"(?<![a-z])(?:{words})(?![a-z])"
 
 
+_OPTIMIZERS = "(?:adam)?optim(?:izer)?(?:[gd]|states?)?"
+_SCHEDULERS = "(?:lr)?sched(?:uler)?(?:[gd]|states?)?"
 _ROLES = (
-    Role("optimizer", "opt|optims?|optimizers?", "optim", "optim[gd]", beside=True, state=True),
+    Role("optimizer", "opt|optims?|optimizers?", "optim", _OPTIMIZERS, beside=True, state=True),
     Role("optimizer", "adam", "adam", "adamw", beside=True),  # models may be called so, too
-    Role("scheduler", "sched|schedulers?", "sched", beside=True, state=True, empty=True),
-    Role("scaler", "scaler", "scaler", beside=True, state=True, empty=True),
-    Role("rng", "rng", r"(?<![a-z])rng", beside=True, state=True, empty=True),
+    Role("scheduler", "sched|schedulers?", "sched", _SCHEDULERS, True, state=True, empty=True),
+    Role("scaler", "scaler", "scaler", "(?:grad|loss)scaler", True, state=True, empty=True),
+    Role("rng", "rng", r"(?<![a-z])rng", "rngstates?", beside=True, state=True, empty=True),
     Role("rng", within="random|seed", empty=True),
     Role("record", "(?:train(?:er|ing)?|extra|client|global)_states?", beside=True, empty=True),
     Role("record", within=r"(?<![a-z])(?:common|progress|meta)", empty=True),

@@ -47,6 +47,8 @@ BESIDE, TRAINING, EMPTY = is_beside_model, is_of_training, may_be_empty
         ("training_args.bin", None, {EMPTY}),
         ("counter.ckpt", None, {EMPTY}),
         ("adamw.pt", "optimizer", {BESIDE}),
+        ("optimizerG.pth", "optimizer", {BESIDE, TRAINING}),
+        ("lrscheduler_state.pt", "scheduler", {BESIDE, TRAINING, EMPTY}),
         ("upscaler.safetensors", "scaler", {EMPTY}),
         ("resampler.safetensors", "dataloader", {EMPTY}),
         ("optimized.safetensors", "optimizer", set()),

@@ -221,7 +221,7 @@ def _sides_of_square(target: Target, known: Mapping[str, set[bool]]) -> set[bool
     """
     others = known.get(_kind(target), set())
     if target.experts:
-        return others
+        return set(others)
     return {True} if True in others or not known else set()
 
 

@@ -117,7 +117,8 @@ def lost_ranks(step: Step) -> Iterator[str]:
     """Yield for files of ranks in a step by whose names one of another rank is missing.
 
     Numbers from 1 may count something else, if not the files of an optimizer; others are ranks of
-    LoRA. Some of each node may have saved a replica, but not only of what an optimizer has.
+    LoRA. One of each node, of several processes, may have saved a replica, but not only of what an
+    optimizer has.
     """
     ranks: dict[tuple[object, ...], dict[int, str]] = {}
     for path in dict.fromkeys((*step.entries, *step.parts)):
@@ -132,9 +133,10 @@ def lost_ranks(step: Step) -> Iterator[str]:
         present = sorted(names)
         of_optimizer = role_of(str(head)) == "optimizer"
         are_replicas = 0 in names and (not of_optimizer or saved.count(present) > 1)
-        if are_replicas and are_of_a_node(present):
+        gaps = present[-1] + 1 - len(present)
+        if are_replicas and are_of_a_node(present) and gaps > len(present):
             continue
-        missing = missing_files(names[present[0]], present, present[-1] + 1)
+        missing = missing_files(names[present[0]], names, present[-1] + 1)
         if missing and (0 in names or (1 in names and of_optimizer and head not in first)):
             yield missing
 

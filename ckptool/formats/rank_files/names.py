@@ -104,11 +104,14 @@ def are_slices(source: Source, files: Sequence[RankFile]) -> bool:
         return False
     named = ((name.rpartition(".")[0], name) for name in source.files if name.endswith(_SUFFIXES))
     models = [(_says(stem), file) for stem, file in named if role_of(stem) == "model"]
+    families = [
+        (_says(family), [item.file for item in of]) for family, of in by_family(files).items()
+    ]
     return any(
-        have_slices(source, [item.file for item in of], model)
-        for family, of in by_family(files).items()
+        have_slices(source, own, model)
+        for says, own in families
         for said, model in models
-        if said <= _says(family)
+        if said <= says
     )
 
 

@@ -390,3 +390,16 @@ def test_a_run_named_by_its_length_is_no_step(name: str, tmp_path: Path) -> None
     for epoch in (50, 100):
         torch.save({"w": WEIGHT}, run / f"model_{epoch}.pt")
     assert [step.number for step in checked(run).steps] == [100, 50]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "is_whole"), [((0, 8), True), ((0, 2), False), ((0, 2, 4), False)]
+)
+def test_few_lost_ranks_between_others_are_no_nodes(
+    ranks: tuple[int, ...], is_whole: bool, tmp_path: Path
+) -> None:
+    """A node has several processes, of which one saves: all others are missing."""
+    for step in (10, 20):
+        for rank in ranks:
+            torch.save({"w": WEIGHT}, tmp_path / f"model_step{step}_rank{rank}.pt")
+    assert [step.ok for step in checked(tmp_path).steps] == [is_whole] * 2
