@@ -7,7 +7,7 @@ then the content is read once, or the requested share of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 
@@ -51,7 +51,7 @@ from ckptool.commands.verify.severity import Severity
 from ckptool.commands.verify.side_state import with_side_state
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.names import packed_names
-from ckptool.engine.check.content import check_spans
+from ckptool.engine.check.content import check_spans, planned
 from ckptool.engine.check.copies import copied_files
 from ckptool.engine.check.spans import ByteSpan
 from ckptool.engine.progress import UNWATCHED, Progress
@@ -60,7 +60,7 @@ from ckptool.engine.share import ALL, Share
 from ckptool.errors import CkptoolError, Problem, UsageError
 from ckptool.formats.companions import lost_random_states
 from ckptool.storage.file_status import changed
-from ckptool.storage.files import Files, ReadSpan
+from ckptool.storage.files import Files
 from ckptool.storage.url import Location
 
 
@@ -106,17 +106,6 @@ def examine(
     if not options.quick:
         verification.check_content(progress, digest=digest)
     return verification
-
-
-@contextmanager
-def _planned(source: Files, runs: Sequence[ReadSpan]) -> Iterator[None]:
-    """Announce reads, if there are any, and end the announcement."""
-    end = source.plan_reads(runs) if runs else None
-    try:
-        yield
-    finally:
-        if end is not None:
-            end()
 
 
 class Verification:
@@ -193,8 +182,8 @@ class Verification:
             self._check_part(None, content, progress)
         elif digest or not self._sample.is_all or row.reading.trim or not source.policy.by_request:
             whole = catalog.files | catalog.companions if self._sample.is_all else {}
-            planned = [(f, 0, n) for f, n in whole.items() if f in source.files]
-            with _planned(source, planned if source.policy.by_request else []):
+            runs = [(f, 0, n) for f, n in whole.items() if f in source.files]
+            with planned(source, runs if source.policy.by_request else []):
                 kept = {f for f, each in self._kept.items() if each.is_sha256}
                 hashed = {f: n for f, n in whole.items() if digest or f in kept}
                 self._check_part(catalog, content, progress, hashed)

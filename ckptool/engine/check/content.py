@@ -19,14 +19,14 @@ from operator import eq
 from msgspec import Struct, field
 
 from ckptool.core.dtype import DType
-from ckptool.engine.check.spans import ByteSpan, SpanJob, SpanTile, span_jobs
+from ckptool.engine.check.spans import ByteSpan, SpanTile, span_jobs
 from ckptool.engine.checksum import CrcPiece, crc32, join_crcs
 from ckptool.engine.progress import Progress
 from ckptool.engine.read.byte_reader import ByteSource
 from ckptool.engine.read.containers import runs_of
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import CkptoolError, Problem
-from ckptool.storage.files import Files
+from ckptool.storage.files import Files, ReadSpan
 
 
 class ContentReport(Struct):
@@ -99,23 +99,22 @@ def check_spans(
     jobs, again = (span_jobs(spans, whole or {}, source.policy.tile) for _ in range(2))
     if announced:
         jobs = (job._replace(runs=()) for job in jobs)
-    with _asked(source, again):
+    runs = (run for job in again for of_job in job.runs for run in runs_of(of_job(1), set()))
+    with planned(source, () if source.policy.by_request else runs):  # jobs announce those of stores
         read_tiles(ByteSource(source), jobs, check, workers, progress)
     report.problems += [p for span in spans if (p := _crc_problem(span, pieces[id(span)]))]
     return report
 
 
 @contextmanager
-def _asked(source: Files, jobs: Iterable[SpanJob]) -> Iterator[None]:
-    """Ask a disk for what jobs read, in their order; reads of stores are announced by the jobs."""
-    if source.policy.by_request:
-        yield
-        return
-    end = source.plan_reads(run for job in jobs for of in job.runs for run in runs_of(of(1), set()))
+def planned(source: Files, runs: Iterable[ReadSpan]) -> Iterator[None]:
+    """Announce reads, if there are any, and end the announcement."""
+    end = source.plan_reads(runs) if runs else None
     try:
         yield
     finally:
-        end()
+        if end is not None:
+            end()
 
 
 def _check_tile(

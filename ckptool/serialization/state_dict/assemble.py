@@ -128,7 +128,7 @@ def _counted(names: set[str]) -> str:
 
 
 def _merge_plain(name: str, leaves: _Leaves, result: Assembled, keep: bool) -> None:
-    difference = _difference_of(leaves)
+    difference = _difference(leaves)
     if difference is None:
         result.tensors[name] = _plain_entry(name, leaves)
     elif keep:
@@ -141,7 +141,7 @@ def _merge_plain(name: str, leaves: _Leaves, result: Assembled, keep: bool) -> N
         result.conflicts[name] = Problem(message, code, tensor=name)
 
 
-def _difference_of(leaves: _Leaves) -> str | None:
+def _difference(leaves: _Leaves) -> str | None:
     """Return how plain tensors of ranks differ as far as headers show; None if they do not."""
     (first_rank, first), *others = leaves.items()
     expected: StoredTensor = first.value.tensor
