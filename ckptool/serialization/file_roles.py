@@ -7,7 +7,7 @@ be opened, and which of several files are one save.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 
 from msgspec import Struct
@@ -56,8 +56,10 @@ _SCHEDULERS = "(?:lr)?sched(?:uler)?(?:[gd]|states?)?"
 _ROLES = (
     Role("optimizer", "opt|optims?|optimizers?", "optim", _OPTIMIZERS, beside=True, state=True),
     Role("optimizer", "adam", "adam", "adamw", beside=True),  # models may be called so, too
-    Role("scheduler", "sched|schedulers?", "sched", _SCHEDULERS, True, state=True, empty=True),
-    Role("scaler", "scaler", "scaler", "(?:grad|loss)scaler", True, state=True, empty=True),
+    Role(
+        "scheduler", "sched|schedulers?", "sched", _SCHEDULERS, beside=True, state=True, empty=True
+    ),
+    Role("scaler", "scaler", "scaler", "(?:grad|loss)scaler", beside=True, state=True, empty=True),
     Role("rng", "rng", r"(?<![a-z])rng", "rngstates?", beside=True, state=True, empty=True),
     Role("rng", within="random|seed", empty=True),
     Role("record", "(?:train(?:er|ing)?|extra|client|global)_states?", beside=True, empty=True),
@@ -93,6 +95,10 @@ def _rows_of(name: str) -> Sequence[Role]:
     return [row for row in _ROLES if row.is_said_by(small)]
 
 
+def _worded_rows_of(name: str) -> Iterator[Role]:
+    return (row for row in _rows_of(name) if row.worded.search(name.lower()))
+
+
 def role_of(name: str) -> str | None:
     """Return what a file is for, by its name; None if that says nothing."""
     return next((row.name for row in _rows_of(name)), None)
@@ -105,12 +111,12 @@ def without_words(name: str) -> str:
 
 def is_beside_model(name: str) -> bool:
     """Return whether a name is that of what lies beside a model."""
-    return any(row.beside and row.worded.search(name.lower()) for row in _rows_of(name))
+    return any(row.beside for row in _worded_rows_of(name))
 
 
 def is_of_training(name: str) -> bool:
     """Return whether a name is that of an optimizer, a scheduler or random states."""
-    return any(row.state and row.worded.search(name.lower()) for row in _rows_of(name))
+    return any(row.state for row in _worded_rows_of(name))
 
 
 def may_be_empty(name: str) -> bool:

@@ -120,7 +120,7 @@ def lost_ranks(step: Step) -> Iterator[str]:
     LoRA. One of each node, of several processes, may have saved a replica, but not only of what an
     optimizer has.
     """
-    ranks: dict[tuple[object, ...], dict[int, str]] = {}
+    ranks: dict[tuple[Location, str, str, str], dict[int, str]] = {}
     for path in dict.fromkeys((*step.entries, *step.parts)):
         name = parse_name(path.name, is_folder=False)
         head, *found = re.split(r"rank[-_]?(\d+)", name.role)
@@ -128,10 +128,10 @@ def lost_ranks(step: Step) -> Iterator[str]:
             family = path.parent, re.sub(r"\d+", "#", name.family), head, found[1]
             ranks.setdefault(family, {})[int(found[0])] = path.name
     saved = [sorted(names) for names in ranks.values()]
-    first = {head for (*_, head, _), names in ranks.items() if 0 in names}
-    for (*_, head, _), names in ranks.items():
+    first = {head for (_, _, head, _), names in ranks.items() if 0 in names}
+    for (_, _, head, _), names in ranks.items():
         present = sorted(names)
-        of_optimizer = role_of(str(head)) == "optimizer"
+        of_optimizer = role_of(head) == "optimizer"
         are_replicas = 0 in names and (not of_optimizer or saved.count(present) > 1)
         gaps = present[-1] + 1 - len(present)
         if are_replicas and are_of_a_node(present) and gaps > len(present):

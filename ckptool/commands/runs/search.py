@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import PurePath
 
 from msgspec.structs import replace
@@ -50,10 +50,11 @@ def find_run(place: Location) -> Run:
     inner = list(_checkpoints(place, place, source))
     if not inner:
         raise nothing_found(place, folder_of(place), source)
-    entries = _entries(place, inner)
+    saves = _saves_by_contents(inner)
+    entries = _entries(place, inner, saves)
     entries += _without_checkpoint(entries)
     entries += _inside(place, entries, source)
-    is_one = place in _saves_by_contents(inner)  # its model's file is what other commands take
+    is_one = place in saves  # its model's file is what other commands take
     steps = [_together(sorted(entries, key=_by_contents))] if is_one else _joined(entries)
     return Run(place, tuple(sorted(steps, key=lambda step: natural_key(str(step.path)))), source)
 
@@ -74,7 +75,7 @@ def as_one_step(run: Run) -> Run:
     )
     if len(parts) < 2 or counts or not parse_name(place.name, is_folder=True).tells:
         return run
-    steps = _entries(place.parent, parts)
+    steps = _entries(place.parent, parts, _saves_by_contents(parts))
     return Run(place, tuple(steps), run.source) if len(steps) == 1 else run
 
 
@@ -193,15 +194,16 @@ def _entry_in(parts: tuple[str, ...], *, is_folder: bool) -> tuple[int, Position
     return at, replace(position, stage=position.stage or stage_in(parts)) if position else position
 
 
-def _entries(run: Location, checkpoints: Iterable[Location]) -> list[Step]:
-    """Return the checkpoints in one entry of a run as one step."""
+def _entries(
+    run: Location, checkpoints: Iterable[Location], saves: Collection[Location]
+) -> list[Step]:
+    """Return the checkpoints in one entry of a run, or in one of the ``saves``, as one step."""
     groups: dict[Location, list[Location]] = {}
-    checkpoints = list(checkpoints)
-    saves = _saves_by_contents(checkpoints) - {run}
     for checkpoint in checkpoints:
         parts = within(checkpoint, run).parts
         at, position = _entry_in(parts, is_folder=_is_folder(checkpoint))
-        own = checkpoint.parent if checkpoint.parent in saves else checkpoint
+        is_of_save = checkpoint.parent in saves and checkpoint.parent != run
+        own = checkpoint.parent if is_of_save else checkpoint
         path = run.joinpath(*parts[: at + 1]) if position else own
         groups.setdefault(path, []).append(checkpoint)
     return [_entry(run, path, inner) for path, inner in groups.items()]
@@ -324,7 +326,8 @@ def _inside(run: Location, steps: Iterable[Step], source: Files) -> Iterator[Ste
             files = [step.path / file for file in read]
             own = {*files, *(folder for file in files for folder in file.parents)}
             _, inner = find_checkpoints(step.path, folder_at(step.path))
-            yield from _entries(run, [path for path in inner if path not in own])
+            others = [path for path in inner if path not in own]
+            yield from _entries(run, others, _saves_by_contents(others))
 
 
 def _entries_in(folder: Location) -> list[Location]:
