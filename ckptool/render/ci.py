@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.answer import Suite
-from ckptool.commands.verify.codes import ALWAYS, CHECKS, CODES
+from ckptool.commands.verify.codes import ALWAYS, CHECKS, CODES, Severity
 from ckptool.commands.verify.findings import Finding, VerifyReport
-from ckptool.commands.verify.severity import Severity
 from ckptool.core.text import plural
 from ckptool.render.text import console, visible
 

@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.commands.document import document
-from ckptool.commands.verify.codes import CODES
+from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.commands.verify.findings import SIDES, Finding, VerifyReport
 from ckptool.commands.verify.salvage.offer import salvage_offer
-from ckptool.commands.verify.severity import Severity
 from ckptool.core.text import plural
 from ckptool.render.messages import print_json_line
 from ckptool.render.text import Cell, columns, console, emit, escaped, say, size

@@ -30,7 +30,7 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.verify.severity import Severity
+from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.verify import verify
 from ckptool.errors import CkptoolError, TransferError
 from ckptool.render.inspect.report import inspect_json

@@ -26,8 +26,7 @@ from typer.testing import CliRunner
 from ckptool.cli.app import MODULES, SUMMARIES, app, load_command
 from ckptool.cli.examples import EXAMPLES
 from ckptool.commands.options.declaration import RARE
-from ckptool.commands.verify.codes import CODES
-from ckptool.commands.verify.severity import Severity
+from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.formats import FORMATS
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,8 @@ import pytest
 from conftest import case, run_verify
 
 from ckptool.commands.verify.answer import Suite
-from ckptool.commands.verify.codes import ALWAYS, CODES
+from ckptool.commands.verify.codes import ALWAYS, CODES, Severity
 from ckptool.commands.verify.findings import Finding, VerifyReport
-from ckptool.commands.verify.severity import Severity
 from ckptool.render.ci import annotation, print_junit, show_annotations
 
 

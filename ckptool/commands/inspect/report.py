@@ -14,8 +14,7 @@ from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, survey
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.names import step_named
 from ckptool.commands.runs.records import recorded_step
-from ckptool.commands.verify.codes import CODES
-from ckptool.commands.verify.severity import Severity
+from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.quantization.names import kinds

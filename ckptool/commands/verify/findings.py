@@ -15,11 +15,10 @@ from msgspec.structs import replace
 
 from ckptool.commands.document import Report
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.verify.codes import CODES
-from ckptool.commands.verify.severity import Severity
+from ckptool.commands.verify.codes import CODES, JOINED_BY, Severity
 from ckptool.core.catalog import Catalog, places
 from ckptool.core.text import list_some, plural
-from ckptool.errors import UNREAD, Problem
+from ckptool.errors import Problem
 from ckptool.storage.url import Location
 
 _ABSENT = ("file-empty", "file-missing", "file-truncated")
@@ -30,21 +29,6 @@ _ONCE_A_FILE = ("copy-damaged", "rank-copied")
 _DAMAGED = ("file-unreadable", "crc-mismatch", "item-mismatch", "codec-corrupt")
 DAMAGE = (*_ABSENT, *_DAMAGED)
 """The codes of data that is damaged or absent."""
-_OTHER_CONTENT = ("tensor-differs", "manifest-differs")
-_JOINED = frozenset([*DAMAGE, *_OTHER_CONTENT])
-"""The codes with one finding per file, however many of its parts show it."""
-_ONE_SIDED = ("tensor-missing", "tensor-extra", "value-missing", "value-extra")
-_OF_BOTH = ("shape-differs", "dtype-differs", "value-differs", "value-not-compared")
-_OF_LIKENESS = ("missing", "extra", "shape", "unchanged", "changed")
-_BY_MANIFEST = ("missing", "extra", "differs", "unchecked", "incomplete")
-_ALIKE = frozenset((UNREAD, "replicas-differ", *_ONE_SIDED, *_OF_BOTH)).union(
-    (f"like-{word}" for word in _OF_LIKENESS), (f"manifest-{word}" for word in _BY_MANIFEST)
-)
-"""The codes with one finding for several names that show the same."""
-_MOMENTS = ("moments-negative", "moments-zero", "moments-copied")
-_WEIGHTS = ("weight-zero", "weight-constant", "weight-denormal", "weights-differ-from-masters")
-_ONE_CAUSE = frozenset(["not-finite", *_WEIGHTS, "layers-equal", *_MOMENTS, "optimizer-shape"])
-"""The codes of what is of one cause in all tensors, in whatever file they are."""
 _LOSSES = frozenset([*_ABSENT, "file-unreadable", "metadata-unreadable", "zip-structure"])
 """Possible reasons why nothing of a file could be placed."""
 _SEVERAL = ("file-missing", "rank-missing")
@@ -337,7 +321,7 @@ def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Pro
     of_files = {(p.code, p.file, str(p)) for p in problems if p.file and not p.tensor}
     groups: dict[object, list[Problem]] = defaultdict(list)
     for number, problem in enumerate(problems):
-        file = problem.file
+        file, joined_by = problem.file, JOINED_BY[problem.code]
         is_of_file = (problem.code, file, _detail(problem)) in of_files
         if problem.code == "chunk-gap" and unread is not None:
             groups[unread].append(problem)
@@ -345,11 +329,11 @@ def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Pro
             continue
         elif file in lacking and problem.code in _FOLLOWS:
             groups[lacking[file], file].append(problem)
-        elif file and (is_of_file or problem.code in _JOINED):
+        elif file and (is_of_file or "file" in joined_by):
             groups[problem.code, file].append(problem)
-        elif problem.code in _ONE_CAUSE:
+        elif "cause" in joined_by:
             groups[problem.code].append(problem)
-        elif problem.tensor and problem.code in _ALIKE:
+        elif problem.tensor and "alike" in joined_by:
             groups[problem.code, file, _detail(problem)].append(problem)
         else:
             is_cause = (problem.code, file) in (unread, _RANKS) and not problem.tensor

@@ -13,8 +13,8 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.checks.meaning.counts import optimizer_step_problems
 from ckptool.commands.verify.checks.training import has_experts
+from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.findings import Finding, VerifyReport, summarize
-from ckptool.commands.verify.severity import Severity
 from ckptool.errors import Unrecognized
 from ckptool.formats.companions import trainer_optimizer
 from ckptool.storage.url import Location

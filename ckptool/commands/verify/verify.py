@@ -45,9 +45,8 @@ from ckptool.commands.verify.checks.training import (
     differing_step_values,
     optimizer_problems,
 )
-from ckptool.commands.verify.codes import CODES, require_codes
+from ckptool.commands.verify.codes import CODES, Severity, require_codes
 from ckptool.commands.verify.findings import DAMAGE, Findings, VerifyReport, summarize
-from ckptool.commands.verify.severity import Severity
 from ckptool.commands.verify.side_state import with_side_state
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.names import packed_names

@@ -15,7 +15,7 @@ from recipes.damage import DAMAGE
 from recipes.hostile import HOSTILE
 from verify.verify_runs import checked, codes
 
-from ckptool.commands.verify.severity import Severity
+from ckptool.commands.verify.codes import Severity
 
 EXPECTED = {
     "snapshot_file_lost": "file-missing",

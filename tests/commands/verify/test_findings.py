@@ -15,8 +15,8 @@ from recipes.damage import DAMAGE
 
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.checks.consistency import conflict_problems
+from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.findings import VerifyReport
-from ckptool.commands.verify.severity import Severity
 from ckptool.commands.verify.verify import verify
 from ckptool.core.catalog import Catalog
 from ckptool.errors import UNREAD, Problem, UsageError

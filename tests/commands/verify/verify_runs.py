@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.findings import VerifyReport
-from ckptool.commands.verify.severity import Severity
 from ckptool.commands.verify.verify import verify
 
 

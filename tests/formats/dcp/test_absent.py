@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ckptool
+from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.findings import Finding
-from ckptool.commands.verify.severity import Severity
 from ckptool.errors import Damaged
 
 FOUR = "dcp_no_collectives"

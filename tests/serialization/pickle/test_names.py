@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import ckptool
 from ckptool.cli.app import app
-from ckptool.commands.verify.severity import Severity
+from ckptool.commands.verify.codes import Severity
 from ckptool.errors import Hostile
 from ckptool.serialization.pickle.load import find_globals, read_pickle
 from ckptool.serialization.pickle.records import Call, Global

@@ -15,7 +15,7 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.verify.checks.consistency import conflict_problems
-from ckptool.commands.verify.codes import CODES, require_codes
+from ckptool.commands.verify.codes import CODES, Severity, require_codes
 from ckptool.commands.verify.compare.coverage import (
     NOT_COMPARED,
     Alignment,
@@ -44,7 +44,6 @@ from ckptool.commands.verify.findings import (
     Findings,
     VerifyReport,
 )
-from ckptool.commands.verify.severity import Severity
 from ckptool.commands.verify.verify import changes
 from ckptool.core.casts import RangeCounts, as_type, is_computed
 from ckptool.core.catalog import Catalog

@@ -14,6 +14,7 @@ from ckptool.commands.options.declaration import changed
 from ckptool.commands.options.diff import DiffOptions
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.compare.against import AgainstReport, Comparison, Side
 from ckptool.commands.verify.compare.fit import Fit, find_fit
 from ckptool.commands.verify.compare.lineup import config_folder
@@ -24,7 +25,6 @@ from ckptool.commands.verify.compare.names import (
 )
 from ckptool.commands.verify.compare.runs import is_argument, newest_of_both
 from ckptool.commands.verify.findings import NOTHING_COMPARED, SIDES, Finding
-from ckptool.commands.verify.severity import Severity
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.text import plural
 from ckptool.engine.progress import UNWATCHED, Progress

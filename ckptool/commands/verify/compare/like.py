@@ -14,12 +14,12 @@ from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import LikeOptions, VerifyOptions
+from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.compare.lineup import LineUp, line_up
 from ckptool.commands.verify.compare.model import is_model, open_other
 from ckptool.commands.verify.compare.modules import count_modules, lost_modules, numbers_of
 from ckptool.commands.verify.compare.names import readable
 from ckptool.commands.verify.findings import VerifyReport
-from ckptool.commands.verify.severity import Severity
 from ckptool.commands.verify.verify import Verification, examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.selection import tensors_named

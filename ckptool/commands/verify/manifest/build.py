@@ -12,7 +12,7 @@ from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.rewrite import rewrite
 from ckptool.commands.verify.checks.consistency import conflict_problems
-from ckptool.commands.verify.codes import CODES, require_codes
+from ckptool.commands.verify.codes import CODES, Severity, require_codes
 from ckptool.commands.verify.compare.coverage import (
     Amount,
     excluded_by_rewrite,
@@ -29,7 +29,6 @@ from ckptool.commands.verify.manifest.schema import (
     require_replaceable,
     write_manifest,
 )
-from ckptool.commands.verify.severity import Severity
 from ckptool.commands.verify.verify import examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import plural

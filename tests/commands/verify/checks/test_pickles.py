@@ -11,7 +11,7 @@ import torch
 
 import ckptool
 from ckptool.commands.verify.checks.pickles import PickleAudit
-from ckptool.commands.verify.severity import Severity
+from ckptool.commands.verify.codes import Severity
 
 CODES = {
     "torch.distributed.checkpoint.state_dict_loader load": "hostile-global",
