@@ -46,8 +46,7 @@ def show_verify(report: VerifyReport) -> None:
 
 def show_findings(findings: Iterable[Finding], screen: Console) -> None:
     """Show each kind of finding with its hint, most severe first."""
-    order = list(Severity)
-    by_code = sorted(findings, key=lambda each: (order.index(each.severity), each.code))
+    by_code = sorted(findings, key=lambda each: (each.severity.place, each.code))
     for code, group in groupby(by_code, key=lambda finding: finding.code):
         alike = list(group)
         severity, hint = alike[0].severity, alike[0].hint

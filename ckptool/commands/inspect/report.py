@@ -14,7 +14,7 @@ from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, survey
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.names import step_named
 from ckptool.commands.runs.records import recorded_step
-from ckptool.commands.verify.codes import CODES, Severity
+from ckptool.commands.verify.codes import is_error
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.quantization.names import kinds
@@ -182,7 +182,7 @@ def report(opened: OpenedCheckpoint) -> InspectReport:
 
 def _is_error(why: str) -> bool:
     """Return whether a conflict is an error, not the warning of an exclusion on purpose."""
-    return not isinstance(why, Problem) or CODES[why.code].severity is Severity.ERROR
+    return not isinstance(why, Problem) or is_error(why.code)
 
 
 def shares_of(entries: Iterable[TensorEntry]) -> tuple[PartShare, ...]:

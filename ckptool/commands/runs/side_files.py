@@ -6,16 +6,14 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 
 from msgspec import structs
 
-from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.runs.trainers import LAST_RECORD
-from ckptool.commands.verify.checks.meaning.counts import optimizer_step_problems
 from ckptool.commands.verify.findings import Affected, Finding
+from ckptool.commands.verify.side_state import examine_side_file
 from ckptool.commands.verify.verify import Verification, examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
@@ -68,13 +66,9 @@ def damaged_side_files(
 def _broken_archive(
     file: Location, name: str, beside: Sequence[Verification], options: VerifyOptions
 ) -> Iterator[str]:
-    read = ReadOptions("torch-save", storage_option=options.read.storage_option)
-    model = next((each.elements for each in beside), None)
     try:
-        examined = examine(file, replace(options, read=read, ignore=()), model=model)
-        catalog, taken = examined.surveyed.catalog, examined.content.counters.taken
-        others = (optimizer_step_problems(each.surveyed, catalog, taken) for each in beside)
-        report = examined.report(chain.from_iterable(others))
+        every = replace(options, ignore=())
+        report, catalog = examine_side_file(file, every, beside, examine)
     except NoAnswer:
         raise
     except Unrecognized:  # an empty state

@@ -18,6 +18,11 @@ class Severity(Enum):
     WARNING = "warning"
     INFO = "info"
 
+    @property
+    def place(self) -> int:
+        """The place among all, the most severe first."""
+        return list(Severity).index(self)
+
 
 class Code(NamedTuple):
     """The severity of a code, what it means, and the next step."""
@@ -64,6 +69,11 @@ JOINED_BY = {row.name: row.joined_by for row in _ROWS}
 they are ``alike``, or the ``cause``."""
 ALWAYS = ("files", "save", "structure", "tensors", "pickles", "limits")
 """The checks that are always made."""
+
+
+def is_error(code: str) -> bool:
+    """Return whether a finding with a code fails."""
+    return CODES[code].severity is Severity.ERROR
 
 
 def next_step(error: CkptoolError) -> str | None:

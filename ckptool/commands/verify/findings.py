@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.document import Report
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.verify.codes import CODES, JOINED_BY, Severity
+from ckptool.commands.verify.codes import CODES, JOINED_BY, Severity, is_error
 from ckptool.core.catalog import Catalog, places
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Problem
@@ -229,8 +229,7 @@ class Findings(Struct, frozen=True):
         if not problems:
             return []
         findings = [self._finding(group) for group in _by_cause(problems, self.catalog)]
-        order = list(Severity)
-        return sorted(findings, key=lambda each: (order.index(each.severity), bool(each.tensor)))
+        return sorted(findings, key=lambda each: (each.severity.place, bool(each.tensor)))
 
     def _finding(self, group: Sequence[Problem]) -> Finding:
         cause = group[0]
@@ -372,7 +371,7 @@ def _cause_of_gaps(
     lost = {
         problem.file: problem.code
         for problem in reversed(problems)
-        if problem.file and CODES[problem.code].severity is Severity.ERROR
+        if problem.file and is_error(problem.code)
         if problem.file not in placed and problem.code in _LOSSES
         if problem.code == "file-missing" or problem.file in catalog.files
     }

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from ckptool.commands.open import Survey
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.checks.meaning.counts import optimizer_step_problems
 from ckptool.commands.verify.checks.training import has_experts
-from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.findings import Finding, VerifyReport, summarize
 from ckptool.errors import Unrecognized
 from ckptool.formats.companions import trainer_optimizer
@@ -21,40 +20,52 @@ from ckptool.storage.url import Location
 
 if TYPE_CHECKING:
     from ckptool.commands.verify.verify import Verification
+    from ckptool.core.catalog import Catalog
 
+Examine = Callable[..., "Verification"]
+"""Checks a checkpoint, beside its ``model`` if given."""
 _OF_A_FILE = ("note", "no-checksum", "value-not-written")
 """Remarks on what can be done with the file by itself."""
 _OF_STEPS = ("steps-differ", "steps-apart")
 
 
+def examine_side_file(
+    file: Location, options: VerifyOptions, beside: Sequence[Verification], examine: Examine
+) -> tuple[VerifyReport, Catalog | None]:
+    """Return the report and the catalog of a file, as of a checkpoint, which training goes on from.
+
+    An optimizer must have taken the steps that the checkpoints ``beside`` it count, of which the
+    first has its model.
+    """
+    read = ReadOptions("torch-save", storage_option=options.read.storage_option)
+    model = next((each.elements for each in beside), None)
+    examined = examine(file, replace(options, read=read, part=None), model=model)
+    catalog, taken = examined.surveyed.catalog, examined.content.counters.taken
+    steps = (optimizer_step_problems(each.surveyed, catalog, taken) for each in beside)
+    return examined.report(chain.from_iterable(steps)), catalog
+
+
 def with_side_state(
-    report: VerifyReport,
-    surveyed: Survey,
-    options: VerifyOptions,
-    check: Callable[[Location, VerifyOptions], Verification],
+    report: VerifyReport, model: Verification, options: VerifyOptions, examine: Examine
 ) -> VerifyReport:
     """Return a report with what is found of the Trainer's ``optimizer.pt`` beside the model.
 
-    ``check`` examines it as a checkpoint; an optimizer may have nothing to save. It numbers
-    parameters, of which those of experts may have had fewer steps.
+    An optimizer may have nothing to save. It numbers parameters, of which those of experts may have
+    had fewer steps.
     """
-    catalog = surveyed.catalog
-    name = trainer_optimizer(surveyed.source.files, catalog.files) if catalog else None
+    source, catalog = model.surveyed.source, model.surveyed.catalog
+    name = trainer_optimizer(source.files, catalog.files) if catalog else None
     if name is None:
         return report
-    read = ReadOptions("torch-save", storage_option=options.read.storage_option)
     try:
-        checked = check(surveyed.path / name, replace(options, read=read, part=None))
+        beside, _ = examine_side_file(model.surveyed.path / name, options, [model], examine)
     except Unrecognized:
         return report
-    beside = checked.report(
-        optimizer_step_problems(surveyed, checked.surveyed.catalog, checked.content.counters.taken)
-    )
     left_out = {*_OF_A_FILE, *(_OF_STEPS if has_experts(catalog) else ())}
     found = [_of(name, each) for each in beside.findings if each.code not in left_out]
     whole = structs.replace(
         report,
-        findings=tuple(sorted([*report.findings, *found], key=_rank)),
+        findings=tuple(sorted([*report.findings, *found], key=lambda each: each.severity.place)),
         nbytes=report.nbytes + beside.nbytes,
         files=report.files + beside.files,
         tensors=report.tensors + beside.tensors,
@@ -62,10 +73,6 @@ def with_side_state(
     )
     whole = structs.replace(whole, ok=not whole.fails(options.strict))
     return structs.replace(whole, summary=summarize(whole, options))
-
-
-def _rank(finding: Finding) -> int:
-    return list(Severity).index(finding.severity)
 
 
 def _of(name: str, finding: Finding) -> Finding:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import chain
 
 from msgspec.structs import replace
@@ -45,7 +44,7 @@ from ckptool.commands.verify.checks.training import (
     differing_step_values,
     optimizer_problems,
 )
-from ckptool.commands.verify.codes import CODES, Severity, require_codes
+from ckptool.commands.verify.codes import is_error, require_codes
 from ckptool.commands.verify.findings import DAMAGE, Findings, VerifyReport, summarize
 from ckptool.commands.verify.side_state import with_side_state
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -85,8 +84,7 @@ def verify(
     report = verification.report()
     if share.position:
         return report  # the first of the parts, or ranks, reads all of what is beside
-    check = partial(examine, model=verification.elements)
-    return with_side_state(report, verification.surveyed, options, check)
+    return with_side_state(report, verification, options, examine)
 
 
 def examine(
@@ -166,7 +164,7 @@ class Verification:
     def _unless_damaged(self, found: Iterator[Problem]) -> Iterator[Problem]:
         """Yield what no training leaves, unless damage explains it."""
         problems = (*self._problems, *self.surveyed.problems)
-        if all(CODES[problem.code].severity is not Severity.ERROR for problem in problems):
+        if not any(is_error(problem.code) for problem in problems):
             yield from found
 
     def check_content(self, progress: Progress, *, digest: bool) -> None:
@@ -353,8 +351,8 @@ class Verification:
     def _of_a_copy(self, problem: Problem) -> Problem:
         """Return damage of an unread copy as no damage of the checkpoint."""
         copies = self._catalog.copies if self._catalog else frozenset()
-        is_error = CODES[problem.code].severity is Severity.ERROR
-        return problem.recoded("copy-damaged") if is_error and problem.file in copies else problem
+        is_damaged = problem.file in copies and is_error(problem.code)
+        return problem.recoded("copy-damaged") if is_damaged else problem
 
 
 def _bytes_to_read(spans: Iterable[ByteSpan], whole: Mapping[str, int]) -> int:

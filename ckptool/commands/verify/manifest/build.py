@@ -12,7 +12,7 @@ from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.rewrite import rewrite
 from ckptool.commands.verify.checks.consistency import conflict_problems
-from ckptool.commands.verify.codes import CODES, Severity, require_codes
+from ckptool.commands.verify.codes import is_error, require_codes
 from ckptool.commands.verify.compare.coverage import (
     Amount,
     excluded_by_rewrite,
@@ -62,7 +62,7 @@ def build_manifest(
     require_replaceable(target, overwrite=overwrite)
     require_codes(options.ignore)
     # Ignored damage would count as the truth from then on.
-    harmless = [code for code in options.ignore if CODES[code].severity is not Severity.ERROR]
+    harmless = [code for code in options.ignore if not is_error(code)]
     options = dataclasses.replace(options, ignore=tuple(harmless))
     verification = examine(path, options, progress, digest=True)
     report, opened = verification.report(), open_unless_damaged(path, options)
