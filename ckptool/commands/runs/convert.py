@@ -134,49 +134,35 @@ def _require_several(run: Run) -> None:
         )
 
 
-class _Conversion:
-    """Converts steps of one run with the same options."""
+class _Conversion(Struct):
+    """Converts steps of one run with the same options; ``notes`` are those on all so far."""
 
-    def __init__(
-        self,
-        run: Run,
-        target: Location,
-        options: ConvertOptions,
-        notify: Notify,
-        progress: Progress,
-        noted: Noted,
-    ) -> None:
-        self._run = run
-        self._target = target
-        self._options = options
-        self._notify = notify
-        self._progress = progress
-        self._noted = noted
-        self._notes: dict[str, None] = {}
-        self._has_planned = False
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Return the notes on all that was converted so far."""
-        return tuple(self._notes)
+    run: Run
+    target: Location
+    options: ConvertOptions
+    notify: Notify
+    progress: Progress
+    noted: Noted
+    notes: tuple[str, ...] = ()
+    has_planned: bool = False
 
     def note(self, notes: Sequence[str]) -> None:
         """Tell those of the notes that are new."""
-        new = [note for note in notes if note not in self._notes]
-        self._notes.update(dict.fromkeys(new))
-        self._noted(new)
+        new = [note for note in notes if note not in self.notes]
+        self.notes += tuple(dict.fromkeys(new))
+        self.noted(new)
 
     def convert(self, step: Step) -> Iterator[ConvertedStep]:
         """Convert each checkpoint of a step: most have one, which is called as the step."""
         for part in step.parts:
             named = step.path if len(step.parts) == 1 else part
-            target = self._target / self._name(within(named, self._run.path).as_posix())
+            target = self.target / self._name(within(named, self.run.path).as_posix())
             made = partial(ConvertedStep, part, step.number, target=target)
             try:
                 yield self._convert(part, target, made)
-                self._has_planned = True
+                self.has_planned = True
             except (SourceError, Unsupported, UsageError) as error:
-                if isinstance(error, UsageError) and not self._has_planned:
+                if isinstance(error, UsageError) and not self.has_planned:
                     error.add_hint(f"so it is in {part}")
                     raise
                 hint = f" ({error.hint})" if error.hint else ""
@@ -184,7 +170,7 @@ class _Conversion:
 
     def _name(self, name: str) -> str:
         """Return the name of a target: the step's, with the suffix of the format's files if any."""
-        to, suffixes = self._options.to, single_file_suffixes()
+        to, suffixes = self.options.to, single_file_suffixes()
         known = next((suffix for suffix in suffixes if name.endswith(suffix)), "")
         if to is None or to not in FORMATS:
             return name
@@ -195,8 +181,8 @@ class _Conversion:
     def _convert(
         self, source: Location, target: Location, made: Callable[..., ConvertedStep]
     ) -> ConvertedStep:
-        how = self._options.transfer
-        transfer = prepare(source, target, self._options)
+        how = self.options.transfer
+        transfer = prepare(source, target, self.options)
         nbytes = transfer.report.write_bytes
         self.note(transfer.report.notes)
         if how.dry_run:
@@ -204,7 +190,7 @@ class _Conversion:
             return made("planned", nbytes=nbytes, reason=there)
         differs: str | None = ""
         if target.exists():
-            self._notify(f"comparing {source} with {target}")
+            self.notify(f"comparing {source} with {target}")
             differs = self._difference(source, target)
         if differs is None:
             return made("equal", nbytes=nbytes)
@@ -214,14 +200,14 @@ class _Conversion:
     def _write(self, transfer: Transfer[ConvertReport], differs: str) -> None:
         """Write a target, with ``resume`` or ``overwrite`` from where a run ended, if one did."""
         how, target = transfer.options, transfer.target
-        self._notify(f"writing {target}")
+        self.notify(f"writing {target}")
         for resume in (True, False) if how.resume or how.overwrite else (False,):
             if differs and not (resume or how.overwrite):
                 raise Unsupported(f"{target}: there already, and {differs}", hint="--overwrite")
             this_way = replace(how, resume=resume, overwrite=how.overwrite and not resume)
             this = structs.replace(transfer, options=this_way)
             try:
-                report = this.run(self._progress)
+                report = this.run(self.progress)
             except Unsupported:
                 if not resume:
                     raise
@@ -231,11 +217,11 @@ class _Conversion:
 
     def _difference(self, source: Location, target: Location) -> str | None:
         """Return how a target differs from what would be written there; None if it does not."""
-        options = self._options
+        options = self.options
         verify = VerifyOptions(read=options.read, workers=options.transfer.run.workers)
         try:
             found = against(
-                source, target, verify, options.rewrite, CompareOptions(), self._progress
+                source, target, verify, options.rewrite, CompareOptions(), self.progress
             )
         except SourceError as error:
             return str(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Literal
 
 from msgspec import Struct
@@ -14,6 +15,7 @@ from ckptool.commands.detect import unfinished_problem
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.runs.assessment import Assessor, StepReport
 from ckptool.commands.runs.links import passes_link
+from ckptool.commands.runs.names import Position
 from ckptool.commands.runs.order import written_after
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name, others_inside
 from ckptool.commands.runs.strip import plan_strip
@@ -87,81 +89,83 @@ def _held_back(fate: StepFate, fates: Sequence[StepFate], run: Run, assessor: As
     return fate
 
 
-class _Decision:
-    """Decides on the steps of one series, given oldest first."""
+class _Decision(Struct, dict=True):
+    """Decides on the ``steps`` of one series, given oldest first.
 
-    def __init__(
-        self,
-        run: Run,
-        steps: Sequence[Step],
-        pointers: Mapping[Location, Sequence[str]],
-        options: PruneOptions,
-        assessor: Assessor,
-        notify: Notify,
-    ) -> None:
-        self._run = run
-        self._steps = steps
-        self._pointers = pointers
-        self._options = options
-        self._assessor = assessor
-        self._notify = notify
-        self._positions = Counter(step.position for step in steps if step.position)
-        self._written_last = written_after(run, steps[-1])
-        self._good = 0
-        self._resumes = False
+    So many are ``good`` so far, and training ``resumes`` from one of these.
+    """
+
+    run: Run
+    steps: Sequence[Step]
+    pointers: Mapping[Location, Sequence[str]]
+    options: PruneOptions
+    assessor: Assessor
+    notify: Notify
+    good: int = 0
+    resumes: bool = False
+
+    @cached_property
+    def positions(self) -> Mapping[Position, int]:
+        """How many steps have each position."""
+        return Counter(step.position for step in self.steps if step.position)
+
+    @cached_property
+    def written_last(self) -> Step | None:
+        """The step that was written last, if that is not the last one."""
+        return written_after(self.run, self.steps[-1])
 
     def fates(self) -> Iterator[StepFate]:
         """Yield the fate of each step, newest first."""
-        for step in reversed(self._steps):
+        for step in reversed(self.steps):
             yield self._fate(step)
 
     def _fate(self, step: Step) -> StepFate:
         fate = StepFate(
-            step.path, step.number, "leave", "", size_of(self._run, step), beside=step.beside
+            step.path, step.number, "leave", "", size_of(self.run, step), beside=step.beside
         )
-        unclear = unclear_reason(self._run, step) or self._ambiguous(step)
+        unclear = unclear_reason(self.run, step) or self._ambiguous(step)
         reason = None if unclear else self._reason_to_keep(step)
-        is_enough = self._good >= self._options.keep_last
+        is_enough = self.good >= self.options.keep_last
         if unclear is not None:
             return replace(fate, reason=unclear)
         if reason is None and is_enough and not self._is_needed(step):
             return replace(fate, fate="remove", reason="no rule keeps it", freed=fate.nbytes)
-        self._notify(f"verifying {step.path}")
+        self.notify(f"verifying {step.path}")
         # one good step is read, however quick: no other may go for one that hides NaN in its data
-        report = self._assessor.assess(step, reads=not self._good).report
+        report = self.assessor.assess(step, reads=not self.good).report
         return self._by_report(step, fate, reason, report)
 
     def _by_report(
         self, step: Step, fate: StepFate, reason: str | None, report: StepReport
     ) -> StepFate:
         """Return the fate of a step that a rule keeps, or that may be one of the newest good."""
-        is_older = self._good >= self._options.keep_last
+        is_older = self.good >= self.options.keep_last
         if not report.ok:
             damage = f"not good: {report.reasons[0]}"
             if reason is None:
                 return replace(fate, reason=damage, ok=False)
             return replace(fate, fate="keep", reason=f"{reason}; {damage}", ok=False)
-        self._good += 1
+        self.good += 1
         is_last = self._is_needed(step)
-        self._resumes = self._resumes or is_last
+        self.resumes = self.resumes or is_last
         if reason is None and is_older:
             reason = "no newer good step has an optimizer"
-        last = self._options.keep_last
+        last = self.options.keep_last
         newest = "the newest good step" if last == 1 else f"one of the newest {last} good steps"
         kept = replace(fate, fate="keep", reason=reason or newest, ok=True)
         return self._stripped(step, kept, is_last=is_last) if is_older else kept
 
     def _is_needed(self, step: Step) -> bool:
         """Return whether training could resume from a step, and from no newer good one."""
-        return not self._resumes and self._assessor.contents_of(step).optimizer
+        return not self.resumes and self.assessor.contents_of(step).optimizer
 
     def _stripped(self, step: Step, kept: StepFate, *, is_last: bool) -> StepFate:
         """Return the fate of an older good step, which may lose its optimizer's state.
 
         The last one with an optimizer keeps it: training could resume from no other.
         """
-        pointed = not step.position or step.path in self._pointers or self._written_last is step
-        if pointed or not self._options.no_optimizer:
+        pointed = not step.position or step.path in self.pointers or self.written_last is step
+        if pointed or not self.options.no_optimizer:
             return kept
         if is_last:
             because = "no newer good step has an optimizer"
@@ -169,7 +173,7 @@ class _Decision:
             return kept if is_known else replace(kept, reason=f"{kept.reason}; {because}")
         if step.beside:
             return replace(kept, reason=f"{kept.reason}; its optimizer stays: it has several files")
-        verify = self._options.verify
+        verify = self.options.verify
         try:
             strips = plan_strip(step.parts, verify.read, verify.workers)
         except (CkptoolError, OSError) as error:
@@ -181,9 +185,9 @@ class _Decision:
 
     def _reason_to_keep(self, step: Step) -> str | None:
         """Return the rule that keeps a step, however old it is; None if there is none."""
-        every = self._options.keep_every
-        if step.path in self._pointers:
-            return f"{self._pointers[step.path][0]} points to it"
+        every = self.options.keep_every
+        if step.path in self.pointers:
+            return f"{self.pointers[step.path][0]} points to it"
         if not step.position:
             return "has no step number"
         number = step.number
@@ -191,16 +195,16 @@ class _Decision:
             return f"every {every:,} steps" if every > 1 else "every step"
         if re.fullmatch(SPARED, step.path.name):
             return "its name says that it is no step among many"
-        if self._written_last is step:
-            return f"was written after {self._steps[-1].path.name}"
+        if self.written_last is step:
+            return f"was written after {self.steps[-1].path.name}"
         return None
 
     def _ambiguous(self, step: Step) -> str | None:
         """Return why a step may not be what its name says; None if it is clear."""
-        if step.position and self._positions[step.position] > 1:
-            return f"{self._positions[step.position]} entries have the step number {step.number}"
+        if step.position and self.positions[step.position] > 1:
+            return f"{self.positions[step.position]} entries have the step number {step.number}"
         has_digits = any(map(str.isdigit, step.path.name))
-        if not step.name.tells and has_digits and step.path not in self._pointers:
+        if not step.name.tells and has_digits and step.path not in self.pointers:
             return "its name does not say that its number is a step"
         return None
 

@@ -6,7 +6,7 @@ import os
 from shlex import quote
 from typing import ClassVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptool.commands.detect import require_known
@@ -130,26 +130,23 @@ def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: No
     return _Removal(opened, report, options.verify, notify).run() if options.yes else report
 
 
-class _Removal:
+class _Removal(Struct):
     """Removes and strips steps as a report says, oldest first, one after the other."""
 
-    def __init__(
-        self, run: Run, report: PruneReport, verify: VerifyOptions, notify: Notify
-    ) -> None:
-        self._run = run
-        self._report = report
-        self._verify = verify
-        self._notify = notify
-        self._steps = {step.path: step for step in run.steps}
-        self._stripped: set[Location] = set()
-        self._failed: list[TransferError] = []
+    opened: Run
+    report: PruneReport
+    verify: VerifyOptions
+    notify: Notify
+    stripped: set[Location] = field(default_factory=set)
+    failed: list[TransferError] = field(default_factory=list)
 
     def run(self) -> PruneReport:
         """Do it, and return what was done; TransferError, after all else, if a step cannot go."""
         stuck = self._clear()
-        fates = {fate.path: fate for fate in self._report.steps}
-        for fate in reversed([*self._report.of_fate("strip"), *self._report.of_fate("remove")]):
-            step = self._steps[fate.path]
+        fates = {fate.path: fate for fate in self.report.steps}
+        found = {step.path: step for step in self.opened.steps}
+        for fate in reversed([*self.report.of_fate("strip"), *self.report.of_fate("remove")]):
+            step = found[fate.path]
             reason = self._obstacle(step)
             if reason is not None:
                 fates[fate.path] = replace(fate, fate="keep", freed=0, reason=reason)
@@ -157,16 +154,16 @@ class _Removal:
                 self._strip(step)
             else:
                 self._remove(step)
-        if self._failed:
-            raise self._failed[0]
-        gone = tuple(path for path in self._report.leftovers if path not in {s.path for s in stuck})
+        if self.failed:
+            raise self.failed[0]
+        gone = tuple(path for path in self.report.leftovers if path not in {s.path for s in stuck})
         steps = tuple(fates.values())
-        return replace(self._report, steps=steps, leftovers=gone, stuck=stuck, removed=True)
+        return replace(self.report, steps=steps, leftovers=gone, stuck=stuck, removed=True)
 
     def _clear(self) -> tuple[Leftover, ...]:
         """Remove what earlier removals have left; what cannot go does not stop the rest."""
         stuck = []
-        for leftover in self._report.leftovers:
+        for leftover in self.report.leftovers:
             try:
                 clear(leftover)
             except TransferError as error:
@@ -178,13 +175,14 @@ class _Removal:
 
         Raises Changed if a step that is to be kept is no longer as it was verified.
         """
-        now = Run(self._run.path, self._run.steps, folder_at(afresh(self._run.path)))
-        for kept in self._report.kept:
-            self._require_unchanged(self._steps[kept.path], now)
+        now = Run(self.opened.path, self.opened.steps, folder_at(afresh(self.opened.path)))
+        kept = {fate.path for fate in self.report.kept}
+        for each in (each for each in self.opened.steps if each.path in kept):
+            self._require_unchanged(each, now)
         pointers = find_pointers(now)
         if step.path in pointers:
             return f"{pointers[step.path][0]} points to it"
-        if print_of(step, now) != print_of(step, self._run):
+        if print_of(step, now) != print_of(step, self.opened):
             return "it was changed meanwhile"
         return unclear_reason(now, step)
 
@@ -194,22 +192,22 @@ class _Removal:
             if (disk := on_disk(entry)) and not os.path.lexists(disk):
                 message = f"{entry}: was to be kept and is gone; nothing more is removed"
                 raise Changed(message, hint=hint)
-        if step.path not in self._stripped and print_of(step, now) != print_of(step, self._run):
+        if step.path not in self.stripped and print_of(step, now) != print_of(step, self.opened):
             message = f"{step.path}: was to be kept and was changed; nothing more is removed"
             raise Changed(message, hint=hint)
 
     def _remove(self, step: Step) -> None:
         for entry in step.entries:
-            self._notify(f"removing {entry}")
+            self.notify(f"removing {entry}")
             side, is_own = find_side(entry)
             try:
                 remove(entry, side if is_own else None)
             except TransferError as error:
-                self._failed.append(error)
+                self.failed.append(error)
                 return
 
     def _strip(self, step: Step) -> None:
-        self._notify(f"dropping the optimizer of {step.path}")
-        self._stripped.add(step.path)
-        for strip in plan_strip(step.parts, self._verify.read, self._verify.workers):
+        self.notify(f"dropping the optimizer of {step.path}")
+        self.stripped.add(step.path)
+        for strip in plan_strip(step.parts, self.verify.read, self.verify.workers):
             strip.run()

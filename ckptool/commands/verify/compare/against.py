@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-from msgspec import field
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptool.commands.document import Report, document, plain
@@ -15,7 +15,7 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.verify.checks.consistency import conflict_problems
-from ckptool.commands.verify.codes import CODES, Severity, require_codes
+from ckptool.commands.verify.codes import is_error, require_codes
 from ckptool.commands.verify.compare.coverage import (
     NOT_COMPARED,
     Alignment,
@@ -155,8 +155,8 @@ class Side:
         """Set what is compared, and note what of it is contradictory, unused or not written."""
         self.catalog = catalog
         for problem in map(_as_error, conflict_problems(catalog)):
-            is_error = CODES[problem.code].severity is Severity.ERROR
-            self.problems.append(problem if is_error else problem.recoded("ranks-disagree"))
+            fails = is_error(problem.code)
+            self.problems.append(problem if fails else problem.recoded("ranks-disagree"))
         notes = [note for note in catalog.notes if isinstance(note, Problem)]
         self.problems += [note for note in notes if note.code in _SAID]
 
@@ -186,32 +186,27 @@ def _as_error(problem: Problem) -> Problem:
     return problem.recoded(NOT_COMPARED) if problem.code == UNREAD else problem
 
 
-class Comparison:
+class Comparison(Struct):
     """Two checkpoints, and the findings so far.
 
-    ``alike`` are the names of tensors whose values can be compared, ``_inner`` those of what some
+    ``alike`` are the names of tensors whose values can be compared, ``inner`` those of what some
     of these consist of; ``pairs`` are those that were, ``differing`` those whose values differ.
     ``alignment`` is None if a side cannot be read.
     """
 
-    def __init__(
-        self,
-        sides: tuple[Side, Side],
-        rewriting: RewriteOptions,
-        options: VerifyOptions,
-        comparing: CompareOptions,
-    ) -> None:
-        self._sides, self._options, self._comparing = sides, options, comparing
-        self._rewriting = rewriting
-        self._problems: list[Problem] = []
-        self.alike: list[str] = []
-        self._inner: list[str] = []
-        self.differing: list[DifferingTensor] = []
-        self.pairs: list[TensorPair] = []
-        self._values = 0
-        self._beyond: RangeCounts = Counter()
-        self._whole_values = 0, 0
-        self.alignment: Alignment | None = None
+    sides: tuple[Side, Side]
+    rewriting: RewriteOptions
+    options: VerifyOptions
+    comparing: CompareOptions
+    problems: list[Problem] = field(default_factory=list)
+    alike: list[str] = field(default_factory=list)
+    inner: list[str] = field(default_factory=list)
+    differing: list[DifferingTensor] = field(default_factory=list)
+    pairs: list[TensorPair] = field(default_factory=list)
+    values: int = 0
+    whole_values: tuple[int, int] = (0, 0)
+    beyond: RangeCounts = field(default_factory=Counter)
+    alignment: Alignment | None = None
 
     def run(self, progress: Progress) -> AgainstReport:
         """Compare everything, and return the report."""
@@ -221,38 +216,34 @@ class Comparison:
 
     def compare_structure(self) -> None:
         """Compare names, types, shapes and non-tensor values; no data is read."""
-        one, other = (side.opened for side in self._sides)
+        one, other = (side.opened for side in self.sides)
         if one is None or other is None:
             return
         try:
-            aligned = align(one, self._rewriting, other.catalog, other.path)
+            aligned = align(one, self.rewriting, other.catalog, other.path)
         except (Damaged, Hostile) as error:
-            self._sides[0].problems += error.problems
+            self.sides[0].problems += error.problems
             return
         mine, theirs = aligned.made.catalog, aligned.theirs.catalog
         if not mine.tensors and not mine.objects and not mine.conflicts:
             raise UsageError("nothing is left to compare")
         self.alignment = aligned
-        self._problems += [*aligned.notes, *aligned.differences]
+        self.problems += [*aligned.notes, *aligned.differences]
         self._compare_values(unfolded(mine, theirs), unfolded(theirs, mine))
-        for side, catalog in zip(self._sides, (mine, theirs), strict=True):
+        for side, catalog in zip(self.sides, (mine, theirs), strict=True):
             side.select(catalog)
         self.alike = [name for name in mine.tensors if self._is_alike(name, mine, theirs)]
 
-    def note(self, problems: Iterable[Problem]) -> None:
-        """Add differences that were found elsewhere."""
-        self._problems += problems
-
     def _open_pairs(self) -> None:
         """Open the containers of the tensors whose values can be compared."""
-        one, other = (side.readable(self.alike) for side in self._sides)
+        one, other = (side.readable(self.alike) for side in self.sides)
         self._compare_inner(one, other)
-        for name in [*self.alike, *self._inner]:
+        for name in [*self.alike, *self.inner]:
             if name in one.tensors and name in other.tensors:
                 first, second = one.tensors[name], other.tensors[name]
-                if self._comparing.cast and is_computed(first):
+                if self.comparing.cast and is_computed(first):
                     first = as_type(first, second.dtype)  # rounded once, as by convert
-                is_cast = self._comparing.cast and first.dtype != second.dtype
+                is_cast = self.comparing.cast and first.dtype != second.dtype
                 self.pairs.append(TensorPair(first, second, is_cast))
 
     def _compare_inner(self, one: Catalog, other: Catalog) -> None:
@@ -262,43 +253,43 @@ class Comparison:
             replace(each, tensors={n: e for n, e in each.tensors.items() if n not in known})
             for each in (one, other)
         ]
-        self._problems += differing_names(*parts)
-        self._problems += differing_values(*parts)
-        self._inner = [name for name in parts[0].tensors if self._is_alike(name, *parts)]
+        self.problems += differing_names(*parts)
+        self.problems += differing_values(*parts)
+        self.inner = [name for name in parts[0].tensors if self._is_alike(name, *parts)]
 
     def _compare_values(self, mine: Unfolded, theirs: Unfolded) -> None:
         """Compare names, and non-tensor values."""
-        self._problems += differing_names(mine.catalog, theirs.catalog)
+        self.problems += differing_names(mine.catalog, theirs.catalog)
         problems = list(differing_values(mine.catalog, theirs.catalog))
-        self._problems += problems
+        self.problems += problems
         unread = {problem.tensor for problem in problems if problem.code == "value-not-compared"}
         compared = {*common_values(mine.catalog, theirs.catalog)} - unread
-        self._values = len(compared)
-        self._whole_values = mine.whole(compared), theirs.whole(compared)
+        self.values = len(compared)
+        self.whole_values = mine.whole(compared), theirs.whole(compared)
 
     def _is_alike(self, name: str, mine: Catalog, theirs: Catalog) -> bool:
         """Return whether the values of a tensor can be compared; note differing types."""
         if name not in theirs.tensors:
             return False
-        problem = differing_type(mine.tensors[name], theirs.tensors[name], self._comparing)
-        self._problems += [problem] if problem is not None else []
+        problem = differing_type(mine.tensors[name], theirs.tensors[name], self.comparing)
+        self.problems += [problem] if problem is not None else []
         return problem is None
 
     def compare_content(self, progress: Progress) -> None:
         """Compare files beside the tensors, and every element of the common tensors."""
-        opened = [side.opened for side in self._sides if side.opened and side.catalog]
+        opened = [side.opened for side in self.sides if side.opened and side.catalog]
         if len(opened) < 2:
             return
-        self._problems += differing_companions(opened[0], opened[1], self._rewriting)
+        self.problems += differing_companions(opened[0], opened[1], self.rewriting)
         self._open_pairs()
-        workers = self._options.workers or max(each.source.policy.workers for each in opened)
+        workers = self.options.workers or max(each.source.policy.workers for each in opened)
         reads = (CheckedSource(opened[0].source), CheckedSource(opened[1].source))
         progress.begin(self._nbytes)
-        result = compare(self.pairs, reads, self._comparing.tolerance, workers, progress)
-        self._beyond = result.ranges.counts
+        result = compare(self.pairs, reads, self.comparing.tolerance, workers, progress)
+        self.beyond = result.ranges.counts
         for name, (number, error) in result.unreadable.items():
             problems = (p if p.tensor else p.within(name, tensor=name) for p in error.problems)
-            known = self._sides[number].problems  # one item that is opened late names all others
+            known = self.sides[number].problems  # one item that is opened late names all others
             known += [problem for problem in problems if problem not in known]
         self.pairs = [pair for pair in self.pairs if pair.one.name not in result.unreadable]
         self.differing = [
@@ -307,7 +298,7 @@ class Comparison:
             if pair.one.name in result.differences
         ]
         tensors = [pair.one for pair in self.pairs], [pair.other for pair in self.pairs]
-        for side, each, read, entries in zip(self._sides, opened, reads, tensors, strict=True):
+        for side, each, read, entries in zip(self.sides, opened, reads, tensors, strict=True):
             side.problems += stored_problems(read, entries, workers)
             files = each.catalog.files | each.catalog.companions
             side.problems += changes(each.source, files)
@@ -318,57 +309,56 @@ class Comparison:
 
     def report(self) -> AgainstReport:
         """Return the report of all findings."""
-        any_tensor = any(side.catalog and side.catalog.tensors for side in self._sides)
-        is_compared = self.pairs or (self._values and not any_tensor)
+        any_tensor = any(side.catalog and side.catalog.tensors for side in self.sides)
+        is_compared = self.pairs or (self.values and not any_tensor)
         if (aligned := self.alignment) is not None and not is_compared:
             both = aligned.made.catalog, aligned.theirs.catalog
-            self._problems.append(nothing_compared(*both, alike=bool(self.alike)))
+            self.problems.append(nothing_compared(*both, alike=bool(self.alike)))
         findings, ignored = self.findings()
-        formats = [side.opened.format.name if side.opened else None for side in self._sides]
+        formats = [side.opened.format.name if side.opened else None for side in self.sides]
         report = VerifyReport(
-            self._sides[0].path,
+            self.sides[0].path,
             formats[0],
             tuple(findings),
             nbytes=self._nbytes,
             tensors=len(self.pairs),
             ignored=tuple(ignored),
         )
-        strict = self._options.strict
+        strict = self.options.strict
         failures = report.count_failures(strict)
         coverage = self._coverage()
         summary = self._summary(failures, coverage, list_unread(report.fails(strict)))
         summary += report.ignored_text
         return AgainstReport(
             replace(report, ok=not failures and coverage is not None, summary=summary),
-            self._sides[1].path,
+            self.sides[1].path,
             formats[1],
-            self._values,
+            self.values,
             tuple(self.differing),
             coverage,
         )
 
     def findings(self) -> tuple[list[Finding], list[Finding]]:
         """Return the problems between the two and of either side, and the ignored errors."""
-        ignore = self._options.ignore
-        between = [*self._problems, *(tensor.problem for tensor in self.differing)]
-        groups = [Findings(self._sides[0].catalog, {}, ignore).of(between)]
-        groups += [side.findings(ignore) for side in self._sides]
+        ignore = self.options.ignore
+        between = [*self.problems, *(tensor.problem for tensor in self.differing)]
+        groups = [Findings(self.sides[0].catalog, {}, ignore).of(between)]
+        groups += [side.findings(ignore) for side in self.sides]
         shown = [finding for findings, _ in groups for finding in findings]
         ignored = [finding for _, findings in groups for finding in findings]
-        order = list(Severity)
-        return sorted(shown, key=lambda each: order.index(each.severity)), ignored
+        return sorted(shown, key=lambda each: each.severity.place), ignored
 
     def _coverage(self) -> tuple[Coverage, Coverage] | None:
-        aligned, other = self.alignment, self._sides[1].opened
+        aligned, other = self.alignment, self.sides[1].opened
         if aligned is None or other is None:
             return None
         compared = {pair.one.name for pair in self.pairs}
-        parted = {name for name in self.alike if any(n.startswith(f"{name}.") for n in self._inner)}
-        names = compared - {*self._inner} | parted
+        parted = {name for name in self.alike if any(n.startswith(f"{name}.") for n in self.inner)}
+        names = compared - {*self.inner} | parted
         theirs = {aligned.theirs.names[name] for name in names}
         return (
-            rewritten_coverage(aligned.made, names, self._whole_values[0]),
-            catalog_coverage(other.catalog, theirs, self._whole_values[1]),
+            rewritten_coverage(aligned.made, names, self.whole_values[0]),
+            catalog_coverage(other.catalog, theirs, self.whole_values[1]),
         )
 
     def _summary(
@@ -382,7 +372,7 @@ class Comparison:
             return f"DIFFERENT: {plural(failures, 'difference')}"
         rests = [
             f"{part.rest} of {side.path}"
-            for part, side in zip(coverage, self._sides, strict=True)
+            for part, side in zip(coverage, self.sides, strict=True)
             if part.rest != Amount()
         ]
         but = f"; not compared: {', '.join(rests)}" if rests else ""
@@ -390,10 +380,10 @@ class Comparison:
 
     def _what(self) -> str:
         """Return what is equal, and how it was compared."""
-        how = "bit by bit" if self._comparing.tolerance is None else "within the tolerance"
+        how = "bit by bit" if self.comparing.tolerance is None else "within the tolerance"
         different = {tensor.name for tensor in self.differing}
         equal = [pair for pair in self.pairs if pair.one.name not in different]
         compared = sum(pair.one.nbytes for pair in equal)
-        once = cast_text(equal, self._beyond.total())
-        values = f", {plural(self._values, 'non-tensor value')}" if self._values else ""
+        once = cast_text(equal, self.beyond.total())
+        values = f", {plural(self.values, 'non-tensor value')}" if self.values else ""
         return f"{plural(len(equal), 'tensor')} ({compared:,} bytes) {how}{once}{values}"

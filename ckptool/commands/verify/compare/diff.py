@@ -159,10 +159,10 @@ def diff(
     if options.values:
         comparison.compare_content(progress)
     if pair is not None:
-        comparison.note(pair.differing_configs)
+        comparison.problems += pair.differing_configs
         if not options.values and one.opened is not None and two.opened is not None:
-            comparison.note(differing_companions(one.opened, two.opened, options.rewrite))
-    return _report(comparison, (one, two), options, progress, of_runs=pair is not None)
+            comparison.problems += differing_companions(one.opened, two.opened, options.rewrite)
+    return _report(comparison, options, progress, of_runs=pair is not None)
 
 
 def _require_possible(options: DiffOptions) -> None:
@@ -174,13 +174,12 @@ def _require_possible(options: DiffOptions) -> None:
 
 def _report(
     comparison: Comparison,
-    sides: tuple[Side, Side],
     options: DiffOptions,
     progress: Progress,
     *,
     of_runs: bool,
 ) -> DiffReport:
-    mine, theirs = _catalogs(comparison)
+    sides, (mine, theirs) = comparison.sides, _catalogs(comparison)
     common = [name for name in mine.tensors if name in theirs.tensors]
     pairs = [TensorPairs(mine.tensors[name], theirs.tensors[name]) for name in common]
     shapes = tuple(pair for pair in pairs if pair.a.shape != pair.b.shape)
@@ -188,7 +187,7 @@ def _report(
     types = tuple(p for p in pairs if p.a.shape == p.b.shape and p.a.name not in alike)
     only_a = tuple(entry for name, entry in mine.tensors.items() if name not in theirs.tensors)
     only_b = tuple(entry for name, entry in theirs.tensors.items() if name not in mine.tensors)
-    tensors, modules = _changes(comparison, sides, options, progress)
+    tensors, modules = _changes(comparison, options, progress)
     whole = comparison.report()
     findings = [f for f in whole.verify.findings if f.code not in _SHOWN_APART]
     if of_runs:
@@ -225,18 +224,17 @@ def _report(
         ok=whole.coverage is not None and not different,
         summary=_summary(whole, counts, findings, comparison, options),
         of_runs=of_runs,
-        hint=_hint(comparison, sides, types, options),
+        hint=_hint(comparison, types, options),
     )
 
 
 def _hint(
     comparison: Comparison,
-    sides: tuple[Side, Side],
     types: Sequence[TensorPairs],
     options: DiffOptions,
 ) -> str | None:
     """Return what compares more than was compared."""
-    if _is_model(sides[1]):
+    if _is_model(comparison.sides[1]):
         return None
     if any(differ_in_type_alone(pair.a, pair.b) for pair in types):
         flags = "--cast" if options.values else "--values --cast"
@@ -264,16 +262,17 @@ def _catalogs(comparison: Comparison) -> tuple[Catalog, Catalog]:
 
 
 def _changes(
-    comparison: Comparison, sides: tuple[Side, Side], options: DiffOptions, progress: Progress
+    comparison: Comparison, options: DiffOptions, progress: Progress
 ) -> tuple[tuple[ChangedTensor, ...], tuple[ChangedModule, ...]]:
     """Measure the tensors that changed, and sum up the changes by module."""
     differing = {each.name for each in comparison.differing}
     pairs = [pair for pair in comparison.pairs if pair.one.name in differing]
-    if not pairs or sides[0].opened is None or sides[1].opened is None:
+    one, two = (side.opened for side in comparison.sides)
+    if not pairs or one is None or two is None:
         return (), ()
     from ckptool.commands.verify.compare.changes import changed_modules, changed_tensors, measure
 
-    files = sides[0].opened.source, sides[1].opened.source
+    files = one.source, two.source
     workers = options.workers or max(each.policy.workers for each in files)
     progress.begin(sum(pair.nbytes for pair in pairs))
     squares = measure(pairs, files, workers, progress)

@@ -16,6 +16,8 @@ from itertools import pairwise
 from operator import lt
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from ckptool.commands.verify.checks.elements import Elements
 from ckptool.commands.verify.checks.meaning.stacks import Slices
 from ckptool.commands.verify.checks.meaning.weights import are_of_a_branch, is_matrix, layers_of
@@ -47,19 +49,18 @@ Pair = tuple[str, str]
 WeightOf = Callable[[str], TensorEntry | None]
 
 
-class Layers:
+class Layers(Struct, dict=True):
     """The moments that were ``seen``, by ``names``: of each parameter by their kinds."""
 
-    def __init__(
-        self,
-        names: Mapping[str, Mapping[str, str]],
-        seen: Mapping[str, Moment],
-        slices: Slices,
-        entries: Mapping[str, TensorEntry],
-        elements: Elements,
-    ) -> None:
-        self._names, self._seen, self._slices = names, seen, slices
-        self._entries, self._elements, self._weights = entries, elements, elements.of_model
+    names: Mapping[str, Mapping[str, str]]
+    seen: Mapping[str, Moment]
+    slices: Slices
+    entries: Mapping[str, TensorEntry]
+    elements: Elements
+
+    @property
+    def _weights(self) -> Elements:
+        return self.elements.of_model
 
     @cached_property
     def _models(self) -> Mapping[str, TensorEntry]:
@@ -73,7 +74,7 @@ class Layers:
 
     def _place_of(self, moment: str) -> tuple[str, Sequence[int]]:
         """Return the parameter of a moment, and its index if both are stacked."""
-        each = self._slices[moment]
+        each = self.slices[moment]
         return parameter_of_moment(each.name if each.at else each.numbered), each.at
 
     def _find(
@@ -95,17 +96,17 @@ class Layers:
         Weights that are fill a stack up.
         """
         zero = {
-            parameter: all(self._seen[name].is_zero for name in kinds.values())
-            for parameter, kinds in self._names.items()
-            if kinds.keys() == _BOTH and self._seen.keys() >= {*kinds.values()}
+            parameter: all(self.seen[name].is_zero for name in kinds.values())
+            for parameter, kinds in self.names.items()
+            if kinds.keys() == _BOTH and self.seen.keys() >= {*kinds.values()}
         }
         if not any(zero.values()):
             return
         from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
 
         for parameter in self._lost(zero):
-            mean = self._names[parameter]["exp_avg"]
-            entry, weight = self._entries[mean], self.weight_of(mean)
+            mean = self.names[parameter]["exp_avg"]
+            entry, weight = self.entries[mean], self.weight_of(mean)
             if weight is None or entry.source_dtype.name == _NARROW:
                 continue
             is_sound = self._weights.are_sound(weight.name)
@@ -115,8 +116,8 @@ class Layers:
 
     def _lost(self, zero: Mapping[str, bool]) -> Iterator[str]:
         """Yield the matrices of one layer that are ``zero``, those of all others are not."""
-        shape_of, located = self._slices.shape, self._elements.located
-        means = {parameter: self._names[parameter]["exp_avg"] for parameter in zero}
+        shape_of, located = self.slices.shape, self.elements.located
+        means = {parameter: self.names[parameter]["exp_avg"] for parameter in zero}
         layers = layers_of(p for p in zero if is_matrix(shape_of(means[p], located)))
         having = Counter(kind for names in layers.values() for kind in names)
         used = Counter(k for names in layers.values() for k, n in names.items() if not zero[n])
@@ -141,7 +142,7 @@ class Layers:
 
     def _is_masked(self, parameter: str) -> bool:
         """Return whether a weight may be pruned whole, as torch's ``prune`` does by a mask."""
-        weight = self.weight_of(self._names[parameter]["exp_avg"])
+        weight = self.weight_of(self.names[parameter]["exp_avg"])
         mask = f"{weight.name.removesuffix(_PRUNED)}_mask" if weight else None
         return mask in self._weights.located
 
@@ -166,7 +167,7 @@ class Layers:
             kinds = matrices[layer, other_layer]
             is_one = all(pairs_of[kind] == 1 and (kind, layer) in of_many for kind in kinds)
             for one, other in found if len(kinds) > 1 or is_one else ():
-                message = f"{self._entries[other].name}: the values of {self._entries[one].name},"
+                message = f"{self.entries[other].name}: the values of {self.entries[one].name},"
                 message += " bit for bit, but the weights differ"
                 yield Problem(message, "moments-copied", tensor=other)
 
@@ -175,8 +176,8 @@ class Layers:
 
         There are others in its layer, and of its kind.
         """
-        shape_of, located = self._slices.shape, self._elements.located
-        moments = ((name, next(iter(kinds.values()))) for name, kinds in self._names.items())
+        shape_of, located = self.slices.shape, self.elements.located
+        moments = ((name, next(iter(kinds.values()))) for name, kinds in self.names.items())
         found = [abstract(name) for name, one in moments if is_matrix(shape_of(one, located))]
         of_kind = Counter(kind for kind, _ in found)
         of_layer = Counter((kind.partition("#")[0], numbers) for kind, numbers in found)
@@ -189,7 +190,7 @@ class Layers:
     def _alike(self) -> Iterator[Pair]:
         """Yield the names of moments that begin alike."""
         groups: dict[object, list[str]] = defaultdict(list)
-        for name, moment in self._seen.items():
+        for name, moment in self.seen.items():
             if not moment.is_zero and moment.head is not None and (kind := abstract(name)[0]):
                 groups[kind, moment.head].append(name)
         for names in groups.values():
@@ -198,7 +199,7 @@ class Layers:
     def _beside(self, alike: Collection[Pair]) -> Iterator[Pair]:
         """Yield what else the layers of equal moments have: a rank's part may begin inside it."""
         layers = {(_spot(one)[1], _spot(other)[1]) for one, other in alike}
-        names = {_spot(name): name for name in self._seen} if layers else {}
+        names = {_spot(name): name for name in self.seen} if layers else {}
         for (kind, numbers), one in names.items():
             for layer, other_layer in layers:
                 other = names.get((kind, other_layer)) if numbers == layer else None
@@ -209,14 +210,14 @@ class Layers:
         """Return whether moments of matrices are equal, and the weights are not."""
         from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
 
-        both = self._entries[one], self._entries[other]
+        both = self.entries[one], self.entries[other]
         if not is_matrix(both[0].shape) or not _are_alike(*both):
             return False
         known = [each for each in map(self.weight_of, (one, other)) if each is not None]
         if len(known) < 2 or not self._weights.are_sound(*(each.name for each in known)):
             return False
         weights = self._weights.source
-        is_copy = are_equal(*both, self._elements.source)
+        is_copy = are_equal(*both, self.elements.source)
         return is_copy and not are_equal(known[0], known[1], weights)
 
 
