@@ -25,12 +25,10 @@ from ckptool.storage.url import Location
 
 _SMALL = 4096
 _LARGEST = 64 << 20
-_PIECE = 1 << 20
 _LIGHTNING = ".ckpt"
 _INDEX = ".index.json"
 _LATEST = re.compile(r"(?i)(?:.*[^a-z])?(?:latest|last|newest|current)(?:[^a-z].*)?")
-_BEST = re.compile(rb'"best_model_checkpoint"\s*:\s*')
-_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_BEST = re.compile(rb'"best_model_checkpoint"\s*:\s*("(?:[^"\\]|\\.)*"|null)?')
 
 
 def find_pointers(run: Run, values: ReadOptions | None = None) -> dict[Location, list[str]]:
@@ -172,43 +170,16 @@ def _is_state(file: str) -> bool:
 def _best_in(path: Location, size: int) -> str | None:
     """Return the best checkpoint that a state names; TransferError if it ends too early.
 
-    It is searched, not parsed: it may be large, and what it says holds even if its end is missing.
+    It is searched, not parsed: what it says holds even if its end is missing.
     """
-    tail, has_end = b"", False
-    for piece in _pieces(path, size):
-        data = tail + piece
-        match = _BEST.search(data)
-        if match is not None:
-            value = _TEXT.match(data, match.end())
-            if value is not None:
-                return _parsed(value[0], path)
-            if data[match.end() : match.end() + 4] == b"null":
-                return None
-            if len(data) - match.end() > _SMALL:
-                return None
-        tail = data[match.start() if match else -_SMALL :]
-        has_end = piece.rstrip().endswith(b"}")
-    if not has_end:
+    data = _read(path, size)
+    found = _BEST.search(data)
+    value = found[1] if found else None
+    is_gone = size > 0 and not data
+    if value is None and not is_gone and not data[-_SMALL:].rstrip().endswith(b"}"):
         raise unreadable(path, "it ends early, before the best checkpoint")
-    return None
-
-
-def _parsed(value: bytes, path: Location) -> str:
     try:
-        return str(json.loads(value))
+        best = json.loads(value or b"null")
     except ValueError:
         raise unreadable(path, "its best checkpoint is no text of JSON") from None
-
-
-def _pieces(path: Location, size: int) -> Iterator[bytes]:
-    if (disk := on_disk(path)) is None:
-        yield _read(path, size)
-        return
-    try:
-        with open(disk, "rb") as file:
-            while piece := file.read(_PIECE):
-                yield piece
-    except FileNotFoundError:
-        yield b"}"
-    except OSError as error:
-        raise unreadable(path, error.strerror or str(error)) from None
+    return None if best is None else str(best)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
@@ -12,8 +13,7 @@ from ckptool.commands.runs.steps import Step
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
 from ckptool.errors import CkptoolError
-from ckptool.formats.companions import TRAINER_STATE, trainer_optimizer
-from ckptool.serialization.source import parse_json_object, read_metadata
+from ckptool.formats.companions import TRAINER_STATE, read_json_object, trainer_optimizer
 
 _STEPS = (
     "train_state.step",
@@ -79,11 +79,7 @@ def _count(catalog: Catalog, names: tuple[str, ...]) -> int | None:
 
 
 def _step_of_trainer(found: Survey) -> int | None:
-    if TRAINER_STATE not in found.source.files:
-        return None
-    try:
-        state = parse_json_object(read_metadata(found.source, TRAINER_STATE), TRAINER_STATE)
-    except CkptoolError:
-        return None
-    value = state.get("global_step")
-    return value if type(value) is int else None
+    with suppress(CkptoolError):
+        value = read_json_object(found.source, TRAINER_STATE).get("global_step")
+        return value if type(value) is int else None
+    return None
