@@ -20,8 +20,9 @@ from ckptool.commands.verify.checks.meaning.zero_runs import (
 from ckptool.core.box import Box, start_of_run
 from ckptool.core.catalog import TensorEntry
 from ckptool.engine.check.fingerprint import head_in
-from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, pair_jobs, same_bits
+from ckptool.engine.check.pairs import TensorPair
 from ckptool.engine.check.spans import Part
+from ckptool.engine.check.tensors import compare
 from ckptool.engine.read.gather import Gatherer
 from ckptool.engine.read.numbers import decode
 from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
@@ -111,24 +112,9 @@ def largest_sizes(entries: Iterable[TensorEntry], source: Files) -> dict[str, fl
 
 def are_equal(one: TensorEntry, other: TensorEntry, source: Files) -> bool:
     """Return whether two tensors of one type and shape can be read and have the same bits."""
-    equal = True
-
-    def compare(subject: None, tiles: Iterator[PairTile]) -> None:
-        nonlocal equal
-        for tile in tiles:
-            try:
-                _, left, right = tile.require()
-            except CkptoolError:
-                equal = False
-                return
-            if not same_bits(left, right):
-                equal = False
-                return
-
-    of_elements = TensorSource(source)
-    jobs = pair_jobs([TensorPair(one, other)])
-    read_tiles(PairSource(of_elements, of_elements), jobs, compare, source.policy.workers)
-    return equal
+    sides = TensorSource(source), TensorSource(source)
+    found = compare([TensorPair(one, other)], sides, None, source.policy.workers)
+    return not found.differences and not found.unreadable
 
 
 def cut_ranges(

@@ -95,18 +95,15 @@ def _width(shape: Sequence[int]) -> int:
     return next((size for size in reversed(shape) if size > 1), 1)
 
 
-def _joined(runs: list[Range]) -> Iterator[Range]:
-    """Yield ranges, those joined that touch."""
-    begun: Range | None = None
+def _joined(runs: list[Range]) -> list[Range]:
+    """Return ranges, those joined that touch."""
+    joined: list[Range] = []
     for start, stop in sorted(runs):
-        if begun is not None and start <= begun[1]:
-            begun = begun[0], max(begun[1], stop)
-            continue
-        if begun is not None:
-            yield begun
-        begun = start, stop
-    if begun is not None:
-        yield begun
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], stop)
+        else:
+            joined.append((start, stop))
+    return joined
 
 
 class Window(Struct):
