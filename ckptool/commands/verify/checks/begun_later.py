@@ -13,10 +13,11 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 
+from ckptool.commands.verify.checks.optimizer_names import StateName, groups_of
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.model import abstract
 
-_STATE, _GROUPS, _PARAMS, _STEP = ".state.", ".param_groups.", ".params", ".step"
+_STEP = ".step"
 _SEVERAL = 2
 """Counters of a file that tell whose they are: where ranks share them out, each may have one."""
 _OUTSIDE = 2
@@ -99,11 +100,8 @@ def _alone(values: Values, catalog: Catalog) -> Iterator[str]:
 
 def _option_groups(catalog: Catalog, values: Values) -> Iterator[Collection[str]]:
     """Yield the counters of each of an optimizer's groups of parameters."""
-    for name, entry in catalog.objects.items():
-        optimizer, is_group, rest = f".{name}".partition(_GROUPS)
-        if is_group and rest.endswith(_PARAMS) and isinstance(entry.value, list):
-            names = {f"{optimizer}{_STATE}{each}{_STEP}".removeprefix(".") for each in entry.value}
-            yield names & values.keys()
+    for group in groups_of(catalog):
+        yield values.keys() & {f"{group.state_of(each)}{_STEP}" for each in group.parameters}
 
 
 def _shapes(catalog: Catalog) -> Mapping[str, tuple[int, ...]]:
@@ -113,8 +111,7 @@ def _shapes(catalog: Catalog) -> Mapping[str, tuple[int, ...]]:
 
 
 def _parameter_of(name: str) -> str:
-    _, is_state, parameter = f".{name}".partition(_STATE)
-    return (parameter if is_state else name).removesuffix(_STEP)
+    return StateName.of(name).parameter
 
 
 def _module_of(name: str) -> str:

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.checks.begun_later import code_of_fewer
+from ckptool.commands.verify.checks.optimizer_names import StateName, groups_of
 from ckptool.core.catalog import Catalog, Container, Place, RankStep, TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 _KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step")
 _OPTIONS = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum"}
 """The options of a group of parameters without which torch's optimizers keep no such state."""
-_GROUP, _PARAMS, _STATE = "param_groups.", ".params", ".state."
 _WEIGHTS = frozenset(["module", "model", "fp32"])
 _KINDS_FIRST = frozenset([*_KINDS, *_WEIGHTS])
 _STEPS = ("step", "global_step", "iteration", "current_step", "epoch", "last_epoch")
@@ -82,13 +82,11 @@ def _incomplete(states: Mapping[str, set[str]], catalog: Catalog) -> Iterator[Pr
 def _left_out(catalog: Catalog) -> dict[str, set[str]]:
     """Return the kinds of state that parameters are without, as options of their groups say."""
     found: dict[str, set[str]] = defaultdict(set)
-    for name, entry in catalog.objects.items():
-        if _GROUP in name and name.endswith(_PARAMS) and isinstance(entry.value, list):
-            options = {kind: f"{name.removesuffix(_PARAMS)}.{n}" for kind, n in _OPTIONS.items()}
-            known = ((kind, catalog.objects.get(option)) for kind, option in options.items())
-            without = {kind for kind, option in known if option is not None and not option.value}
-            for parameter in entry.value if without else ():
-                found[f"{name.partition(_GROUP)[0]}state.{parameter}"] |= without
+    for group in groups_of(catalog):
+        options = {k: catalog.objects.get(f"{group.head}.{n}") for k, n in _OPTIONS.items()}
+        without = {kind for kind, option in options.items() if option and not option.value}
+        for parameter in group.parameters if without else ():
+            found[group.state_of(parameter)] |= without
     return found
 
 
@@ -157,7 +155,7 @@ class StepCounters:
         with suppress(CkptoolError):
             for tile in tiles:
                 value = float(decode(tile.values.reshape(-1), entry.source_dtype)[0])
-                optimizer = optimizer_of(entry.name)
+                optimizer = StateName.of(entry.name).optimizer
                 self.taken[optimizer] = max(self.taken.get(optimizer, value), value)
                 if entry.name.endswith(_COUNTER):
                     self._values.setdefault(value, []).append(entry.name)
@@ -198,18 +196,12 @@ class StepCounters:
         yield Problem(message, code, tensor=ordered[0][1][0])
 
 
-def optimizer_of(name: str) -> str:
-    """Return what precedes the state of an optimizer, of which there may be several."""
-    optimizer, is_state, _ = f".{name}".partition(_STATE)
-    return optimizer.lstrip(".") if is_state else ""
-
-
 def _of_one_optimizer(values: Mapping[float, Sequence[str]]) -> dict[float, list[str]]:
     """Return the counters of optimizers whose own differ."""
     found: dict[str, dict[float, list[str]]] = defaultdict(lambda: defaultdict(list))
     for value, names in values.items():
         for name in names:
-            found[optimizer_of(name)][value].append(name)
+            found[StateName.of(name).optimizer][value].append(name)
     differing: dict[float, list[str]] = defaultdict(list)
     for own in found.values():
         for value, names in own.items() if len(own) > 1 else ():

@@ -20,7 +20,7 @@ from ckptool.commands.verify.checks.meaning.trainer_counts import (
     trainers_of,
     values_of,
 )
-from ckptool.commands.verify.checks.training import optimizer_of
+from ckptool.commands.verify.checks.optimizer_names import StateName
 from ckptool.core.catalog import Catalog
 from ckptool.errors import CkptoolError, Problem
 from ckptool.serialization.source import read_metadata
@@ -99,7 +99,8 @@ def _steps_of_each(optimizer: Catalog, read: Mapping[str, float]) -> Mapping[str
     steps = dict(read)
     for name, entry in optimizer.objects.items():
         if _OF_OPTIMIZER.fullmatch(name) and type(entry.value) in (int, float):
-            steps[optimizer_of(name)] = max(steps.get(optimizer_of(name), 0), entry.value)
+            of = StateName.of(name).optimizer
+            steps[of] = max(steps.get(of, 0), entry.value)
     return steps
 
 

@@ -16,8 +16,9 @@ from ckptool.commands.verify.checks.meaning.trainer_counts import (
     values_of,
 )
 from ckptool.commands.verify.checks.meaning.weights import are_of_a_branch
-from ckptool.commands.verify.checks.training import models_by_tail, optimizer_of
-from ckptool.core.catalog import Catalog, RankStep, TensorEntry
+from ckptool.commands.verify.checks.optimizer_names import StateName, groups_of
+from ckptool.commands.verify.checks.training import models_by_tail
+from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.keymap.model import abstract
 from ckptool.core.quantization.master_names import keys_of, parse_moment
 from ckptool.core.state_category import is_master, optimizer_names, state_category
@@ -27,7 +28,6 @@ from ckptool.formats.companions import trainer_optimizer
 from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.storage.files import Files
 
-_GROUPS, _PARAMS = "param_groups", "params"
 _FEW = 2
 _LAYERS = 4
 """Layers besides one that may well have state by chance alone."""
@@ -59,7 +59,7 @@ def unfit_state_problems(catalog: Catalog) -> Iterator[Problem]:
             continue
         parameter = found[1]
         if parameter.isdigit():
-            numbered[optimizer_of(name)][parameter].append(entry)
+            numbered[StateName.of(name).optimizer][parameter].append(entry)
         else:
             named[parameter].append(entry)
     if named:
@@ -67,9 +67,11 @@ def unfit_state_problems(catalog: Catalog) -> Iterator[Problem]:
         known = {parameter: _of_model(parameter, models) for parameter in named}
         yield from _problem(_beside_the_model(catalog, named, models, known), "the model does")
         yield from _lacking(catalog, models, known)
-    groups = _numbers_in_groups(catalog) if numbered else {}
+    numbers_of: dict[str, set[str]] = defaultdict(set)
+    for group in groups_of(catalog) if numbered else ():
+        numbers_of[group.optimizer] |= {str(n) for n in group.parameters if type(n) is int}
     for optimizer, states in numbered.items():
-        if numbers := groups.get(optimizer):
+        if numbers := numbers_of[optimizer]:
             extra = {number: own for number, own in states.items() if number not in numbers}
             yield from _problem(extra, "the optimizer's groups do")
 
@@ -106,19 +108,6 @@ def _of_model(parameter: str, models: Models) -> set[str]:
     """Return the names of the model's tensors that may be a parameter."""
     keys = (key for key, _ in keys_of(parameter))
     return {models[key].name for key in keys if key in models}
-
-
-def _numbers_in_groups(catalog: Catalog) -> dict[str, set[str]]:
-    """Return the numbers of the parameters in the groups of each optimizer, of all ranks."""
-    numbers: dict[str, set[str]] = defaultdict(set)
-    for entry in catalog.objects.values():
-        steps = [step.step if isinstance(step, RankStep) else step for step in entry.path]
-        if _GROUPS not in steps:
-            continue
-        optimizer = ".".join(map(str, steps[: steps.index(_GROUPS)]))
-        if steps[-1] == _PARAMS and isinstance(entry.value, list):
-            numbers[optimizer].update(str(n) for n in entry.value if type(n) is int)
-    return numbers
 
 
 def stateless_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from ckptool.commands.verify.checks.meaning.stacks import Slice
 from ckptool.commands.verify.checks.meaning.weights import is_matrix
+from ckptool.commands.verify.checks.optimizer_names import StateName
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import natural_key
@@ -56,9 +57,9 @@ def states_by_name(states: Tensors, models: Tensors) -> Iterator[Slice]:
 
 
 def _number_of(name: str) -> tuple[str, int] | None:
-    """Return the optimizer's state that has a moment, and its parameter's number if it has one."""
-    head, _, kind = name.rpartition(".")
-    state, _, number = head.rpartition(".")
+    """Return what precedes a moment's parameter, and the number of that if it has one."""
+    _, number, kind = StateName.of(name)
+    state = name.removesuffix(f".{number}.{kind}")
     is_moment = kind in _KINDS and state.rpartition(".")[2] == _STATE
     return (state, int(number)) if is_moment and _NUMBER.fullmatch(number) else None
 
