@@ -23,6 +23,7 @@ from ckptool.commands.verify.checks.meaning.trainer_counts import (
 from ckptool.commands.verify.checks.optimizer_names import StateName
 from ckptool.core.catalog import Catalog
 from ckptool.errors import CkptoolError, Problem
+from ckptool.formats.companions import MEGATRON
 from ckptool.serialization.source import read_metadata
 from ckptool.storage.place import file_at
 from ckptool.storage.url import Location
@@ -50,7 +51,7 @@ def count_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     """Yield what parts of a checkpoint count that is not what its step counts."""
     values = values_of(surveyed.source, catalog)
     for trainer, step in trainers_of(surveyed, catalog, values):
-        samples = number_in(values, trainer.samples.seen)
+        samples = number_in(values, trainer.samples)
         is_set = trainer.is_set and samples is not None and samples < step
         for problem in _of_step(trainer, values, surveyed.path, step):
             yield problem.recoded("counts-apart") if is_set else problem
@@ -74,14 +75,13 @@ def optimizer_step_problems(
         if trainer.counts:
             yield from _of_all(each, values, step)
         steps, taken = step - (number_in(values, trainer.skipped) or 0), max(each.values())
-        known = trainer.optimizer
-        count = number_in(values, known.steps)
+        count = number_in(values, trainer.stepped)
         if count is None or not 0 < taken < UNCOUNTED:
             continue
         is_other = are_several and steps > 0 and _has_other_rate(trainer, values, optimizer)
         message = f"the optimizer has taken {taken:,g} steps, but {trainer.step} is {step:,}"
         if is_other and count != step:
-            message = f"{known.steps} is {count:,}, but {trainer.step} is {step:,}, and the"
+            message = f"{trainer.stepped} is {count:,}, but {trainer.step} is {step:,}, and the"
             message += " optimizer has another learning rate than it gave: they are of two saves"
             yield Problem(message, _DIFFER)
         elif is_other and not steps <= taken <= steps + 1:
@@ -89,7 +89,7 @@ def optimizer_step_problems(
         elif count == step and taken < steps:
             message = f"the optimizer has taken {taken:,g} of {steps:,} steps: it was begun again,"
             yield Problem(f"{message} or is of an earlier save", "counts-apart")
-        elif count == step and taken > steps + 1 and not known.may_take_more:
+        elif count == step and taken > steps + 1 and not trainer.may_take_more:
             message += ": it had taken some before, or takes several at a time"
             yield Problem(message, "counts-apart")
 
@@ -126,7 +126,7 @@ def _has_other_rate(trainer: Trainer, values: Values, optimizer: Catalog) -> boo
 
     Else nothing tells that it is of another save: users set the step, its samples and its schedule.
     """
-    given, entries = values.get(trainer.optimizer.rates), map(optimizer.objects.get, _RATES)
+    given, entries = values.get(trainer.rates), map(optimizer.objects.get, _RATES)
     rate = next((entry.value for entry in entries if entry), None)
     return isinstance(rate, float) and isinstance(given, list) and rate not in given
 
@@ -157,29 +157,27 @@ def _of_name(trainer: Trainer, values: Values, path: Location, step: int) -> Ite
     It may have been renamed, and the run's pointer with it, unless a scheduler counts what the
     folder does.
     """
-    found = re.fullmatch(rf"(?:.*/)?({trainer.folder.name})", f"{path.parent.name}/{path.name}")
+    found = re.fullmatch(rf"(?:.*/)?({trainer.name})", f"{path.parent.name}/{path.name}")
     named = int(found[2]) if found else step
-    if found is None or abs(named - step) <= 1 or (trainer.folder.lags and step < named):
+    if found is None or abs(named - step) <= 1 or (trainer.lags and step < named):
         return
-    what, pointer = "folder" if path.is_dir() else "file", trainer.folder.pointer
+    what = "folder" if path.is_dir() else "file"
     message = f"{trainer.step} is {step:,}, but the {what} is {found[1]}"
     counts = (schedule.name for schedule in trainer.schedules)
     count = next((name for name in counts if number_in(values, name) == named), None)
     if count is not None:
         message += f", and {count} is {named:,}: they are of two saves"
         yield Problem(message, "counts-differ")
-    elif _pointed(path.parent / pointer if pointer else None) == named:
-        message += f", as {pointer} says: a resume goes on from {step:,}"
+    elif _pointed(path.parent / MEGATRON) == named:
+        message += f", as {MEGATRON} says: a resume goes on from {step:,}"
         yield Problem(message, "counts-apart")
     else:
         message += ": it was renamed, or its files are of another step"
         yield Problem(message, "counts-apart")
 
 
-def _pointed(pointer: Location | None) -> int | None:
+def _pointed(pointer: Location) -> int | None:
     """Return the number in a pointer's file, None if there is none."""
-    if pointer is None:
-        return None
     with suppress(CkptoolError, OSError, ValueError):
         return int(read_metadata(file_at(pointer), pointer.name, _LONGEST))
     return None
@@ -253,15 +251,14 @@ def _is_in_second(epochs: object) -> bool:
 
 def _of_data(trainer: Trainer, values: Values, step: int) -> Iterator[Problem]:
     """Yield a problem if less data was seen than one sample a step, or not a batch a step."""
-    names = trainer.samples
-    samples, batch = number_in(values, names.seen), number_in(values, names.batch)
+    samples, batch = number_in(values, trainer.samples), number_in(values, trainer.batch)
     if not samples or samples < 0:
         return  # older versions did not count them
-    is_constant = names.growth in values and values[names.growth] is None
+    is_constant = values.get(trainer.growth, "") is None
     if samples < step:
-        message = f"{names.seen} is {samples:,}, but {trainer.step} is {step:,}: fewer than"
+        message = f"{trainer.samples} is {samples:,}, but {trainer.step} is {step:,}: fewer than"
         yield Problem(f"{message} one a step", "counts-differ")
     elif batch and is_constant and samples != step * batch:
-        message = f"{names.seen} is {samples:,}, but {step:,} steps of {batch:,} are"
+        message = f"{trainer.samples} is {samples:,}, but {step:,} steps of {batch:,} are"
         message += f" {step * batch:,}: the batch was changed, or data was left out"
         yield Problem(message, "counts-apart")

@@ -122,7 +122,7 @@ def stateless_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     values = values_of(surveyed.source, catalog)
     for trainer, step in trainers_of(surveyed, catalog, values):
         taken = step - (number_in(values, trainer.skipped) or 0)
-        if number_in(values, trainer.optimizer.steps) == step and taken >= _FIRST:
+        if number_in(values, trainer.stepped) == step and taken >= _FIRST:
             message = f"{file or group.rpartition('.param_groups')[0]}: no optimizer state at all,"
             message += f" but {trainer.step} is {step:,}: a resume begins the optimizer again"
             yield Problem(message, "moments-zero", file=file)

@@ -11,7 +11,7 @@ from ckptool.commands.model.records import arguments_in
 from ckptool.commands.open import Survey
 from ckptool.core.catalog import Catalog
 from ckptool.errors import CkptoolError
-from ckptool.formats.companions import MEGATRON, TRAINER_STATE, read_json_object
+from ckptool.formats.companions import TRAINER_STATE, read_json_object
 from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.storage.files import Files
 
@@ -35,36 +35,6 @@ class Schedule(Struct, frozen=True):
     epoch: str = ""
 
 
-class Optimizer(Struct, frozen=True):
-    """What says that an optimizer has taken as many steps as training: ``steps``, if it is as many.
-
-    Unless it ``may_take_more``. It is another save's if its learning rate is none of ``rates``.
-    """
-
-    steps: str = ""
-    rates: str = ""
-    may_take_more: bool = False
-
-
-class Samples(Struct, frozen=True):
-    """How many were ``seen``, a ``batch`` in a step unless ``growth`` says that it changes."""
-
-    seen: str = ""
-    batch: str = ""
-    growth: str = ""
-
-
-class Folder(Struct, frozen=True):
-    """The ``name`` that a step is saved under, and the file beside it that has the latest's number.
-
-    A step that ``lags`` may be before the one in the name.
-    """
-
-    name: str = r"(?!)"
-    pointer: str = ""
-    lags: bool = False
-
-
 class Trainer(Struct, frozen=True):
     """What a trainer counts, under the names of a checkpoint's values; ``source`` was read.
 
@@ -73,20 +43,30 @@ class Trainer(Struct, frozen=True):
     (``is_set``) was if fewer samples were seen. On ``skipped`` steps no scheduler counts, and where
     there are ``epochs``, a user may count at their end only. An ``engine`` that steps for the
     trainer counts at most one fewer an epoch, whose last batches may be left over.
+
+    A step is saved as ``name``; one that ``lags`` may be before that in the name. So many
+    ``samples`` were seen, a ``batch`` in a step unless ``growth`` says that it changes. An
+    optimizer has taken as many steps as training if ``stepped`` is as many, unless it
+    ``may_take_more``; it is another save's if its learning rate is none of ``rates``.
     """
 
     source: str
     sign: str
     step: str
-    folder: Folder = Folder()
+    name: str = r"(?!)"
+    lags: bool = False
     counts: tuple[str, ...] = ()
     is_set: bool = False
     skipped: str = ""
     epochs: str = ""
     engine: str = ""
     schedules: tuple[Schedule, ...] = ()
-    samples: Samples = Samples()
-    optimizer: Optimizer = Optimizer()
+    samples: str = ""
+    batch: str = ""
+    growth: str = ""
+    stepped: str = ""
+    rates: str = ""
+    may_take_more: bool = False
 
 
 _RECORD = f"{TRAINER_STATE}: "
@@ -99,28 +79,30 @@ TRAINERS = (
         "torchtitan b5bcd76, trainer.py and components/optimizer/lr_scheduler.py",
         sign="torchtitan",
         step="train_state.step",
-        folder=Folder(r"step-(\d{1,18})"),
+        name=r"step-(\d{1,18})",
         schedules=(Schedule("lr_scheduler.last_epoch"),),
-        samples=Samples("train_state.ntokens_seen"),
-        optimizer=Optimizer("train_state.step"),
+        samples="train_state.ntokens_seen",
+        stepped="train_state.step",
     ),
     Trainer(
         "verl 0.9, utils/checkpoint/fsdp_checkpoint_manager.py, workers/fsdp_workers.py: an actor"
         " that waits for its critic lags, and takes several steps of its optimizer at a time",
         sign="verl (by its file names)",
         step="extra_state.lr_scheduler.last_epoch",
-        folder=Folder(r"global_step_(\d{1,18})(?:/actor|/critic)?", lags=True),
-        optimizer=Optimizer("extra_state.lr_scheduler.last_epoch", may_take_more=True),
+        name=r"global_step_(\d{1,18})(?:/actor|/critic)?",
+        lags=True,
+        stepped="extra_state.lr_scheduler.last_epoch",
+        may_take_more=True,
     ),
     Trainer(
         "Megatron-LM d98e8a6, training/training.py and checkpointing.py",
         sign="Megatron-core",
         step="iteration",
-        folder=Folder(r"iter_(\d{7,18})", MEGATRON),
+        name=r"iter_(\d{7,18})",
         schedules=(Schedule("opt_param_scheduler.num_steps", of_steps=False, scaled="args.fp16"),),
-        samples=Samples(
-            "args.consumed_train_samples", "args.global_batch_size", "args.rampup_batch_size"
-        ),
+        samples="args.consumed_train_samples",
+        batch="args.global_batch_size",
+        growth="args.rampup_batch_size",
     ),
     Trainer(
         "DeepSpeed edaa722, runtime/engine.py and lr_schedules.py; its tags may count anything",
@@ -132,25 +114,27 @@ TRAINERS = (
             Schedule("lr_scheduler.last_batch_iteration", -1),
             Schedule("lr_scheduler.last_epoch"),
         ),
-        samples=Samples("global_samples"),
-        optimizer=Optimizer("global_steps", "lr_scheduler._last_lr"),
+        samples="global_samples",
+        stepped="global_steps",
+        rates="lr_scheduler._last_lr",
     ),
     Trainer(
         "transformers 5.24, trainer.py",
         sign=TRAINER_STATE,
         step=f"{_RECORD}global_step",
-        folder=Folder(r"checkpoint-(\d{1,18})"),
+        name=r"checkpoint-(\d{1,18})",
         epochs=f"{_RECORD}epoch",
         engine="global_steps",
         schedules=(Schedule("scheduler.last_epoch", of_steps=False, scaled=_UNSAID),),
-        optimizer=Optimizer("scheduler.last_epoch", "scheduler._last_lr"),
+        stepped="scheduler.last_epoch",
+        rates="scheduler._last_lr",
     ),
     *(
         Trainer(
             "lightning 7f0c343, callbacks/model_checkpoint.py, loops/training_epoch_loop.py",
             sign="Lightning",
             step=f"{head}global_step",
-            folder=Folder(r"(?:.*[-_])?epoch=\d+-step=(\d{1,18})(?:-v\d+)?\.ckpt"),
+            name=r"(?:.*[-_])?epoch=\d+-step=(\d{1,18})(?:-v\d+)?\.ckpt",
             counts=(
                 f"{head}{_LOOP}.automatic_optimization.optim_progress.optimizer.step{_DONE}",
                 f"{head}{_LOOP}.manual_optimization.optim_step_progress{_DONE}",
