@@ -30,7 +30,6 @@ from ckptool.engine.read.containers import opened
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.rounding import cast, may_have_lost
 from ckptool.engine.read.segments import by_stride, run_at, strided_reads
-from ckptool.engine.read.strips import Strip, strip_of
 from ckptool.engine.read.window import Windows
 from ckptool.errors import Damaged
 from ckptool.storage.files import SPAN, Files
@@ -131,7 +130,6 @@ class Gatherer:
         self._blobs = Blobs(self._reader)
         self._by_turns: dict[int, TensorEntry] = {}
         self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}
-        self._strip: Strip | None = None
         self._windows = Windows()
 
     def close(self) -> None:
@@ -220,15 +218,7 @@ class Gatherer:
 
     def gather_into(self, values: Array, entry: TensorEntry, box: Box) -> None:
         """Read the same as ``gather`` into an array of the box's shape."""
-        strip = self._strip
-        if strip is None or not strip.holds(entry, box):
-            found = self.find(entry, box)
-            strip = self._strip = strip_of(entry, box, found)
-            if strip is None:
-                self.fill(values, entry, found)
-                return
-        for at, start, inside in strip.runs(box):
-            self._read_run(values[inside], at, start)
+        self.fill(values, entry, self.find(entry, box))
 
     def _read_by_turns(self, at: Computed) -> None:
         """Keep something of each tensor that a place is computed of, as its boxes alternate.
