@@ -121,12 +121,8 @@ class RunChunks(LazyChunks):
     plain = True
 
     @abstractmethod
-    def extents(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the file, the offset and the bytes of each chunk."""
-
     def runs(self) -> Iterator[Run]:
-        """Yield the same with the record that each chunk is."""
-        return ((*extent, None) for extent in self.extents())
+        """Yield the file, the offset and the bytes of each chunk, and the record that it is."""
 
 
 class PlainChunks(tuple[Chunk, ...], Chunks):
@@ -251,17 +247,12 @@ class RecordTable(ChunkTable, RunChunks):
         """Whether it is known where elements are."""
         return True
 
-    def extents(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the file, the offset and the bytes of each chunk."""
-        files, size = self.items.files, self.itemsize
-        columns = (self.items.file_numbers, self.offsets, self.boxes.volumes)
-        for number, at, volume in zip(*[each.tolist() for each in columns], strict=True):
-            yield files[number], at, volume * size
-
     def runs(self) -> Iterator[Run]:
-        """Yield the same with the record that each chunk is."""
-        for extent, crc in zip(self.extents(), self.crcs.tolist(), strict=True):
-            yield *extent, Record(*extent, crc)
+        """Yield the file, the offset and the bytes of each chunk, and the record that it is."""
+        columns = self.offsets, self.boxes.volumes * self.itemsize, self.crcs
+        files = [*map(self.items.files.__getitem__, self.items.file_numbers.tolist())]
+        offsets, sizes, crcs = (each.tolist() for each in columns)
+        return zip(files, offsets, sizes, map(Record, files, offsets, sizes, crcs), strict=True)
 
     def make(self, at: int) -> Chunk:
         """Return the chunk of this number."""

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 from ckptool.core.box import Box, Piece, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, TensorEntry, merge_copies
-from ckptool.core.chunks import RunChunks
+from ckptool.core.chunks import Run, RunChunks
 
 
 class Data(Struct, frozen=True):
@@ -179,11 +179,11 @@ class WrittenChunks(RunChunks):
     def __len__(self) -> int:
         return len(self._cut.boxes)
 
-    def extents(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the file, the offset and the bytes of each chunk."""
+    def runs(self) -> Iterator[Run]:
+        """Yield the file, the offset and the bytes of each chunk; none is a record."""
         cut, size = self._cut, self.itemsize
         for (path, _), at, count in zip(cut.files, self.offsets.tolist(), cut.volumes, strict=True):
-            yield path, at, count * size
+            yield path, at, count * size, None
 
     def make(self, at: int) -> Chunk:
         """Return the chunk of this number."""

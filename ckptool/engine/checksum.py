@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
 from isal.isal_zlib import crc32, crc32_combine
 
 from ckptool.core.catalog import Record
 from ckptool.engine.read.byte_reader import ByteReader, ByteSource, byte_job
-from ckptool.engine.read.segments import StoredRows
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import Problem, damaged
 from ckptool.storage.files import Files
@@ -111,19 +110,17 @@ class RecordCheck:
         if record not in self._intact and offset not in self._pieces.get(record, ()):
             self.piece(record, offset, len(data), crc32(data))
 
-    def rows(self, tensor: str, rows: StoredRows, parts: Sequence[memoryview]) -> None:
-        """Note the rows of a tensor, which are ``parts`` as they were read."""
-        for run, crc, data in zip(rows.runs, rows.sums, parts, strict=False):
-            record = Record(*run, crc)
-            if crc32(data) == crc:
-                self._intact.add(record)
-            else:
-                self.touch(record, tensor)
-                self.note(record, record.offset, data)
-        for run, known, data in zip(rows.runs, rows.records, parts, strict=False):
-            if known is not None:
-                self.touch(known, tensor)
-                self.note(known, run[1], data)
+    def read(self, record: Record, tensor: str, offset: int, data: memoryview) -> None:
+        """Note bytes that were read for a tensor; a whole record as it was written needs no more.
+
+        It is one of many: of those small tensors are made of, looking at each again takes longer.
+        """
+        crc = crc32(data)
+        if record == (record.file, offset, len(data), crc):
+            self._intact.add(record)
+        else:
+            self.touch(record, tensor)
+            self.piece(record, offset, len(data), crc)
 
     def unseen(self) -> list[Record]:
         """Return the required records whose noted pieces do not cover them exactly."""

@@ -38,8 +38,8 @@ from ckptool.engine.read.segments import (
     Segment,
     cut_out,
     entry_needs,
-    extents_of_chunks,
     is_run,
+    runs_of_chunks,
     segments_of_tensor,
     skips_in,
 )
@@ -177,9 +177,10 @@ def _chunks_of_small(pair: TensorPair) -> list[ReadSpan] | None:
     """Return the extent that each written chunk of a small tensor is; None if it has others."""
     if pair.boxes or pair.other.nbytes > _SMALL or not 0 < len(pair.other.chunks) <= _MOST:
         return None
-    chunks = extents_of_chunks(chunks_of(pair.other), pair.other.dtype.itemsize)
-    is_all = chunks is not None and sum([each[2] for each in chunks]) == pair.other.nbytes
-    return chunks if is_all else None
+    runs = runs_of_chunks(chunks_of(pair.other), pair.other.dtype.itemsize)
+    if runs is None or sum([run[2] for run in runs]) != pair.other.nbytes:
+        return None
+    return [run[:3] for run in runs]
 
 
 def _extents_of(pair: TensorPair, run: _Run, written: Sequence[Segment]) -> list[ReadSpan] | None:
@@ -229,11 +230,11 @@ def _tasks_of_band(pair: TensorPair, runs: Sequence[_Run]) -> Iterator[_Task]:
 def _runs_read(pair: TensorPair, sums: ReadSums) -> list[_Run] | None:
     """Return runs that were read of a tensor: all of what is written, else None."""
     chunks, size = _chunks_of(pair), pair.one.dtype.itemsize
-    extents = extents_of_chunks(chunks, size)
-    if extents is None:
+    runs = runs_of_chunks(chunks, size)
+    if runs is None:
         return None
     found, covered = list[_Run](), 0
-    for box, (file, begin, length) in zip(chunks.boxes, extents, strict=True):
+    for box, (file, begin, length, _) in zip(chunks.boxes, runs, strict=True):
         reached = begin
         for offset, nbytes, read in sums.runs(file, begin, begin + length):
             if offset + nbytes <= reached:

@@ -15,10 +15,10 @@ from ckptool.engine.check.pairs import (
     read_both,
     tiles_of_jobs,
 )
-from ckptool.engine.read.segments import stored_rows
+from ckptool.engine.read.segments import Segment, segments_of_tensor
 from ckptool.engine.read.tiles import LARGE, Job
 from ckptool.errors import CkptoolError
-from ckptool.storage.files import TILE, Files, ReadSpan
+from ckptool.storage.files import TILE, Files
 
 _SMALL = 64 << 10
 """Bytes of a tensor up to which reading it costs less than planning that."""
@@ -63,8 +63,8 @@ def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterato
     left = [pair for pair, rows in found if rows is None]
     both = [(pair, *rows) for pair, rows in found if rows is not None]
     try:
-        ones = iter(readers.bytes[0].read_close(run for _, one, _ in both for run in one))
-        others = iter(readers.bytes[1].read_close(run for _, _, other in both for run in other))
+        ones = iter(readers.bytes[0].read_close(run[:3] for _, one, _ in both for run in one))
+        others = iter(readers.bytes[1].read_close(run[:3] for _, _, other in both for run in other))
         for pair, one, other in both:
             bytes_of_one = b"".join(islice(ones, len(one)))
             if bytes_of_one != b"".join(islice(others, len(other))):
@@ -77,11 +77,11 @@ def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterato
             yield from read_both(pair, boxes, readers)
 
 
-def _rows(pair: TensorPair) -> tuple[list[ReadSpan], list[ReadSpan]] | None:
+def _rows(pair: TensorPair) -> tuple[list[Segment], list[Segment]] | None:
     """Return the runs that both sides are; None if one is none, or they cannot be found."""
     try:
-        one = stored_rows(pair.one)
-        other = None if one is None else stored_rows(pair.other)
+        one = segments_of_tensor(pair.one)
+        other = None if one is None else segments_of_tensor(pair.other)
     except CkptoolError:
         return None
-    return None if one is None or other is None else (one.runs, other.runs)
+    return None if one is None or other is None else (one, other)

@@ -20,7 +20,7 @@ from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.byte_reader import ByteReader, join
 from ckptool.engine.read.containers import open_chunk, opened
 from ckptool.engine.read.range_check import RangeCheck
-from ckptool.engine.read.segments import Segment, StoredRows, segments_of, stored_rows, tile_needs
+from ckptool.engine.read.segments import Segment, segments_of, segments_of_tensor, tile_needs
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import LARGE, Job
 from ckptool.errors import Damaged
@@ -136,19 +136,21 @@ class PlanReader:
         Those that are stored as rows of the type to be written are read together, and cut together
         if their tiles are the same parts of them.
         """
-        straight, others = list[tuple[list[Tile], StoredRows]](), list[list[Tile]]()
+        straight, others = list[tuple[list[Tile], list[Segment]]](), list[list[Tile]]()
         for some in (list(of_one) for _, of_one in groupby(tiles, _NAME_OF)):
             entry = some[0].entry
-            rows = stored_rows(entry) if entry.source_dtype is entry.dtype else None
+            rows = segments_of_tensor(entry) if entry.source_dtype is entry.dtype else None
             if rows is None:
                 others.append(some)
             else:
                 straight.append((some, rows))
-        read = iter(self._bytes.read_close(run for _, rows in straight for run in rows.runs))
+        read = iter(self._bytes.read_close(row[:3] for _, rows in straight for row in rows))
         alike = dict[object, list[tuple[list[Tile], memoryview]]]()
         for some, rows in straight:
-            entry, parts = some[0].entry, [*islice(read, len(rows.runs))]
-            self._records.rows(entry.name, rows, parts)
+            entry, parts = some[0].entry, [*islice(read, len(rows))]
+            for (_, offset, _, record, _), data in zip(rows, parts, strict=True):
+                if record is not None:
+                    self._records.read(record, entry.name, offset, data)
             kind = entry.shape, entry.dtype.name, *(id(tile.pieces) for tile in some)
             alike.setdefault(kind, []).append((some, join(parts)))
         found = chain.from_iterable(map(_cut_alike, alike.values()))
@@ -173,7 +175,7 @@ class PlanReader:
 
     def _copy(self, tile: Tile, segment: Segment) -> Iterator[PlannedPiece]:
         """Read a segment in pieces that fit the processor's cache."""
-        file, offset, nbytes, skip, record = segment
+        file, offset, nbytes, record, skip = segment
         most = min(self._source.policy.piece, self._source.policy.tile)
         step = -(-nbytes // (-(-nbytes // most) or 1)) or 1
         total, step = 0, -(-step // _WIDEST) * _WIDEST  # no element is cut in two

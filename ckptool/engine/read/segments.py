@@ -16,12 +16,11 @@ from typing import NamedTuple, TypeGuard
 
 from ckptool.core.box import Box, contiguous, solid_places
 from ckptool.core.catalog import Computed, EncodedBlob, Extent, Place, Record, TensorEntry
-from ckptool.core.chunks import Chunks, RecordTable, Run, RunChunks, chunks_of
+from ckptool.core.chunks import Chunks, Run, RunChunks, chunks_of
 from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, Overlap, as_key
 from ckptool.engine.read.computed import region_of
 from ckptool.engine.read.containers import Need, likely_place, open_place, openings
-from ckptool.storage.files import ReadSpan
 
 NotePiece = Callable[[Record, int, memoryview], None]
 """Called with each piece of a checksummed record: the record, the file offset and the bytes."""
@@ -43,8 +42,8 @@ class Segment(NamedTuple):
     file: str
     offset: int
     nbytes: int
-    skip: int
     record: Record | None
+    skip: int
 
 
 _SKIP = attrgetter("skip")
@@ -97,7 +96,7 @@ def segments_of(
         start = None if skip is None else run_at(at, local, itemsize)
         if start is None or skip is None or not isinstance(at, Extent):
             return None
-        segments.append(Segment(at.file, start, local.volume * itemsize, skip, at.record))
+        segments.append(Segment(at.file, start, local.volume * itemsize, at.record, skip))
     return segments
 
 
@@ -111,47 +110,13 @@ def segments_of_tensor(entry: TensorEntry) -> list[Segment] | None:
         file, offset, strides = chunks.extent
         if not contiguous(strides, shape, itemsize):
             return None
-        return [Segment(file, offset, entry.elements * itemsize, 0, None)]
+        return [Segment(file, offset, entry.elements * itemsize, None, 0)]
     find = _rows_of_few if len(chunks) <= _FEW else _rows_of
     rows = find(as_key(chunks.boxes), shape, itemsize)
     runs = None if rows is None else runs_of_chunks(chunks, itemsize)
     if rows is None or runs is None:
         return None
-    return [Segment(*runs[at][:3], skip, runs[at][3]) for at, skip in rows]
-
-
-class StoredRows(NamedTuple):
-    """The runs of bytes that are a tensor as stored, in order, and the record of each.
-
-    Of whole records, which no other tensor has a part of, only the CRC-32 are known: ``sums``.
-    """
-
-    runs: list[ReadSpan]
-    sums: Sequence[int] = ()
-    records: Sequence[Record | None] = ()
-
-
-def stored_rows(entry: TensorEntry) -> StoredRows | None:
-    """Return the same as ``segments_of_tensor``, without an object of each."""
-    chunks, size = chunks_of(entry), entry.source_dtype.itemsize
-    if not isinstance(chunks, RecordTable) or len(chunks) > _FEW:
-        segments = segments_of_tensor(entry)
-        if segments is None:
-            return None
-        return StoredRows([each[:3] for each in segments], records=[s.record for s in segments])
-    rows = _rows_of_few(chunks.boxes, entry.shape, size)
-    if rows is None:
-        return None
-    runs, sums = [*chunks.extents()], chunks.crcs.tolist()
-    return StoredRows([runs[at] for at, _ in rows], [sums[at] for at, _ in rows])
-
-
-def extents_of_chunks(chunks: Chunks, itemsize: int) -> list[ReadSpan] | None:
-    """Return the same as ``runs_of_chunks`` without their records."""
-    if isinstance(chunks, RunChunks):
-        return [*chunks.extents()]
-    runs = runs_of_chunks(chunks, itemsize)
-    return None if runs is None else [run[:3] for run in runs]
+    return [Segment(*runs[at], skip) for at, skip in rows]
 
 
 def runs_of_chunks(chunks: Chunks, itemsize: int) -> list[Run] | None:
@@ -200,10 +165,10 @@ def cut_out(segments: Sequence[Segment], start: int, nbytes: int) -> Iterator[Se
     """Yield some bytes of what segments, in order, fill without a gap: as segments of these."""
     at, end = bisect_right(segments, start, key=_SKIP) - 1, start + nbytes
     while start < end:
-        file, offset, size, skip, record = segments[at]
+        file, offset, size, record, skip = segments[at]
         inside = start - skip
         size = min(size - inside, end - start)
-        yield Segment(file, offset + inside, size, start - (end - nbytes), record)
+        yield Segment(file, offset + inside, size, record, start - (end - nbytes))
         start, at = start + size, at + 1
 
 

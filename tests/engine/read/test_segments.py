@@ -14,17 +14,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckptool.core.box import Box, BoxTable, row_major_strides
-from ckptool.core.catalog import Chunk, Extent, TensorEntry
+from ckptool.core.catalog import Chunk, Extent, Record, TensorEntry
 from ckptool.core.chunks import ChunkTable, ItemTable, RecordTable
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.read.gather import Gatherer, unit
 from ckptool.engine.read.segments import (
     Segment,
-    StoredRows,
     cut_out,
     place_needs,
     segments_of_tensor,
-    stored_rows,
 )
 from ckptool.storage.files import ReadPolicy
 from ckptool.storage.local import LocalReader, LocalSource
@@ -89,9 +87,9 @@ def tensor(boxes: list[Box]) -> TensorEntry:
 
 def test_rows_in_any_order_are_segments_of_their_tensor_in_order() -> None:
     assert segments_of_tensor(tensor(ROWS)) == [
-        Segment("f1", 10, 3, 0, None),
-        Segment("f2", 10, 9, 3, None),
-        Segment("f0", 10, 6, 12, None),
+        Segment("f1", 10, 3, None, 0),
+        Segment("f2", 10, 9, None, 3),
+        Segment("f0", 10, 6, None, 12),
     ]
 
 
@@ -109,18 +107,18 @@ def test_the_rows_of_a_table_of_records_are_its_runs_in_order() -> None:
     items = ItemTable(["f", "g"], np.array([0, 1, 0, 0]), np.arange(4), np.full(4, 99))
     closed = ChunkTable(BoxTable(lows, highs), items, [0, 1])
     table = RecordTable(closed, np.array([90, 10, 20, 5]), np.array([7, 8, 9, 0]), 1)
-    rows = stored_rows(replace(tensor(ROWS), chunks=table))
-    assert rows == StoredRows([("g", 10, 3), ("f", 20, 9), ("f", 90, 6)], [8, 9, 7])
-    plain = stored_rows(replace(tensor(ROWS), chunks=(*table,)))
-    assert plain is not None
-    assert (plain.runs, [each and each.crc32 for each in plain.records]) == (rows.runs, [8, 9, 7])
+    found = segments_of_tensor(replace(tensor(ROWS), chunks=table))
+    records = Record("g", 10, 3, 8), Record("f", 20, 9, 9), Record("f", 90, 6, 7)
+    skips = zip(records, (0, 3, 12), strict=True)
+    assert found == [Segment(*record[:3], record, skip) for record, skip in skips]
+    assert segments_of_tensor(replace(tensor(ROWS), chunks=(*table,))) == found
 
 
 def test_bytes_are_cut_out_of_segments() -> None:
     segments = segments_of_tensor(tensor(ROWS)) or []
     assert list(cut_out(segments, 2, 11)) == [
-        Segment("f1", 12, 1, 0, None),
-        Segment("f2", 10, 9, 1, None),
-        Segment("f0", 10, 1, 10, None),
+        Segment("f1", 12, 1, None, 0),
+        Segment("f2", 10, 9, None, 1),
+        Segment("f0", 10, 1, None, 10),
     ]
-    assert list(cut_out(segments, 12, 6)) == [Segment("f0", 10, 6, 0, None)]
+    assert list(cut_out(segments, 12, 6)) == [Segment("f0", 10, 6, None, 0)]
