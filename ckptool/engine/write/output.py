@@ -6,7 +6,7 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -31,51 +31,43 @@ _MOST_OPEN = 32
 _PUT_UINT4 = struct.Struct("<I").pack_into
 
 
-class WrittenRun(Struct, frozen=True):
-    """Bytes of a file of the layout that were written at once: where, and their CRC-32.
+Written = dict[int, list[CrcPiece]]
+"""What is written of each part of a file, by the part's number."""
 
-    ``crcs`` are those of the parts among them that are no literals, ``tiles`` their number, and
-    ``literals`` the bytes of the others.
+
+class WrittenRun(Struct, frozen=True):
+    """Parts of a file of the layout that were written at once.
+
+    ``tiles`` is the number of those that are no literals, ``literals`` the bytes of the others.
     """
 
     file: int
-    span: CrcPiece
-    crcs: Mapping[int, int]
+    written: Written
     tiles: int
     literals: int
 
 
 class UnfinishedFile(Struct):
-    """A file that is being written: its parts, the number of tiles ``left``, and what is written.
-
-    ``spans`` are runs of several parts, ``small`` the CRC-32 of each, ``tiles`` those of others.
-    """
+    """A file that is being written: the number of tiles ``left``, and what is written of it."""
 
     parts: tuple[Part, ...]
     left: int = 0
-    spans: list[CrcPiece] = field(default_factory=list)
-    small: dict[int, int] = field(default_factory=dict)
-    tiles: dict[int, list[CrcPiece]] = field(default_factory=dict)
+    written: Written = field(default_factory=dict)
 
     def part_crc(self, part: int) -> int:
         """Return the CRC-32 of a part that is written."""
-        crc = self.small.get(part)
-        return join_crcs(self.tiles.get(part, [])) if crc is None else crc
+        return join_crcs(self.written.get(part, []))
 
     @property
     def crc(self) -> int:
         """The CRC-32 of all that is written."""
-        return join_crcs([*self.spans, *chain.from_iterable(self.tiles.values())])
+        return join_crcs([*chain.from_iterable(self.written.values())])
 
     def unwritten(self) -> Iterator[tuple[int, int, Literal | Verbatim]]:
         """Yield position, offset and content of each part that is no tensor's, unless written."""
-        spans, offset = iter(sorted(self.spans)), 0
-        span = next(spans, None)
+        offset = 0
         for at, part in enumerate(self.parts):
-            while span is not None and span[0] + span[1] <= offset:
-                span = next(spans, None)
-            is_left = span is None or offset < span[0]
-            if is_left and isinstance(part, (Literal, Verbatim)):
+            if isinstance(part, (Literal, Verbatim)) and at not in self.written:
                 yield at, offset, part
             offset += part.nbytes
 
@@ -89,7 +81,7 @@ class _Run:
         self.data = bytearray()
         self.tiles = 0
         self.literals = 0
-        self.crcs: dict[int, int] = {}
+        self.written: Written = {}
         self._parts = parts
         self._next = 0
 
@@ -99,7 +91,7 @@ class _Run:
             self.start, self._next = tile.offset, tile.part
         elif not self._go_on_to(tile.part) or self.start + len(self.data) != tile.offset:
             return False
-        self.crcs[tile.part] = crc
+        self.written[tile.part] = [(tile.offset, len(data), crc)]
         self.data += data
         self.tiles += 1
         self._next += 1
@@ -109,18 +101,17 @@ class _Run:
         """Append the parts before one, if they are literals whose checksums are known."""
         for at in range(self._next, part):
             literal = self._parts[at]
-            if not isinstance(literal, Literal):
-                if literal.nbytes:
-                    return False
-                self.crcs[at] = 0
-            elif (nbytes := literal.nbytes) > _RUN:
-                return False
-            else:
+            data: bytes | bytearray = b""
+            if isinstance(literal, Literal) and literal.nbytes <= _RUN:
                 try:
-                    self.data += apply_patches(literal, at, self.crcs.__getitem__)
+                    data = apply_patches(literal, at, lambda at: self.written[at][0][2])
                 except KeyError:
                     return False
-                self.literals += nbytes
+            elif literal.nbytes:
+                return False
+            self.written[at] = [(self.start + len(self.data), len(data), crc32(data))]
+            self.data += data
+            self.literals += len(data)
             self._next += 1
         return self._next == part
 
@@ -160,7 +151,7 @@ class OutputFiles:
         if len(data) >= _RUN:
             self.write(self._files[tile.file].path, tile.offset, data)
             span = tile.offset, len(data), crc
-            self._written(WrittenRun(tile.file, span, {tile.part: crc}, 1, 0))
+            self._written(WrittenRun(tile.file, {tile.part: [span]}, 1, 0))
             return
         runs: dict[int, _Run] | None = getattr(self._local, "runs", None)
         if runs is None:
@@ -184,10 +175,8 @@ class OutputFiles:
             _close_all(getattr(self._local, "descriptors", {}))
 
     def _flush(self, run: _Run) -> None:
-        data = memoryview(run.data)
-        self.write(self._files[run.file].path, run.start, data)
-        span = run.start, len(data), crc32(data)
-        self._written(WrittenRun(run.file, span, run.crcs, run.tiles, run.literals))
+        self.write(self._files[run.file].path, run.start, memoryview(run.data))
+        self._written(WrittenRun(run.file, run.written, run.tiles, run.literals))
 
     def _descriptor(self, path: str) -> int:
         descriptors: dict[str, int] | None = getattr(self._local, "descriptors", None)

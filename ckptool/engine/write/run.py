@@ -177,7 +177,7 @@ class _PlanWriter:
             done.append((tile, (tile.offset, tile.nbytes, crc)))
         with self._lock:
             for tile, written in done:
-                self._unfinished[tile.file].tiles.setdefault(tile.part, []).append(written)
+                self._unfinished[tile.file].written.setdefault(tile.part, []).append(written)
         for tile, _ in done:
             self._count(tile.file, 1)
 
@@ -189,8 +189,7 @@ class _PlanWriter:
         """Note a run of small parts that was written."""
         file = self._unfinished[run.file]
         with self._lock:
-            file.spans.append(run.span)
-            file.small.update(run.crcs)
+            file.written.update(run.written)
         self._progress.add(run.literals)
         self._count(run.file, run.tiles)
 
@@ -211,32 +210,25 @@ class _PlanWriter:
             for at, offset, part in file.unwritten():
                 adjoins = isinstance(part, Literal) and start + len(literals) == offset
                 if not adjoins or len(literals) >= WRITE:
-                    self._write_literals(descriptor, file, path, start, literals)
-                    start = offset
+                    self._write_literals(descriptor, path, start, literals)
+                    start, literals = offset, bytearray()
                 if isinstance(part, Literal):
-                    literals += apply_patches(part, at, file.part_crc)
+                    data = apply_patches(part, at, file.part_crc)
+                    literals += data
+                    crc = crc32(data)
                 else:
                     crc = self._copy_file(part, descriptor, path, offset)
-                    file.spans.append((offset, part.nbytes, crc))
-                    file.small[at] = crc
-                    self._progress.add(part.nbytes)
-            self._write_literals(descriptor, file, path, start, literals)
+                file.written[at] = [(offset, part.nbytes, crc)]
+            self._write_literals(descriptor, path, start, literals)
             if self._fsync:
                 os.fsync(descriptor)
         if self._journal is not None:
             self._journal.done(path, file.crc)
 
-    def _write_literals(
-        self, descriptor: int, file: UnfinishedFile, path: str, start: int, literals: bytearray
-    ) -> None:
-        """Write adjoining literals, which begin at an offset of a file, and forget them."""
-        if not literals:
-            return
-        with memoryview(literals) as data:
-            write_at(descriptor, path, start, data)
-            file.spans.append((start, len(data), crc32(data)))
-            self._progress.add(len(data))
-        literals.clear()
+    def _write_literals(self, descriptor: int, path: str, start: int, literals: bytearray) -> None:
+        """Write adjoining literals, which begin at an offset of a file."""
+        write_at(descriptor, path, start, memoryview(literals))
+        self._progress.add(len(literals))
 
     def _copy_file(self, part: Verbatim, descriptor: int, path: str, offset: int) -> int:
         """Copy a file unchanged to an offset of another; return its CRC-32."""
@@ -245,6 +237,7 @@ class _PlanWriter:
             write_at(descriptor, path, offset, piece)
             offset += len(piece)
             crc = crc32(piece, crc)
+        self._progress.add(part.nbytes)
         return crc
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import zlib
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_what_is_noted_is_written(
 ) -> None:
     folder = tmp_path_factory.mktemp("out")
     rows = [FileLayout(str(number), tuple(parts)) for number, parts in enumerate(files)]
-    noted: dict[tuple[int, int], int] = {}
+    noted = set[tuple[int, int]]()
     images = [bytearray(file.nbytes) for file in rows]
     tiles = []
     for number, file in enumerate(rows):
@@ -73,14 +74,16 @@ def test_what_is_noted_is_written(
 
     def note(run: WrittenRun) -> None:
         content = (folder / rows[run.file].path).read_bytes()
-        start, nbytes, crc = run.span
-        assert zlib.crc32(content[start : start + nbytes]) == crc
-        assert not noted.keys() & {(run.file, part) for part in run.crcs}
-        noted.update({(run.file, part): crc for part, crc in run.crcs.items()})
-        assert run.tiles == sum(rows[run.file].parts[part].nbytes > 0 for part in run.crcs)
-        assert run.literals == nbytes - sum(rows[run.file].parts[p].nbytes for p in run.crcs)
-        state[run.file].spans.append(run.span)
-        state[run.file].small.update(run.crcs)
+        parts, written = rows[run.file].parts, run.written
+        for start, nbytes, crc in chain.from_iterable(written.values()):
+            assert zlib.crc32(content[start : start + nbytes]) == crc
+        assert not noted & {(run.file, part) for part in written}
+        noted.update((run.file, part) for part in written)
+        of_tensors = [isinstance(parts[at], Data) and parts[at].nbytes > 0 for at in written]
+        assert run.tiles == sum(of_tensors)
+        literals = [parts[at].nbytes for at in written if isinstance(parts[at], Literal)]
+        assert run.literals == sum(literals)
+        state[run.file].written.update(written)
 
     if not in_order:
         random.shuffle(tiles)
@@ -92,7 +95,7 @@ def test_what_is_noted_is_written(
             data = memoryview(images[tile.file])[tile.offset : tile.offset + tile.nbytes]
             opened.add(tile, rows[tile.file].parts, data, zlib.crc32(data))
         opened.close()
-    assert {(tile.file, tile.part) for tile in tiles} <= noted.keys()
+    assert {(tile.file, tile.part) for tile in tiles} <= noted
     for file, image, written in zip(rows, images, state, strict=True):
         left = {at: offset for at, offset, _ in written.unwritten()}
         offset, crcs = 0, dict[int, int]()
