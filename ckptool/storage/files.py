@@ -91,7 +91,11 @@ class Files(Protocol):
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
-        return read_exactly(self, file, offset, nbytes)
+        require_within(self, file, offset, nbytes)
+        stream = io.BytesIO(bytes(nbytes))  # a bytes object, without a copy
+        with closing(self.reader()) as reader, stream.getbuffer() as memory:
+            reader.read_into(file, offset, memory)
+        return stream.getvalue()
 
     def plan_reads(self, runs: Iterable[ReadSpan]) -> Callable[[], None]:
         """Prepare for all next reads, in order: each byte may be fetched ahead, once.
@@ -114,15 +118,6 @@ def require_within(source: Files, file: str, offset: int, nbytes: int) -> None:
         raise missing(file)
     if offset < 0 or nbytes < 0 or offset + nbytes > source.files[file]:
         raise too_short(file, offset, nbytes, source.files[file])
-
-
-def read_exactly(source: Files, file: str, offset: int, nbytes: int) -> bytes:
-    """Return exactly ``nbytes`` at ``offset`` of a file; Damaged if it ends before."""
-    require_within(source, file, offset, nbytes)
-    stream = io.BytesIO(bytes(nbytes))  # a bytes object, without a copy
-    with closing(source.reader()) as reader, stream.getbuffer() as memory:
-        reader.read_into(file, offset, memory)
-    return stream.getvalue()
 
 
 def unreadable(file: str, error: OSError) -> NotFound:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -25,14 +24,11 @@ from ckptool.storage.file_status import (
 from ckptool.storage.files import (
     Files,
     ReadSpan,
-    read_exactly,
-    require_within,
     too_short,
     unreadable,
 )
 from ckptool.storage.read_ahead import (
     ReadAhead,
-    SmallReads,
     ask_aside,
     request_missing,
     steps_asked,
@@ -67,7 +63,6 @@ class LocalSource(Files):
         self._listed = listed or {}
         self._places = places or {}
         self._ahead = ReadAhead()
-        self._small, self._lock = SmallReads(), threading.Lock()
 
     @classmethod
     def of(
@@ -165,15 +160,6 @@ class LocalSource(Files):
         """Return when a file was last modified, in seconds since the epoch."""
         return _status(Path(self._path(file))).modified / 1e9
 
-    def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
-        require_within(self, file, offset, nbytes)
-        with self._lock, closing(self.reader()) as reader:
-            kept = self._small.find(file, offset, nbytes, reader.read_some)
-            if kept is not None:
-                return bytes(kept)
-        return read_exactly(self, file, offset, nbytes)
-
     def _path(self, file: str) -> str:
         return f"{self.root}/{self._places.get(file, file)}"
 
@@ -224,14 +210,9 @@ class LocalReader:
         self._listed = listed or {}
         self._places = places or {}
         self._descriptors: OrderedDict[str, int] = OrderedDict()
-        self._small = SmallReads()
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset``; Damaged if the file ends before."""
-        kept = self._small.find(file, offset, len(buffer), self.read_some)
-        if kept is not None:
-            buffer[:] = kept
-            return
         done = 0
         while done < len(buffer):
             count = self.read_some(file, offset + done, buffer[done:])

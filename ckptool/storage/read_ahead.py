@@ -33,14 +33,6 @@ _PAUSE = 0.002
 _GAP = 4 << 10
 """Bytes that may be skipped between two sequential reads."""
 _CACHESTAT = 451
-_SMALL = 16 << 10
-"""Bytes of a read that costs less than a call of the kernel for it."""
-_WINDOW = 64 << 10
-"""Bytes that are read at once for sequential small reads."""
-_MOST_WINDOWS = 16
-"""Files that may have sequential small reads at the same time."""
-SMALL_MEMORY = _WINDOW * _MOST_WINDOWS
-"""Bytes of memory that ``SmallReads`` take at most."""
 
 
 class _Stream(Struct):
@@ -57,68 +49,6 @@ class _Stream(Struct):
     def goes_on(self, offset: int) -> bool:
         """Return whether a read continues it; threads take turns, so it may come late."""
         return self.reached - _MOST <= offset <= self.reached + _GAP
-
-
-class _Window(Struct):
-    """``nbytes`` of a file that are kept from ``start``; ``again`` counts sequential reads."""
-
-    start: int
-    nbytes: int
-    reached: int
-    memory: memoryview
-    again: int = 0
-
-    def note(self, offset: int, nbytes: int) -> bool:
-        """Note a read; return whether it is at least the third of a sequence.
-
-        The gap between two is less than a page: reading it costs less than a call. The second may
-        be of a header, with nothing else read after it.
-        """
-        near = 0 <= offset - self.reached <= _GAP
-        self.again = self.again + 1 if near else 0
-        return self.again > 1
-
-
-class SmallReads:
-    """Reads what follows a small read along with it, if such reads are sequential, for one thread.
-
-    A tensor of a few KiB then costs a copy, not a call of the kernel.
-    """
-
-    def __init__(self) -> None:
-        self._windows: dict[str, _Window] = {}
-
-    def find(
-        self, file: str, offset: int, nbytes: int, read: Callable[[str, int, memoryview], int]
-    ) -> memoryview | None:
-        """Return some bytes of a file, valid until the next call; None if they must be read.
-
-        If the reads of the file are sequential, ``read`` fills memory as far as the file has bytes,
-        and returns how many.
-        """
-        if nbytes > _SMALL:
-            return None
-        window = self._windows.get(file)
-        if window is None:
-            window = self._begin(file)
-        at = offset - window.start
-        if not 0 <= at <= window.nbytes - nbytes:
-            goes_on = window.note(offset, nbytes)
-            at, window.start, window.nbytes, window.reached = 0, offset, 0, offset + nbytes
-            if goes_on:
-                window.memory = window.memory or memoryview(bytearray(_WINDOW))
-                window.nbytes = read(file, offset, window.memory)
-            if window.nbytes < nbytes or not goes_on:
-                return None
-        window.reached = offset + nbytes
-        return window.memory[at : at + nbytes]
-
-    def _begin(self, file: str) -> _Window:
-        """Return an empty window of a file, replacing the oldest if there are many."""
-        if len(self._windows) >= _MOST_WINDOWS:
-            del self._windows[next(iter(self._windows))]
-        window = self._windows[file] = _Window(0, 0, -_GAP - 1, memoryview(b""))
-        return window
 
 
 class ReadAhead:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -136,46 +133,3 @@ def test_runs_that_lie_apart_are_requested_unless_they_are_cached(
         reader.read_runs("f", 0, 1 << 18, [memoryview(bytearray(4096)) for _ in range(3)])
         reader.close()
     assert asked == [(0, (2 << 18) + 4096)] * 3
-
-
-def test_small_reads_that_go_on_are_what_the_files_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    contents = {f"f{n}": random.Random(n).randbytes(200_001) for n in range(20)}
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-    source, chance = LocalSource.folder(tmp_path), random.Random(0)
-    calls: list[str] = []
-    real = LocalReader.read_some
-
-    def note(*words: Any) -> Any:
-        calls.append(words[1])
-        return real(*words)
-
-    monkeypatch.setattr(LocalReader, "read_some", note)
-    places = dict.fromkeys(contents, 0)
-    with closing(source.reader()) as reader:
-        for _ in range(4_000):
-            name = chance.choice(list(contents)[: chance.choice((2, 20))])
-            nbytes = chance.choice((0, 1, 700, 5_000, 16_384, 16_385))
-            offset = chance.choice((*[places[name]] * 8, places[name] + 64, 10, 199_000))
-            places[name] = offset + nbytes
-            if offset + nbytes > 200_001:
-                places[name] = 0
-                with pytest.raises(Damaged, match="200,001 bytes"):
-                    source.read(name, offset, nbytes)
-                with pytest.raises(Damaged, match="200,001 bytes"):
-                    reader.read_into(name, offset, _room(nbytes))
-                continue
-            memory, wanted = _room(nbytes), contents[name][offset : offset + nbytes]
-            reader.read_into(name, offset, memory)
-            assert (bytes(memory), source.read(name, offset, nbytes)) == (wanted, wanted)
-    calls.clear()
-    with closing(source.reader()) as reader:
-        for offset in range(0, 200_000, 2_000):
-            reader.read_into("f0", offset, _room(500))
-    assert len(calls) <= 6  # of 64 KiB each, not 100 of 500 bytes
-
-
-def _room(nbytes: int) -> memoryview:
-    return memoryview(bytearray(nbytes))

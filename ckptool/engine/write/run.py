@@ -40,7 +40,6 @@ from ckptool.errors import Damaged, Unsupported
 from ckptool.storage.disk import allocate, open_unfollowed
 from ckptool.storage.files import SPAN, TILE, Files
 from ckptool.storage.local import LocalSource
-from ckptool.storage.read_ahead import SMALL_MEMORY
 
 _MINIMUM_PER_WORKER = 16 << 20
 _TILE_OF = attrgetter("tile")
@@ -69,7 +68,7 @@ def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool =
     """
     if not local:
         return options.budget
-    per_worker = 2 * (PAIR_TILE + SPAN + SMALL_MEMORY) + plan.largest_blob
+    per_worker = 2 * (PAIR_TILE + SPAN) + plan.largest_blob
     workers = workers_within_budget(plan, options, source)
     return workers * per_worker + fetched_ahead(source, options)
 
