@@ -20,10 +20,12 @@ from ckptool.core.catalog import (
     Copy,
     EncodedBlob,
     Extent,
+    Path,
     Place,
     StridedPart,
     TensorEntry,
 )
+from ckptool.core.dtype import DType
 from ckptool.errors import Unsupported
 
 Strides = tuple[int, ...]
@@ -133,34 +135,11 @@ def reads_any_order(part: StridedPart, shape: Sequence[int]) -> bool:
     return True
 
 
-def narrow_place(
-    at: Place, shape: Sequence[int], box: Box, itemsize: int, *, dropped: int = 0
-) -> Place:
-    """Return where ``box`` of a tensor of ``shape`` is, without its first ``dropped`` dims."""
-    rows = row_major_strides(shape, 1)
-    start = sum(index * row for index, row in zip(box.lo, rows, strict=True))
-    return part_of_place(at, shape, box.shape[dropped:], start, rows[dropped:], itemsize)
-
-
-def pieces_of_run(
-    at: Place,
-    stored: Sequence[int],
-    start: int,
-    stop: int,
-    shape: Sequence[int],
-    itemsize: int,
-    first: int = 0,
-) -> Iterator[tuple[Box, Place]]:
-    """Yield the boxes of a row-major tensor of ``shape`` that a run of its elements fills.
-
-    The run is elements ``start`` to ``stop``. It is stored in order in the tensor of shape
-    ``stored`` at the place ``at``, from its element ``first`` on. ``itemsize`` is in bytes.
-    """
-    rows = row_major_strides(shape, 1)
-    for box in flat_range(shape, start, stop):
-        element = sum(index * row for index, row in zip(box.lo, rows, strict=True))
-        place = part_of_place(at, stored, box.shape, first + element - start, rows, itemsize)
-        yield box, place
+def whole_tensor(
+    name: str, path: Path, dtype: DType, shape: tuple[int, ...], at: Place, rank: int | None = None
+) -> TensorEntry:
+    """Return a tensor that is all at one place, written by ``rank`` if that is known."""
+    return TensorEntry(name, path, dtype, shape, (Chunk(Box.whole(shape), at, rank),))
 
 
 def narrow(entry: TensorEntry, dim: int, start: int, stop: int) -> TensorEntry:
@@ -303,6 +282,13 @@ def merge_dims(entry: TensorEntry, dim: int, count: int) -> TensorEntry:
             entry, _collapse(entry.shape, at, entry.shape[at] * entry.shape[at + 1]), chunks
         )
     return entry
+
+
+def reshape(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+    """View a tensor in another shape, row-major, as ``Tensor.reshape`` does."""
+    if entry.shape == shape:
+        return entry
+    return split_dim(merge_dims(entry, 0, len(entry.shape)), 0, shape)
 
 
 def _merge_pair(chunk: Chunk, dim: int, size: int) -> Iterator[Chunk]:

@@ -30,7 +30,6 @@ from ckptool.core.sharding.tensor_parallel import (
     REPLICATED,
     ROW,
     GivenRules,
-    LocalTensor,
     NamedRule,
     RuleTable,
     TpRule,
@@ -39,6 +38,7 @@ from ckptool.core.sharding.tensor_parallel import (
     report_unmerged,
     tp_mesh,
 )
+from ckptool.core.views import whole_tensor
 from ckptool.errors import Damaged, Problem, Refusal, Undetermined, Unsupported
 from ckptool.formats.base import Detection, Format, Loading, Reading, Request, ScanOptions, Writing
 from ckptool.formats.companions import companions, read_json_object, size_in
@@ -295,12 +295,13 @@ def _merge_tensor(
     world: int,
 ) -> TensorEntry | None:
     """Return the merged tensor; None if each of ``world`` ranks has the whole of it."""
-    parts: dict[int, LocalTensor] = {}
+    parts: dict[int, TensorEntry] = {}
     for rank, leaf in of_ranks.items():
-        if not isinstance(leaf.value, PlainLeaf):
+        value = leaf.value
+        if not isinstance(value, PlainLeaf):
             message = f"{name}: a tensor on some ranks, none on rank {rank}"
             raise Damaged(message, "rank-missing", tensor=name)
-        parts[rank] = LocalTensor(leaf.value.dtype, leaf.value.shape, leaf.value.place)
+        parts[rank] = whole_tensor(name, leaf.path, value.dtype, value.shape, value.place, rank)
     rule = given(name)
     if rule is None:
         rule = _TABLE.find(name, _Facts(next(iter(parts.values())).shape, sizes, world))

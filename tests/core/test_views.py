@@ -31,14 +31,13 @@ from ckptool.core.views import (
     join,
     merge_dims,
     narrow,
-    narrow_place,
     pad,
     part_of_place,
     permute,
-    pieces_of_run,
     reads_any_order,
     split_dim,
     unstack,
+    whole_tensor,
 )
 from ckptool.errors import Unsupported
 
@@ -62,6 +61,14 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     return Box(tuple(lo), tuple(hi))
 
 
+def narrowed(at: Place, shape: tuple[int, ...], box: Box) -> Place:
+    """Return where a box of a tensor at a place is."""
+    entry = whole_tensor("t", ("t",), BY_NAME["int64"], shape, at)
+    for dim, (low, high) in enumerate(zip(box.lo, box.hi, strict=True)):
+        entry = narrow(entry, dim, low, high)
+    return entry.chunks[0].at
+
+
 @given(SHAPES, st.data())
 def test_a_box_of_a_tensor_however_its_strides_lie(
     shape: tuple[int, ...], data: st.DataObject
@@ -71,7 +78,7 @@ def test_a_box_of_a_tensor_however_its_strides_lie(
     tensor = stored.transpose(np.argsort(order))
     at = Extent("f", 0, tuple(tensor.strides))
     box = data.draw(boxes(shape))
-    place = narrow_place(at, shape, box, ITEM)
+    place = narrowed(at, shape, box)
     wanted = tensor[tuple(map(slice, box.lo, box.hi))]
     assert (values_at(stored, place, box.shape) == wanted).all()
 
@@ -83,8 +90,10 @@ def test_a_flat_run_of_a_tensor(shape: tuple[int, ...], data: st.DataObject) -> 
     stop = data.draw(st.integers(start, tensor.size))
     run = tensor.reshape(-1)[start:stop].copy()
     found = np.full(shape, -1)
-    for box, at in pieces_of_run(Extent("f", 0, (ITEM,)), run.shape, start, stop, shape, ITEM):
-        found[tuple(map(slice, box.lo, box.hi))] = values_at(run, at, box.shape)
+    chunk = Chunk(Box((start,), (stop,)), Extent("f", 0, (ITEM,)))
+    vector = TensorEntry("t", ("t",), BY_NAME["int64"], (tensor.size,), (chunk,))
+    for part in split_dim(vector, 0, shape).chunks:
+        found[tuple(map(slice, part.box.lo, part.box.hi))] = values_at(run, part.at, part.box.shape)
     flat = found.reshape(-1)
     assert (flat[start:stop] == run).all()
     assert (np.delete(flat, np.s_[start:stop]) == -1).all()
@@ -92,9 +101,9 @@ def test_a_flat_run_of_a_tensor(shape: tuple[int, ...], data: st.DataObject) -> 
 
 def test_a_part_of_an_item_that_is_not_opened_yet() -> None:
     item = Container("f", 100, 900)
-    once = narrow_place(item, (4, 6), Box((1, 0), (3, 6)), ITEM)
+    once = narrowed(item, (4, 6), Box((1, 0), (3, 6)))
     assert once == Container("f", 100, 900, (), StridedPart((4, 6), 6, (6, 1)))
-    twice = narrow_place(once, (2, 6), Box((1, 2), (2, 5)), ITEM)
+    twice = narrowed(once, (2, 6), Box((1, 2), (2, 5)))
     assert twice == Container("f", 100, 900, (), StridedPart((4, 6), 14, (6, 1)))
 
 
@@ -114,9 +123,9 @@ def test_what_opens_a_container_is_no_part_of_where_it_is() -> None:
 
 def test_a_part_of_what_must_be_decoded_first() -> None:
     packed = EncodedBlob("f", 0, 9, "zstd", 96, 0, (24, 8))
-    narrowed = narrow_place(packed, (4, 3), Box((2, 1), (3, 2)), ITEM)
-    assert isinstance(narrowed, EncodedBlob)
-    assert narrowed.start == 56
+    part = narrowed(packed, (4, 3), Box((2, 1), (3, 2)))
+    assert isinstance(part, EncodedBlob)
+    assert part.start == 56
 
 
 def test_a_reshape_that_strides_cannot_express() -> None:
@@ -374,4 +383,4 @@ def test_what_does_not_fit_is_refused_with_its_numbers(
 
 @pytest.mark.parametrize("at", [Extent("f", 8, (0, 4)), Extent("f", 8, (0, 1))])
 def test_an_empty_tensor_has_a_place_too(at: Extent) -> None:
-    assert narrow_place(at, (4, 0), Box.whole((4, 0)), ITEM)
+    assert part_of_place(at, (4, 0), (4, 0), 0, (0, 1), ITEM)

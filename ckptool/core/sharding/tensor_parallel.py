@@ -10,12 +10,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Generic, TypeVar
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.box import Box, Piece, pieces_of_runs, without_dim
-from ckptool.core.catalog import Chunk, Path, Place, TensorEntry, merge_copies
-from ckptool.core.dtype import DType
+from ckptool.core.catalog import Chunk, Path, TensorEntry, merge_copies
 from ckptool.core.mesh import Mesh, Replicate, Shard
 from ckptool.core.selection import is_used, meant_by, unmatched
 from ckptool.core.views import part_of_chunk
@@ -253,20 +252,13 @@ def list_shapes(shapes: Sequence[Shape]) -> str:
     )
 
 
-class RankShard(Struct, frozen=True):
-    """One rank's shard of a tensor; its chunks are in its own coordinates."""
-
-    dtype: DType
-    shape: Shape
-    chunks: list[Chunk] = field(default_factory=list)
-
-
 def merge_shards(
-    name: str, path: Path, shards: Sequence[RankShard], fits: Sequence[Fit]
+    name: str, path: Path, shards: Sequence[TensorEntry], fits: Sequence[Fit]
 ) -> TensorEntry:
     """Return the tensor that ranks' shards form, each placed by its fit.
 
-    Raises Damaged if ranks have different dtypes or shapes for it.
+    A shard is a tensor by itself: its chunks are in its own coordinates. Raises Damaged if ranks
+    have different dtypes or shapes for it.
     """
     shapes, dtypes = {fit.whole for fit in fits}, {shard.dtype for shard in shards}
     if len(shapes) != 1 or len(dtypes) != 1:
@@ -283,22 +275,14 @@ def merge_shards(
     return TensorEntry(name, path, dtypes.pop(), shapes.pop(), merge_copies(chunks))
 
 
-class LocalTensor(Struct, frozen=True):
-    """One rank's shard of a tensor, stored as a plain tensor."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    at: Place
-
-
-LocalTensors = Mapping[int, LocalTensor]
-"""The local tensors of one name by rank."""
+RankShards = Mapping[int, TensorEntry]
+"""The shards of one tensor by rank."""
 
 
 def merge_ranks(
-    name: str, path: Path, parts: LocalTensors, rule: TpRule, *, world: int
+    name: str, path: Path, parts: RankShards, rule: TpRule, *, world: int
 ) -> TensorEntry:
-    """Return the tensor that the local ones of all ranks form by a rule.
+    """Return the tensor that the shards of all ranks form by a rule.
 
     Raises Damaged if a rank has none, or they differ in more than the size along the rule's dim;
     Raises Undetermined if they contradict the rule.
@@ -316,11 +300,7 @@ def merge_ranks(
             message += f" rank {rank} {part.dtype} {list(part.shape)}"
             message += "" if dim is None else f"; sharded along dim {dim}, only that may differ"
             raise Damaged(message, "ranks-disagree", tensor=name)
-    shards = [
-        RankShard(part.dtype, part.shape, [Chunk(Box.whole(part.shape), part.at, rank)])
-        for rank, part in enumerate(ordered)
-    ]
-    entry = merge_shards(name, path, shards, fit_ranks([part.shape for part in ordered], rule))
+    entry = merge_shards(name, path, ordered, fit_ranks([part.shape for part in ordered], rule))
     placement = Replicate() if dim is None else Shard(dim)
     known = (placement,) if len(rule.blocks) == 1 else None
     return replace(entry, placements=known, mesh=tp_mesh(world))

@@ -10,10 +10,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from msgspec import Struct, field
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Extent, Path, Place, Record, flat_name
+from ckptool.core.catalog import Chunk, Extent, Path, Place, Record, TensorEntry, flat_name
 from ckptool.core.dtype import DType
-from ckptool.core.sharding.tensor_parallel import RankShard
-from ckptool.core.views import pieces_of_run
+from ckptool.core.views import shift_place, split_dim
 from ckptool.errors import Damaged, Refusal
 from ckptool.formats.deepspeed.checkpoint import RankState
 from ckptool.formats.deepspeed.states import State, require_shallow_dict
@@ -76,12 +75,20 @@ def is_flat(tensor: PlainLeaf) -> bool:
 
 
 def place_run(
-    run: FlatRun, shape: tuple[int, ...], at: Place, itemsize: int, rank: int
-) -> list[Chunk]:
+    run: FlatRun, dtype: DType, shape: tuple[int, ...], at: Place, rank: int
+) -> Sequence[Chunk]:
     """Return the chunks of a run whose partition lies at ``at``, a contiguous vector."""
-    stored = (run.at + run.stop - run.start,)
-    pieces = pieces_of_run(at, stored, run.start, run.stop, shape, itemsize, run.at)
-    return [Chunk(box, place, rank) for box, place in pieces]
+    own = Chunk(Box((run.start,), (run.stop,)), shift_place(at, (run.at,)), rank)
+    flat = TensorEntry(run.name, (), dtype, (math.prod(shape),), (own,))
+    return split_dim(flat, 0, shape).chunks
+
+
+class RankShard(Struct, frozen=True):
+    """One rank's shard of a tensor, so far; its chunks are in its own coordinates."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: list[Chunk] = field(default_factory=list)
 
 
 class RankContents(Struct):
@@ -96,7 +103,9 @@ class RankContents(Struct):
     notes: list[str] = field(default_factory=list)
     barred: Refusal | None = None
 
-    def add(self, name: Name, dtype: DType, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
+    def add(
+        self, name: Name, dtype: DType, shape: tuple[int, ...], chunks: Sequence[Chunk]
+    ) -> None:
         """Add chunks of a tensor; Damaged if another file has another type or shape for it."""
         shard = self.tensors.setdefault(name, RankShard(dtype, shape))
         if (shard.dtype, shard.shape) != (dtype, shape):
@@ -116,7 +125,7 @@ class RankContents(Struct):
         self, name: Name, run: FlatRun, shape: tuple[int, ...], vector: PlainLeaf, rank: int
     ) -> None:
         """Add the run of a tensor of ``shape`` that lies in a flat vector."""
-        chunks = place_run(run, shape, vector.place, vector.dtype.itemsize, rank)
+        chunks = place_run(run, vector.dtype, shape, vector.place, rank)
         self.add(name, vector.dtype, shape, chunks)
 
     def add_leaf(self, path: Path, value: Any, rank: int, *, rank_state: bool = False) -> None:

@@ -21,7 +21,6 @@ from ckptool.core.sharding.tensor_parallel import (
     REPLICATED,
     ROW,
     Fit,
-    RankShard,
     Shape,
     TpRule,
     fit_blocks,
@@ -33,7 +32,7 @@ from ckptool.core.sharding.tensor_parallel import (
 from ckptool.errors import Damaged, Refusal, Undetermined, Unsupported
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.deepspeed.checkpoint import Grid
-from ckptool.formats.deepspeed.flat_runs import Name, RankContents
+from ckptool.formats.deepspeed.flat_runs import Name, RankContents, RankShard
 from ckptool.serialization.archive.tensors import read_natural, read_sizes
 from ckptool.serialization.pickle.records import Call, Global, new_object
 from ckptool.serialization.state_dict.leaves import Assembled
@@ -146,7 +145,8 @@ def merge_tensor(
     if all(fit.is_whole for fit in fits):  # ZeRO may cut the copies of a tensor differently
         boxes = {chunk.box for chunk in ranks[0].chunks}
         ranks = [shard for shard in ranks if {chunk.box for chunk in shard.chunks} == boxes]
-    return merge_shards(text, name, ranks, fits[: len(ranks)])
+    tensors = [TensorEntry(text, name, each.dtype, each.shape, each.chunks) for each in ranks]
+    return merge_shards(text, name, tensors, fits[: len(ranks)])
 
 
 def _list_unmerged(

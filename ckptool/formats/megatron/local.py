@@ -161,7 +161,7 @@ def _read_parameter(
         placed = replace(part.chunk, box=box) if part.chunk else None
         ranks.add(f"model.{name}", first.dtype, whole, placed)
     fit = Fit(local, whole, pieces)
-    return LocalParameter(name, (rank, 0, 0), rank, local, first.dtype, fit=fit)
+    return LocalParameter(name, (rank, 0, 0), local, first.dtype, fit=fit)
 
 
 def _join_boxes(boxes: Sequence[Box]) -> tuple[tuple[Piece, ...], tuple[int, ...]]:

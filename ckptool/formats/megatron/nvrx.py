@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.chunks import proved_equal
 from ckptool.core.sharding.tensor_parallel import GivenRules, given_rules, suggest_rule
+from ckptool.core.views import whole_tensor
 from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, UsageError, damaged
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.megatron.local import ROOT, read_megatron, read_state_fields
@@ -24,7 +25,6 @@ from ckptool.formats.megatron.tensor_parallel import (
     Fragments,
     LocalParameter,
     ParameterRules,
-    StorageRun,
     merge_fragments,
 )
 from ckptool.serialization.archive.read import TorchFile, read_torch_file
@@ -155,10 +155,10 @@ def _merge_by_rules(
     for rank, leaves in ranks.items():
         for name, leaf in leaves.items():
             if _is_ruled(name, leaf, given):
-                tensor = leaf.value.tensor
-                parameter = LocalParameter(name, (rank, 0, 0), rank, tensor.shape, tensor.dtype)
-                stored = StorageRun(tensor.shape, tensor.dtype, leaf.value.place)
-                fragments.setdefault((name,), []).append((parameter, [stored]))
+                dtype, shape, place = leaf.value.dtype, leaf.value.shape, leaf.value.place
+                parameter = LocalParameter(name, (rank, 0, 0), shape, dtype)
+                shard = whole_tensor(name, leaf.path, dtype, shape, place, rank)
+                fragments.setdefault((name,), []).append((parameter, shard))
                 paths[name] = leaf.path
     tensors, conflicts = merge_fragments(rules.fit, fragments)
     return {n: replace(entry, path=paths[n]) for n, entry in tensors.items()}, conflicts

@@ -8,12 +8,12 @@ The rules are from the sources of megatron-core 0.5 to 0.20 (``tensor_parallel/l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct, field
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Place, TensorEntry
+from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.sharding.tensor_parallel import (
     COLUMN,
@@ -22,14 +22,13 @@ from ckptool.core.sharding.tensor_parallel import (
     Fit,
     GivenRules,
     RankCut,
-    RankShard,
     RuleTable,
     TpRule,
     fit_rank,
     merge_shards,
     report_unmerged,
 )
-from ckptool.core.views import narrow_place, pieces_of_run
+from ckptool.core.views import reshape
 from ckptool.errors import Damaged, Problem, Undetermined
 from ckptool.formats.megatron.model import Arguments, is_expert
 
@@ -203,35 +202,17 @@ def view_experts(name: str, local: tuple[int, ...], experts: int) -> tuple[int, 
 # Parameters
 
 
-class StorageRun(Struct, frozen=True):
-    """A tensor, or a run of elements, ``at`` a place; ``start`` is its first element.
-
-    ``rank`` is the rank that wrote it, if not the one that holds the parameter.
-    """
-
-    shape: tuple[int, ...]
-    dtype: DType
-    at: Place
-    start: int = 0
-    rank: int | None = None
-
-    @property
-    def stop(self) -> int:
-        return self.start + Box.whole(self.shape).volume
-
-
 class LocalParameter(Struct, frozen=True):
     """A parameter as one rank holds it.
 
-    ``name`` is its name in the whole model and ``local`` its shape on the rank. ``writer`` numbers
-    the rank's files. ``view`` is the storage that it shares with others, and the element at which
-    it begins there. ``stacked`` means that its first dim counts the rank's experts. ``fit`` is its
-    place in the whole one, if the checkpoint itself records that.
+    ``name`` is its name in the whole model and ``local`` its shape on the rank. ``view`` is the
+    storage that it shares with others, and the element at which it begins there. ``stacked`` means
+    that its first dim counts the rank's experts. ``fit`` is its place in the whole one, if the
+    checkpoint itself records that.
     """
 
     name: str
     rank: Rank
-    writer: int
     local: tuple[int, ...]
     dtype: DType
     view: tuple[str, int] | None = None
@@ -285,8 +266,9 @@ class ParameterRules(Struct):
         return parameter.rank[0] % degree, degree
 
 
-Fragments = dict[tuple[str, ...], list[tuple[LocalParameter, Sequence[StorageRun]]]]
-"""By kind (``model``, ``fp32``, ``exp_avg``, ...) and name: the ranks' parts of a parameter."""
+Fragments = dict[tuple[str, ...], list[tuple[LocalParameter, TensorEntry]]]
+"""By kind (``model``, ``fp32``, ``exp_avg``, ...) and name: the ranks' shards of a parameter, as
+they are stored, in whatever shape."""
 
 
 def add_fragments(fragments: Fragments, more: Fragments) -> None:
@@ -310,37 +292,15 @@ def merge_fragments(
             why = report_unmerged(name, parts[0][0].name, shapes, error, "sharding-unrecorded")
             conflicts[name] = why
             continue
-        dtypes = {run.dtype for _, runs in parts for run in runs}
+        dtypes = {shard.dtype for _, shard in parts if shard.chunks}
         if len(dtypes) != 1:
             kinds = f"ranks hold it as {' and '.join(sorted(map(str, dtypes)))}"
             message = f"{name}: {kinds if dtypes else 'none of its elements is stored'}"
             conflicts[name] = Problem(message, "ranks-disagree", tensor=name)
             continue
-        (dtype,) = dtypes
-        shards = [RankShard(dtype, p.local, list(_place_runs(p, runs))) for p, runs in parts]
         try:
+            shards = [reshape(shard, parameter.local) for parameter, shard in parts]
             tensors[name] = merge_shards(name, path, shards, fits)
         except Damaged as error:
             conflicts[name] = error.message
     return tensors, conflicts
-
-
-def _place_runs(parameter: LocalParameter, runs: Sequence[StorageRun]) -> Iterator[Chunk]:
-    """Yield a rank's parts of its parameter, in the rank's own coordinates."""
-    for run in runs:
-        rank = parameter.writer if run.rank is None else run.rank
-        size = run.dtype.itemsize
-        for box, at in pieces_of_run(run.at, run.shape, run.start, run.stop, parameter.local, size):
-            yield Chunk(box, at, rank)
-
-
-def select_runs(runs: Sequence[StorageRun], start: int, stop: int) -> list[StorageRun]:
-    """Return the parts of 1-d runs with elements ``start`` to ``stop``, counted from ``start``."""
-    parts = []
-    for run in runs:
-        lo, hi = max(start, run.start), min(stop, run.stop)
-        if lo < hi:
-            box = Box((lo - run.start,), (hi - run.start,))
-            at = narrow_place(run.at, run.shape, box, run.dtype.itemsize)
-            parts.append(StorageRun(box.shape, run.dtype, at, lo - start, run.rank))
-    return parts

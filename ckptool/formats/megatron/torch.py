@@ -9,6 +9,7 @@ from msgspec import Struct, field
 
 from ckptool.core.catalog import Catalog, Path, flat_name
 from ckptool.core.sharding.tensor_parallel import given_rules
+from ckptool.core.views import whole_tensor
 from ckptool.errors import Refusal, Undetermined, damaged
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.megatron.model import (
@@ -38,7 +39,6 @@ from ckptool.formats.megatron.tensor_parallel import (
     Fragments,
     LocalParameter,
     ParameterRules,
-    StorageRun,
     add_fragments,
     merge_fragments,
     view_experts,
@@ -153,8 +153,8 @@ def _read_model(folder: RankFolder, ranks: _ModelRanks) -> None:
             full = _name_globally(name, folder, virtual, ranks, experts)
             parameter = _make_parameter(full, folder, leaf, experts)
             ranks.rules.shapes.setdefault(full, parameter.local)
-            stored = StorageRun(leaf.tensor.shape, leaf.tensor.dtype, leaf.place)
-            add_fragments(ranks.fragments, {("model", full): [(parameter, [stored])]})
+            shard = whole_tensor(full, (), leaf.dtype, leaf.shape, leaf.place, folder.number)
+            ranks.fragments.setdefault(("model", full), []).append((parameter, shard))
             if not is_buffer(name) and leaf.place not in places:
                 parameters.append(parameter)
             places.add(leaf.place)
@@ -175,9 +175,7 @@ def _make_parameter(
     tensor = leaf.tensor
     local = view_experts(name, tensor.shape, experts) if experts else tensor.shape
     view = None if tensor.fills_storage else (tensor.storage.key, tensor.offset)
-    return LocalParameter(
-        name, folder.rank, folder.number, local, tensor.dtype, view, local != tensor.shape
-    )
+    return LocalParameter(name, folder.rank, local, tensor.dtype, view, local != tensor.shape)
 
 
 def _read_optimizer(source: Source, folder: RankFolder, ranks: _ModelRanks) -> None:
@@ -192,12 +190,12 @@ def _read_optimizer(source: Source, folder: RankFolder, ranks: _ModelRanks) -> N
                 group_parameters(runs, experts=experts, expert_parallel=expert_parallel)
                 for experts in ((False, True) if expert_parallel else (False,))
             ]
-            buffers = match_buffers(read_buffers(file), expected)
+            buffers = match_buffers(read_buffers(file, folder.number), expected)
             add_fragments(ranks.fragments, read_gathered(source, buffers, bool(ranks.tied)))
         elif _has_state(folder.optimizer):
             parameters = [parameter for run in runs for parameter in run]
             state, stated = read_numbered(
-                folder.file, folder.optimizer, parameters, expert_parallel
+                folder.file, folder.optimizer, parameters, expert_parallel, folder.number
             )
             add_fragments(ranks.fragments, state)
             ranks.rules.stated |= stated

@@ -26,11 +26,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptool.core.box import Box
-from ckptool.core.catalog import Catalog, Chunk, Index, ObjectEntry, Path, TensorEntry, flat_name
+from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, TensorEntry, flat_name
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.state_category import state_category
-from ckptool.core.views import pieces_of_run
+from ckptool.core.views import merge_dims, permute, split_dim
 from ckptool.errors import Damaged, Problem, Unrecognized, Unsupported, damaged
 from ckptool.formats.base import Request, ScanOptions
 from ckptool.formats.companions import MEGATRON, RELEASE
@@ -125,23 +124,12 @@ def _unflatten(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
             f" {list(shape)} that mcore_data states",
             "tensor-record",
         )
-    chunks = [piece for chunk in entry.chunks for piece in _place_chunk(entry, chunk, local)]
-    return replace(entry, shape=shape, chunks=tuple(chunks))
-
-
-def _place_chunk(entry: TensorEntry, chunk: Chunk, local: tuple[int, ...]) -> Iterator[Chunk]:
-    """Yield the boxes of a stored chunk, which is a flat range of one rank's part."""
-    *cell, start = chunk.box.lo
-    stop = chunk.box.hi[-1]
-    if math.prod(chunk.box.shape[:-1]) != 1:
-        raise Damaged(
-            f"{entry.name}: chunk {chunk.box} spans several ranks' parts", "sharding-unknown"
-        )
-    origin = tuple(index * size for index, size in zip(cell, local, strict=True))
-    itemsize = entry.source_dtype.itemsize
-    for box, at in pieces_of_run(chunk.at, chunk.box.shape, start, stop, local, itemsize):
-        lo = tuple(index + first for index, first in zip(box.lo, origin, strict=True))
-        yield Chunk(Box.at(lo, box.shape), at, chunk.rank)
+    dims = len(shape)
+    order = [dim + of_local for dim in range(dims) for of_local in (0, dims)]
+    entry = permute(split_dim(entry, dims, local), order)
+    for dim in range(dims):
+        entry = merge_dims(entry, dim, 2)
+    return entry
 
 
 # Common state and ShardedObjects

@@ -22,7 +22,8 @@ from ckptool.core.dtype import DType
 from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part, ScatteredData
 from ckptool.core.mesh import Placement, Shard
 from ckptool.core.sharding.placement import PlacedTensors, PlacementRule
-from ckptool.core.sharding.tensor_parallel import LocalTensor, given_rules, tp_mesh
+from ckptool.core.sharding.tensor_parallel import given_rules, tp_mesh
+from ckptool.core.views import whole_tensor
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.base import Detection, Format, Loading, Reading, Request, ScanOptions, Writing
 from ckptool.formats.companions import companions, describe_config, read_config
@@ -100,12 +101,12 @@ def _require_parts(source: Source, files: list[re.Match[str]], world: int) -> No
 
 def _read_ranks(
     source: Source, files: list[re.Match[str]], options: ScanOptions
-) -> tuple[dict[str, dict[int, LocalTensor]], dict[str, dict[str, str]], list[str]]:
+) -> tuple[dict[str, dict[int, TensorEntry]], dict[str, dict[str, str]], list[str]]:
     """Return each rank's tensors, by name and rank, the metadata of all files, and problems.
 
     A problem is a tensor that a rank has twice.
     """
-    tensors: dict[str, dict[int, LocalTensor]] = {}
+    tensors: dict[str, dict[int, TensorEntry]] = {}
     headers: dict[str, dict[str, str]] = {}
     problems = []
     expect_heads(source, (match.string for match in files))
@@ -113,10 +114,10 @@ def _read_ranks(
         header = options.attempt(partial(read_safetensors, source, match.string))
         headers |= {match.string: header.metadata} if header else {}
         for name, item in (header.tensors if header else {}).items():
-            by_rank = tensors.setdefault(name, {})
-            if int(match[1]) in by_rank:
-                problems.append(f"{name}: twice in the files of rank {match[1]}")
-            by_rank[int(match[1])] = LocalTensor(item.dtype, item.shape, item.at)
+            by_rank, rank = tensors.setdefault(name, {}), int(match[1])
+            if rank in by_rank:
+                problems.append(f"{name}: twice in the files of rank {rank}")
+            by_rank[rank] = whole_tensor(name, (name,), item.dtype, item.shape, item.at, rank)
     return tensors, headers, problems
 
 

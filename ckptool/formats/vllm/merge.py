@@ -17,21 +17,19 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, TensorEntry
+from ckptool.core.catalog import TensorEntry
 from ckptool.core.sharding.tensor_parallel import (
     COLUMN,
     REPLICATED,
     ROW,
     GivenRules,
-    LocalTensor,
-    LocalTensors,
+    RankShards,
     RuleTable,
     TpRule,
     merge_ranks,
     report_unmerged,
 )
-from ckptool.core.views import narrow_place, shift_place
+from ckptool.core.views import narrow, part_at
 from ckptool.errors import Damaged, Undetermined
 from ckptool.formats.companions import CONFIG, size_in
 
@@ -77,7 +75,7 @@ _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def _expert_entries(
-    name: str, match: re.Match[str], parts: LocalTensors, sizes: ModelSizes, world: int
+    name: str, match: re.Match[str], parts: RankShards, sizes: ModelSizes, world: int
 ) -> Iterator[TensorEntry]:
     """Yield one tensor for each expert and projection, from ``_by_expert``."""
     members = _MEMBERS[match["which"]]
@@ -89,15 +87,16 @@ def _expert_entries(
             leaf = _MIXTRAL[member] if mixtral else member
             full = f"{match['head']}{number}.{leaf}.weight"
             if len(own) == 1:
-                yield _keep_whole(full, *own.items())
+                (whole,) = own.values()
+                yield replace(whole, name=full, path=(full,))
             else:
                 rule = COLUMN if len(members) == 2 else ROW
                 yield merge_ranks(full, (full,), own, rule, world=world)
 
 
 def _by_expert(
-    name: str, parts: LocalTensors, sizes: ModelSizes, world: int, *, gated: bool
-) -> list[LocalTensors]:
+    name: str, parts: RankShards, sizes: ModelSizes, world: int, *, gated: bool
+) -> list[RankShards]:
     """Return each expert's parts by rank: of every rank, or of the one that has the expert."""
     shapes = {part.shape for part in parts.values()}
     shape = next(iter(shapes))
@@ -105,20 +104,13 @@ def _by_expert(
         raise Damaged(f"{name}: the ranks hold fused experts of several shapes")
     inner = shape[1] // 2 if gated else shape[2]
     if sizes.experts == shape[0] * world and sizes.expert_inner in (None, inner):
-        return [{r: _expert(p, n)} for r, p in sorted(parts.items()) for n in range(shape[0])]
+        return [{r: part_at(p, [n])} for r, p in sorted(parts.items()) for n in range(shape[0])]
     if sizes.experts in (None, shape[0]) and sizes.expert_inner in (None, inner * world):
-        return [{r: _expert(p, n) for r, p in parts.items()} for n in range(shape[0])]
+        return [{r: part_at(p, [n]) for r, p in parts.items()} for n in range(shape[0])]
     raise Undetermined(
         f"{list(shape)} on each of {world} ranks does not match {CONFIG}:"
         f" {sizes.experts or 'unknown'} experts of inner size {sizes.expert_inner or 'unknown'}"
     )
-
-
-def _expert(part: LocalTensor, number: int) -> LocalTensor:
-    """Return one expert of a fused tensor."""
-    box = Box.along(0, number, (1, *part.shape[1:]))
-    at = narrow_place(part.at, part.shape, box, part.dtype.itemsize, dropped=1)
-    return LocalTensor(part.dtype, part.shape[1:], at)
 
 
 PADDING = 64
@@ -130,7 +122,7 @@ _GATE_UP = re.compile(r"(?P<head>(.*\.)?)gate_up_proj\.(?P<leaf>weight|bias)")
 VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|lm_head)\.(weight|bias)")
 
 
-_Facts = tuple[LocalTensors, int]
+_Facts = tuple[RankShards, int]
 """The ranks' parts of a tensor, and the number of ranks."""
 
 
@@ -174,7 +166,7 @@ class Merger(Struct):
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def merge(self, by_name: Mapping[str, LocalTensors]) -> None:
+    def merge(self, by_name: Mapping[str, RankShards]) -> None:
         """Merge all tensors, each from the local ones of all ranks that have it."""
         queries = {m["head"]: p for n, p in by_name.items() if (m := _OUTPUT.fullmatch(n))}
         for name, parts in by_name.items():
@@ -188,7 +180,7 @@ class Merger(Struct):
                 self.problems += error.problems
 
     def _entries(
-        self, name: str, parts: LocalTensors, outputs: Mapping[str, LocalTensors]
+        self, name: str, parts: RankShards, outputs: Mapping[str, RankShards]
     ) -> Iterator[TensorEntry]:
         rule = self.given(name)
         if rule is not None:
@@ -214,11 +206,11 @@ class Merger(Struct):
                 name, parts, REPLICATED if alone else _TABLE.find(name, (parts, self.world))
             )
 
-    def _entry(self, name: str, parts: LocalTensors, rule: TpRule) -> TensorEntry:
+    def _entry(self, name: str, parts: RankShards, rule: TpRule) -> TensorEntry:
         return merge_ranks(name, (name,), parts, rule, world=self.world)
 
     def _heads(
-        self, name: str, match: re.Match[str], parts: LocalTensors, outputs: LocalTensors | None
+        self, name: str, match: re.Match[str], parts: RankShards, outputs: RankShards | None
     ) -> Iterator[TensorEntry]:
         """Yield query, key and value: rows of the fused tensor, in this order."""
         rows = next(iter(parts.values())).shape[0]
@@ -233,10 +225,10 @@ class Merger(Struct):
             ("k_proj", queries, queries + keys, holders),
             ("v_proj", queries + keys, rows, holders),
         ):
-            piece = {rank: _rows_of(name, part, start, stop) for rank, part in parts.items()}
+            piece = {rank: _rows_of(part, start, stop) for rank, part in parts.items()}
             yield self._entry(_member(match, member), piece, TpRule(0, holders=ranks))
 
-    def _query_rows(self, name: str, outputs: LocalTensors | None) -> int:
+    def _query_rows(self, name: str, outputs: RankShards | None) -> int:
         """Return a rank's rows of queries, by the output projection, else by the config."""
         heads, size = self.config.heads, self.config.head_size
         shapes = [part.shape for part in (outputs or {}).values()]
@@ -267,7 +259,7 @@ class Merger(Struct):
             raise Damaged(message, "config-mismatch", tensor=name)
         return holders
 
-    def _without_padding(self, name: str, parts: LocalTensors) -> LocalTensors:
+    def _without_padding(self, name: str, parts: RankShards) -> RankShards:
         """Drop the rows after the vocabulary that the last ranks have."""
         each = next(iter(parts.values())).shape[0]
         vocabulary, rows = self.config.vocabulary, each * self.world
@@ -278,7 +270,7 @@ class Merger(Struct):
             raise Damaged(message, "config-mismatch", tensor=name)
         self.notes.append(f"{name}: dropped {rows - vocabulary} rows that pad the vocabulary")
         left = {rank: min(each, max(0, vocabulary - rank * each)) for rank in parts}
-        return {rank: _rows_of(name, part, 0, left[rank]) for rank, part in parts.items()}
+        return {rank: _rows_of(part, 0, left[rank]) for rank, part in parts.items()}
 
     def add_tied(self) -> None:
         """Add the embeddings again if the config ties them: only the first name was saved."""
@@ -292,7 +284,7 @@ def _member(match: re.Match[str], name: str) -> str:
     return f"{match['head']}{name}.{match['leaf']}"
 
 
-def _require_plain(parts: LocalTensors) -> None:
+def _require_plain(parts: RankShards) -> None:
     for part in parts.values():
         if part.dtype.name not in _PLAIN:
             raise Undetermined(
@@ -301,35 +293,27 @@ def _require_plain(parts: LocalTensors) -> None:
             )
 
 
-def _require_part(outputs: LocalTensors, world: int) -> None:
+def _require_part(outputs: RankShards, world: int) -> None:
     """Raise Undetermined if an output projection may be whole, as in some vision models."""
     shape = next(iter(outputs.values())).shape
     if world > 1 and (len(shape) != 2 or shape[1] * world != shape[0]):
         raise Undetermined("an output projection of this shape may be cut or whole")
 
 
-def _keep_whole(name: str, owned: tuple[int, LocalTensor]) -> TensorEntry:
-    """Return a tensor that one rank has whole, from that rank and its local tensor."""
-    rank, part = owned
-    chunk = Chunk(Box.whole(part.shape), part.at, rank)
-    return TensorEntry(name, (name,), part.dtype, part.shape, (chunk,))
-
-
-def _rows_of(name: str, part: LocalTensor, start: int, stop: int) -> LocalTensor:
-    """Return some rows of a local tensor; Damaged if it lacks them."""
+def _rows_of(part: TensorEntry, start: int, stop: int) -> TensorEntry:
+    """Return some rows of a rank's shard; Damaged if it lacks them."""
     if not part.shape or not 0 <= start <= stop <= part.shape[0]:
-        raise Damaged(f"{name}: {list(part.shape)} has no rows {start} to {stop}")
-    box = Box.along(0, start, (stop - start, *part.shape[1:]))
-    return LocalTensor(part.dtype, box.shape, shift_place(part.at, box.lo))
+        raise Damaged(f"{part.name}: {list(part.shape)} has no rows {start} to {stop}")
+    return narrow(part, 0, start, stop)
 
 
-def _halves(name: str, parts: LocalTensors, which: int) -> LocalTensors:
+def _halves(name: str, parts: RankShards, which: int) -> RankShards:
     """Return the first or the second half of the rows of each local tensor."""
     odd = [part.shape for part in parts.values() if not part.shape or part.shape[0] % 2]
     if odd:
         raise Damaged(f"{name}: {list(odd[0])} does not have two equal halves")
     sizes = {rank: part.shape[0] // 2 for rank, part in parts.items()}
     return {
-        rank: _rows_of(name, part, which * sizes[rank], (which + 1) * sizes[rank])
+        rank: _rows_of(part, which * sizes[rank], (which + 1) * sizes[rank])
         for rank, part in parts.items()
     }

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.core.catalog import Chunk, Copy, Path, TensorEntry, flat_name
-from ckptool.core.views import pieces_of_run
+from ckptool.core.catalog import Path, TensorEntry, flat_name
+from ckptool.core.views import narrow, split_dim
 from ckptool.errors import Damaged, Unsupported
 
 FLAT = "_flat_param"
@@ -116,26 +116,6 @@ def unflatten(flat: TensorEntry, members: Iterable[Member]) -> Iterator[TensorEn
                 f"{flat_name(member.path)}: elements {member.start:,} to {member.stop:,} of"
                 f" {flat.name}, which has {flat.shape[0]:,}"
             )
-        chunks = [chunk for piece in flat.chunks for chunk in _cut(flat, piece, member)]
-        if chunks or member.start == member.stop:
-            name = flat_name(member.path)
-            entry = TensorEntry(name, member.path, flat.dtype, member.shape, tuple(chunks))
-            yield replace(entry, stored=flat.stored)
-
-
-def _cut(flat: TensorEntry, chunk: Chunk, member: Member) -> Iterator[Chunk]:
-    """Yield the part of a member in one chunk of the flat parameter."""
-    low = max(chunk.box.lo[0], member.start)
-    high = min(chunk.box.hi[0], member.stop)
-    if low >= high:
-        return
-    start, stop, itemsize = low - member.start, high - member.start, flat.source_dtype.itemsize
-    places = [
-        pieces_of_run(
-            at, chunk.box.shape, start, stop, member.shape, itemsize, low - chunk.box.lo[0]
-        )
-        for at in chunk.places
-    ]
-    for (box, at), *others in zip(*places, strict=True):
-        copies = zip(chunk.copies, others, strict=True)
-        yield Chunk(box, at, chunk.rank, tuple(Copy(own, copy.rank) for copy, (_, own) in copies))
+        part = split_dim(narrow(flat, 0, member.start, member.stop), 0, member.shape)
+        if part.chunks or member.start == member.stop:
+            yield replace(part, name=flat_name(member.path), path=member.path)

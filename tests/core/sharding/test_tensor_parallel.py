@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.core.box import Box
-from ckptool.core.catalog import Chunk, Extent
+from ckptool.core.catalog import Extent
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.sharding.tensor_parallel import (
     RankCut,
-    RankShard,
     TpRule,
     fit_rank,
     fit_ranks,
@@ -20,6 +19,7 @@ from ckptool.core.sharding.tensor_parallel import (
     merge_shards,
     parse_tp_rule,
 )
+from ckptool.core.views import whole_tensor
 from ckptool.errors import Undetermined, UsageError
 
 
@@ -126,9 +126,7 @@ def test_shards_that_a_rule_does_not_fit(shapes: list[tuple[int, ...]], rule: Tp
 def test_a_tensor_without_elements_keeps_where_it_lies(rule: TpRule) -> None:
     shape = (0, 4) if rule.dim == 1 else (4, 0)
     shards = [
-        RankShard(
-            BY_NAME["float32"], shape, [Chunk(Box.whole(shape), Extent(f"{n}", 8, (4, 4)), n)]
-        )
+        whole_tensor("w", ("w",), BY_NAME["float32"], shape, Extent(f"{n}", 8, (4, 4)), n)
         for n in (0, 1)
     ]
     entry = merge_shards("w", ("w",), shards, fit_ranks([shape, shape], rule))
@@ -139,7 +137,7 @@ def test_a_tensor_without_elements_keeps_where_it_lies(rule: TpRule) -> None:
 
 def test_an_empty_shard_adds_no_chunk_to_a_tensor_with_elements() -> None:
     shards = [
-        RankShard(BY_NAME["float32"], (n, 2), [Chunk(Box.whole((n, 2)), Extent("f", 8, (8, 4)), n)])
+        whole_tensor("w", ("w",), BY_NAME["float32"], (n, 2), Extent("f", 8, (8, 4)), n)
         for n in (3, 0)
     ]
     entry = merge_shards("w", ("w",), shards, fit_ranks([(3, 2), (0, 2)], TpRule(0)))

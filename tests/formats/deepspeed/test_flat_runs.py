@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Extent
+from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Damaged
 from ckptool.formats.deepspeed.flat_runs import FlatRun, place_run
 from ckptool.formats.deepspeed.zero_partitions import place_flat_runs, place_split_runs
@@ -92,7 +93,7 @@ def test_sub_groups_of_another_size_are_damaged(sizes: list[int], word: str) -> 
 
 def test_a_run_becomes_rows_and_their_ragged_ends() -> None:
     at = Extent("file", 1000, (4,))
-    chunks = place_run(FlatRun("a", 2, 11, 0, 5), (4, 3), at, 4, rank=7)
+    chunks = place_run(FlatRun("a", 2, 11, 0, 5), BY_NAME["float32"], (4, 3), at, rank=7)
     assert [(chunk.box, chunk.at.offset) for chunk in chunks] == [
         (Box((0, 2), (1, 3)), 1020),
         (Box((1, 0), (3, 3)), 1024),

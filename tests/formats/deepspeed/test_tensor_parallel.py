@@ -10,8 +10,9 @@ import pytest
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Extent
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.sharding.tensor_parallel import Fit, RankShard, fit_ranks, parse_tp_rule
+from ckptool.core.sharding.tensor_parallel import Fit, fit_ranks, parse_tp_rule
 from ckptool.errors import Damaged, Undetermined, Unsupported
+from ckptool.formats.deepspeed.flat_runs import RankShard
 from ckptool.formats.deepspeed.tensor_parallel import fit_shards, merge_tensor
 
 WHOLE = np.arange(12 * 8).reshape(12, 8)

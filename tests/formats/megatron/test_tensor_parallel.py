@@ -147,7 +147,7 @@ def test_a_scalar_on_one_rank_is_a_contradiction_and_no_failure() -> None:
     rules = ParameterRules(
         GATED, (2, 1, 1), given_rules((), ()), shapes={"mlp.linear_fc1.weight": ()}
     )
-    held = LocalParameter("mlp.linear_fc1.weight", (1, 0, 0), 1, (8, 4), BY_NAME["bfloat16"])
+    held = LocalParameter("mlp.linear_fc1.weight", (1, 0, 0), (8, 4), BY_NAME["bfloat16"])
     assert rules.fit(held) == fit_rank((8, 4), ())
 
 

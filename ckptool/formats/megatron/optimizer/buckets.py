@@ -24,14 +24,13 @@ from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, TensorEntry
+from ckptool.core.views import narrow
 from ckptool.errors import Undetermined
 from ckptool.formats.megatron.model import is_expert
 from ckptool.formats.megatron.tensor_parallel import (
     Fragments,
     LocalParameter,
-    StorageRun,
     add_fragments,
-    select_runs,
 )
 
 ALIGNMENT = 64
@@ -105,22 +104,21 @@ def _read_buffer(
             f"the model's {len(parameters):,} parameters of {sum(numels):,} elements"
             f" do not fill its {len(states):,} buckets, in the order in which Megatron fills them"
         )
-    runs = [{kind: list_runs(entry) for kind, entry in state.items()} for state in states]
-    return cut_runs(parameters, slots, runs)
+    return cut_buckets(parameters, slots, states)
 
 
-def cut_runs(
+def cut_buckets(
     parameters: Sequence[LocalParameter],
     slots: Sequence[BucketSlot],
-    runs: Sequence[Mapping[str, Sequence[StorageRun]]],
+    buckets: Sequence[Mapping[str, TensorEntry]],
 ) -> Fragments:
-    """Return the content of buckets by parameter, from its slot and their runs by kind of state."""
+    """Return the content of buckets, by kind of state, by parameter from its slot."""
     fragments: Fragments = {}
     for parameter, slot in zip(parameters, slots, strict=True):
-        for kind, run in runs[slot.bucket].items():
+        for kind, vector in buckets[slot.bucket].items():
             path = ("fp32" if kind == _MASTER else kind, parameter.name)
-            part = select_runs(run, slot.start, slot.stop)
-            fragments.setdefault(path, []).append((parameter, part))
+            shard = narrow(vector, 0, slot.start, slot.stop)
+            fragments.setdefault(path, []).append((parameter, shard))
     return fragments
 
 
@@ -128,15 +126,6 @@ def _measure_bucket(state: Mapping[str, TensorEntry]) -> Bucket:
     entry = next(iter(state.values()))
     cuts = {edge for chunk in entry.chunks for edge in (chunk.box.lo[0], chunk.box.hi[0])}
     return Bucket(entry.shape[0], cuts)
-
-
-def list_runs(entry: TensorEntry) -> list[StorageRun]:
-    """Return the chunks of a vector as runs of its elements, in order."""
-    ordered = sorted(entry.chunks, key=lambda chunk: chunk.box.lo)
-    return [
-        StorageRun(chunk.box.shape, entry.source_dtype, chunk.at, chunk.box.lo[0], chunk.rank)
-        for chunk in ordered
-    ]
 
 
 def drop_padding(entry: TensorEntry) -> TensorEntry:

@@ -16,28 +16,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.core.catalog import Extent
+from ckptool.core.catalog import Chunk, Extent, TensorEntry
+from ckptool.core.dtype import DType
 from ckptool.core.sharding.tensor_parallel import TpRule
+from ckptool.core.views import join, narrow, whole_tensor
 from ckptool.errors import Undetermined
 from ckptool.formats.megatron.model import is_expert
 from ckptool.formats.megatron.optimizer.buckets import (
     BucketSlot,
-    cut_runs,
+    cut_buckets,
     find_gaps,
     find_slots_in_run,
 )
 from ckptool.formats.megatron.tensor_parallel import (
     Fragments,
     LocalParameter,
-    StorageRun,
     add_fragments,
-    select_runs,
 )
 from ckptool.serialization.archive.read import TorchFile
 from ckptool.serialization.archive.tensors import (
@@ -58,21 +57,22 @@ _EMBEDDINGS = (*_SHARED, "embedding.position_embeddings.weight")
 
 
 class GatheredBuffer(Struct, frozen=True):
-    """One saved buffer: its parameters' element type, and the runs of each kind of state."""
+    """One saved buffer: its parameters' element type, and the vector of each kind of state."""
 
     dtype: str | None
-    runs: dict[str, list[StorageRun]]
+    vectors: dict[str, TensorEntry]
 
     @property
     def total(self) -> int:
-        return max((run[-1].stop for run in self.runs.values()), default=0)
+        return max((vector.elements for vector in self.vectors.values()), default=0)
 
 
-def read_buffers(file: TorchFile) -> list[list[GatheredBuffer] | None]:
+def read_buffers(file: TorchFile, rank: int) -> list[list[GatheredBuffer] | None]:
     """Return each optimizer's buffers, in order; None if another rank's file has them."""
     optimizers = file.value if isinstance(file.value, list) else [file.value]
     return [
-        list(_read_optimizer(part, file)) if isinstance(part, dict) else None for part in optimizers
+        list(_read_optimizer(part, file, rank)) if isinstance(part, dict) else None
+        for part in optimizers
     ]
 
 
@@ -83,11 +83,14 @@ def find_stray_keys(value: Any) -> list[Any]:
     return [key for key in keys if type(key) is not int and key not in _LAYOUT]
 
 
-def _read_optimizer(optimizer: dict[Any, Any], file: TorchFile) -> Iterator[GatheredBuffer]:
+def _read_optimizer(
+    optimizer: dict[Any, Any], file: TorchFile, rank: int
+) -> Iterator[GatheredBuffer]:
     for number, by_dtype in optimizer.items():
         if type(number) is int and isinstance(by_dtype, dict):
             for dtypes, state in by_dtype.items():
-                yield GatheredBuffer(find_param_dtype(dtypes), dict(_read_runs(state, file)))
+                vectors = dict(_read_vectors(state, file, rank))
+                yield GatheredBuffer(find_param_dtype(dtypes), vectors)
 
 
 def find_param_dtype(dtypes: Any) -> str | None:
@@ -96,19 +99,18 @@ def find_param_dtype(dtypes: Any) -> str | None:
     return first.name if isinstance(first, Global) else None
 
 
-def _read_runs(state: Any, file: TorchFile) -> Iterator[tuple[str, list[StorageRun]]]:
-    """Yield each kind of state with its runs: its tensors, one after the other."""
+def _read_vectors(state: Any, file: TorchFile, rank: int) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield each kind of state with its vector: its tensors, one after the other."""
     for kind, value in state.items() if isinstance(state, dict) else ():
         tensors = [read_tensor(item) for item in (value if isinstance(value, list) else [value])]
         vectors = [tensor for tensor in tensors if tensor is not None and len(tensor.shape) == 1]
         if vectors and len(vectors) == len(tensors):
-            starts = accumulate((vector.shape[0] for vector in vectors), initial=0)
-            pairs = zip(vectors, starts, strict=False)
-            yield str(kind), [_make_run(vector, file, start) for vector, start in pairs]
+            yield str(kind), join([_as_entry(vector, file, rank) for vector in vectors], 0)
 
 
-def _make_run(tensor: StoredTensor, file: TorchFile, start: int = 0) -> StorageRun:
-    return StorageRun(tensor.shape, tensor.dtype, locate_tensor(tensor, file), start)
+def _as_entry(tensor: StoredTensor, file: TorchFile, rank: int) -> TensorEntry:
+    at = locate_tensor(tensor, file)
+    return whole_tensor(file.what, (), tensor.dtype, tensor.shape, at, rank)
 
 
 def match_buffers(
@@ -143,14 +145,14 @@ def read_gathered(
     fragments: Fragments = {}
     for buffer, parameters in buffers:
         slots = _find_slots(source, buffer, parameters, tied)
-        add_fragments(fragments, cut_runs(parameters, slots, [buffer.runs]))
+        add_fragments(fragments, cut_buckets(parameters, slots, [buffer.vectors]))
     return fragments
 
 
 def _find_slots(
     source: Source, buffer: GatheredBuffer, parameters: Sequence[LocalParameter], tied: bool
 ) -> list[BucketSlot]:
-    if {run[-1].stop for run in buffer.runs.values()} != {buffer.total}:
+    if {vector.elements for vector in buffer.vectors.values()} != {buffer.total}:
         raise Undetermined("its states are of different lengths")
     dtype = parameters[0].dtype.name
     if buffer.dtype not in (None, dtype):
@@ -170,18 +172,17 @@ def _find_slots(
 
 def _has_zero_padding(source: Source, buffer: GatheredBuffer, slots: Sequence[BucketSlot]) -> bool:
     return not any(
-        any(_read_bytes(source, piece))
+        any(_read_bytes(source, chunk, vector.dtype))
         for start, stop in find_gaps(slots)
-        for run in buffer.runs.values()
-        for piece in select_runs(run, start, stop)
+        for vector in buffer.vectors.values()
+        for chunk in narrow(vector, 0, start, stop).chunks
     )
 
 
-def _read_bytes(source: Source, stored: StorageRun) -> bytes:
-    nbytes = (stored.stop - stored.start) * stored.dtype.itemsize
-    if not isinstance(stored.at, Extent):
+def _read_bytes(source: Source, chunk: Chunk, dtype: DType) -> bytes:
+    if not isinstance(chunk.at, Extent):
         return b""
-    return source.read(stored.at.file, stored.at.offset, nbytes)
+    return source.read(chunk.at.file, chunk.at.offset, chunk.box.volume * dtype.itemsize)
 
 
 def _find_views(parameters: Sequence[LocalParameter]) -> list[int | None]:
@@ -197,7 +198,11 @@ def _find_views(parameters: Sequence[LocalParameter]) -> list[int | None]:
 
 
 def read_numbered(
-    file: TorchFile, value: Any, parameters: Sequence[LocalParameter], expert_parallel: bool
+    file: TorchFile,
+    value: Any,
+    parameters: Sequence[LocalParameter],
+    expert_parallel: bool,
+    rank: int,
 ) -> tuple[Fragments, dict[str, TpRule]]:
     """Return one rank's optimizer state, and the rules saved with its masters.
 
@@ -215,7 +220,7 @@ def read_numbered(
         raise Undetermined("two of its groups cannot be distinguished")
     for key, (group, state, masters) in zip(keys, groups, strict=True):
         members = [p for p in parameters if _find_key(p, keys, expert_parallel) == key]
-        _add_group(file, group, state, masters, members, fragments, rules)
+        _add_group(file, rank, group, state, masters, members, fragments, rules)
     return fragments, rules
 
 
@@ -260,6 +265,7 @@ def _find_key(
 
 def _add_group(
     file: TorchFile,
+    rank: int,
     group: Mapping[str, Any],
     state: Mapping[Any, Any],
     masters: Sequence[Any],
@@ -278,7 +284,7 @@ def _add_group(
     if masters and len(masters) != len(halves):
         raise Undetermined(f"{len(masters)} fp32 masters for {len(halves)} 16-bit parameters")
     for parameter, master in zip(halves, masters, strict=False):
-        _add_state(fragments, "fp32", parameter, read_tensor(master), file)
+        _add_state(fragments, "fp32", parameter, read_tensor(master), file, rank)
         rule = _read_rule(master)
         if rule is not None:
             rules[parameter.name] = rule
@@ -288,7 +294,7 @@ def _add_group(
             tensor = read_tensor(value)
             if tensor is not None:
                 scalar = parameter if tensor.shape else replace(parameter, local=())
-                _add_state(fragments, str(kind), scalar, tensor, file)
+                _add_state(fragments, str(kind), scalar, tensor, file, rank)
 
 
 def _add_state(
@@ -297,13 +303,15 @@ def _add_state(
     parameter: LocalParameter,
     tensor: StoredTensor | None,
     file: TorchFile,
+    rank: int,
 ) -> None:
     if tensor is None or math.prod(tensor.shape) != parameter.numel:
         shape = list(tensor.shape) if tensor else "no tensor"
         raise Undetermined(
             f"{kind} of {parameter.name} is {shape}, the parameter {list(parameter.local)}"
         )
-    fragments.setdefault((kind, parameter.name), []).append((parameter, [_make_run(tensor, file)]))
+    shard = parameter, _as_entry(tensor, file, rank)
+    fragments.setdefault((kind, parameter.name), []).append(shard)
 
 
 def _read_rule(value: Any) -> TpRule | None:

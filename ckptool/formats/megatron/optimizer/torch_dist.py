@@ -26,7 +26,6 @@ from ckptool.formats.megatron.optimizer.buckets import (
     find_bucket_group,
     group_buckets,
     group_parameters,
-    list_runs,
     read_buckets,
 )
 from ckptool.formats.megatron.optimizer.order import (
@@ -119,7 +118,7 @@ def _group_gathered(entries: Iterable[TensorEntry]) -> dict[Group, list[Gathered
         _, number, dtypes, kind = entry.path
         buffers = groups.setdefault(group, {})
         buffer = buffers.setdefault(str(number), GatheredBuffer(find_param_dtype(dtypes), {}))
-        buffer.runs[str(kind)] = list_runs(entry)
+        buffer.vectors[str(kind)] = entry
     return {group: [b[key] for key in sorted(b, key=_parse_number)] for group, b in groups.items()}
 
 
@@ -303,7 +302,7 @@ class Stages(Struct, dict=True):
         if is_expert(name):
             degree = self.args.integer("expert_tensor_parallel_size") or degree
         cuts, local = _find_cuts(entry, rank[0] % degree, degree, prepended)
-        return LocalParameter(name, rank, 0, local, entry.dtype, fit=fit_rank(local, cuts))
+        return LocalParameter(name, rank, local, entry.dtype, fit=fit_rank(local, cuts))
 
 
 def _find_cuts(
