@@ -18,45 +18,31 @@ from ckptool.core.chunks import Run, RunChunks
 
 
 class Data(Struct, frozen=True):
-    """The C-ordered image of ``box`` of the tensor ``name``: elements of ``itemsize`` bytes."""
+    """The C-ordered image of a local tensor of ``shape`` made of ``pieces`` of the tensor ``name``.
 
-    name: str
-    box: Box
-    itemsize: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, name: str, box: Box, itemsize: int) -> Data:
-        """Return the image of a box."""
-        return cls(name, box, itemsize, box.volume * itemsize)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return _only_piece(self.box)[0].local.hi
-
-    @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The box in the global tensor's coordinates, and in its own."""
-        return _only_piece(self.box)
-
-
-@lru_cache(maxsize=1024)
-def _only_piece(box: Box) -> tuple[Piece]:
-    """Return a box as the only piece of a part: the same of tensors that are cut alike."""
-    return (Piece(box, Box.whole(box.shape)),)
-
-
-class ScatteredData(Struct, frozen=True):
-    """The C-ordered image of a local tensor of ``shape`` made of ``pieces`` of ``name``."""
+    Its elements have ``itemsize`` bytes.
+    """
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     itemsize: int
 
+    @classmethod
+    def of(cls, name: str, box: Box, itemsize: int) -> Data:
+        """Return the image of one box."""
+        pieces = _only_piece(box)
+        return cls(name, pieces[0].local.hi, pieces, itemsize)
+
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
+
+
+@lru_cache(maxsize=1024)
+def _only_piece(box: Box) -> tuple[Piece]:
+    """Return a box as the only piece of a part: the same of tensors that are cut alike."""
+    return (Piece(box, Box.whole(box.shape)),)
 
 
 class Patch(NamedTuple):
@@ -88,7 +74,7 @@ class Verbatim(Struct, frozen=True):
     nbytes: int
 
 
-Part = Data | ScatteredData | Literal | Verbatim
+Part = Data | Literal | Verbatim
 
 
 class FileLayout:
@@ -272,7 +258,7 @@ def written_entries(layout: Layout, sources: dict[str, TensorEntry]) -> dict[str
     for file in layout.files:
         offset = 0
         for part in file.parts:
-            if isinstance(part, Data | ScatteredData) and part.name in sources:
+            if isinstance(part, Data) and part.name in sources:
                 chunks[part.name] += _written_chunks(file, offset, part)
             offset += part.nbytes
     entries = {}
@@ -305,11 +291,8 @@ def _tabled_entries(
     return entries
 
 
-def _written_chunks(file: FileLayout, offset: int, part: Data | ScatteredData) -> Iterator[Chunk]:
+def _written_chunks(file: FileLayout, offset: int, part: Data) -> Iterator[Chunk]:
     strides = row_major_strides(part.shape, part.itemsize)
-    if isinstance(part, Data):
-        yield Chunk(part.box, Extent(file.path, offset, strides), file.rank or 0)
-        return
     for box, local in part.pieces:
         start = offset + sum(i * s for i, s in zip(local.lo, strides, strict=True))
         yield Chunk(box, Extent(file.path, start, strides), file.rank or 0)

@@ -16,7 +16,7 @@ from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
 from ckptool.commands.transfer.transfer import Transfer
-from ckptool.core.layout import Data, Literal, ScatteredData
+from ckptool.core.layout import Data, Literal
 from ckptool.engine.share import Share
 from ckptool.errors import CkptoolError, NoAnswer, NotVerified, TransferError
 from ckptool.storage.commit_note import UNFINISHED
@@ -88,7 +88,7 @@ def data_file(transfer: Transfer[ConvertReport]) -> str:
     return next(
         file.path
         for file in transfer.plan.layout.files
-        if any(isinstance(part, Data | ScatteredData) for part in file.parts)
+        if any(isinstance(part, Data) for part in file.parts)
     )
 
 

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from ckptool.core.box import Box, Piece
 from ckptool.core.catalog import Index, TensorEntry
-from ckptool.core.layout import Data, ScatteredData, tiles
+from ckptool.core.layout import Data, tiles
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import LocalShard
 from ckptool.engine.ranks import Ranks
@@ -126,7 +126,7 @@ class Check:
         """Yield the tensors in files with ``suffix``, a bounded number of bytes at a time."""
         files = [file for file in self._files if file.path.endswith(suffix)]
         parts = [part for file in files for part in file.parts]
-        names = {part.name for part in parts if isinstance(part, Data | ScatteredData)}
+        names = {part.name for part in parts if isinstance(part, Data)}
         group: list[TensorEntry] = []
         total = 0
         for entry in self._entries:

@@ -12,7 +12,7 @@ from msgspec import Struct
 from ckptool.core.box import Box, Piece, hull
 from ckptool.core.casts import computed_places
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.layout import Data, ScatteredData, tile_count, tiles
+from ckptool.core.layout import Data, tile_count, tiles
 from ckptool.core.sharding.index import ChunkIndex, Overlap
 from ckptool.errors import Damaged
 
@@ -52,7 +52,7 @@ class LayoutPart(Struct, frozen=True):
     file: int
     position: int
     offset: int
-    part: Data | ScatteredData
+    part: Data
 
 
 class Group(Struct, frozen=True):
@@ -105,10 +105,10 @@ def rows_of(place: LayoutPart) -> object:
     return place.file, place.position
 
 
-def _hull_of(part: Data | ScatteredData) -> Box | None:
+def _hull_of(part: Data) -> Box | None:
     """Return the smallest box of the tensor around a part; None if its rows are scattered."""
-    if isinstance(part, Data):
-        return part.box
+    if len(part.pieces) == 1:
+        return part.pieces[0].box
     boxes = [piece.box for piece in part.pieces]
     if not (boxes and part.shape) or len({(b.lo[0], b.hi[0]) for b in boxes}) > 1:
         return None
@@ -208,9 +208,7 @@ def _tiles_of_rows(group: Group, entry: TensorEntry, band: Box) -> Iterator[list
         ]
 
 
-def _rows_cut(
-    part: Data | ScatteredData, band: Box, rows: int
-) -> tuple[int, tuple[int, ...], tuple[Piece, ...]]:
+def _rows_cut(part: Data, band: Box, rows: int) -> tuple[int, tuple[int, ...], tuple[Piece, ...]]:
     """Return the bytes of a row of a part, and the shape and the pieces of ``rows`` of its rows."""
     shape = (rows, *part.shape[1:])
     row = math.prod(shape[1:]) * part.itemsize

@@ -24,7 +24,6 @@ from ckptool.core.layout import (
     Data,
     Layout,
     Part,
-    ScatteredData,
     WrittenChunks,
     written_entries,
 )
@@ -121,7 +120,7 @@ class Plan:
             offset = 0
             for position, part in enumerate(parts):
                 nbytes = part.nbytes
-                if isinstance(part, (Data, ScatteredData)):
+                if isinstance(part, Data):
                     place, name = LayoutPart(number, position, offset, part), part.name
                     if name not in small:
                         small[name] = is_small(tensors[name], limit)
@@ -193,7 +192,7 @@ class Plan:
         Of all tensors, or those of ``names``.
         """
         for part in parts:
-            if isinstance(part, Data | ScatteredData) and (names is None or part.name in names):
+            if isinstance(part, Data) and (names is None or part.name in names):
                 entry = self.catalog.tensors[part.name]
                 index = self.index(entry)
                 yield from (
@@ -234,7 +233,7 @@ class Plan:
         holders: dict[str, list[int]] = {}
         for number, file in enumerate(self.layout.files):
             for part in file.parts:
-                if isinstance(part, (Data, ScatteredData)):
+                if isinstance(part, Data):
                     holders.setdefault(part.name, []).append(number)
         return holders
 

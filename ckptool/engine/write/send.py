@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from ckptool.core.layout import Data, Literal, ScatteredData, Verbatim
+from ckptool.core.layout import Data, Literal, Verbatim
 from ckptool.core.planning.groups import Group, LayoutPart, Tile
 from ckptool.core.planning.plan import Plan
 from ckptool.engine.checksum import RecordCheck, crc32, require_intact
@@ -192,7 +192,7 @@ class _ContentReader:
 def _file_runs(plan: Plan, number: int, source: Files, block: int) -> Iterator[Need]:
     """Yield what is read for one file of the layout, in order."""
     for position, part in enumerate(plan.layout.files[number].parts):
-        if isinstance(part, Data | ScatteredData):
+        if isinstance(part, Data):
             group = _group(plan, LayoutPart(number, position, 0, part), source)
             for tiles in plan.jobs(group, source.policy.tile):
                 yield from tile_needs(tiles, block)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from ckptool.core.layout import Data, Layout, ScatteredData
+from ckptool.core.layout import Data, Layout
 from ckptool.core.text import list_some
 from ckptool.engine.share import Share
 from ckptool.engine.write.existing import (
@@ -54,7 +54,7 @@ class StoreTarget(Target):
         self.is_new = False
         self.marker: int | None = len(layout.files) - 1
         parts = layout.files[self.marker].parts
-        tensors = any(isinstance(part, Data | ScatteredData) for part in parts)
+        tensors = any(isinstance(part, Data) for part in parts)
         self.last_files: tuple[int, ...] = () if tensors else (self.marker,)
         self._folder = path if layout.folder else path.parent
         self._layout = layout

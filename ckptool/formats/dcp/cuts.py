@@ -22,14 +22,13 @@ from ckptool.serialization.pickle.write import TensorRef
 
 
 class ItemBoxes(Struct, frozen=True):
-    """The cuts of similar tensors: boxes, the rank that writes each, its bytes and its archive's.
+    """The cuts of similar tensors: boxes, the rank that writes each, and the bytes of its archive.
 
     ``frames`` are what a box's archive has before its elements and after them, ``starts`` is where
     these begin in it.
     """
 
     boxes: tuple[Box, ...]
-    sizes: list[int]
     frames: tuple[tuple[Literal, Literal], ...]
     ranks: Any
     lengths: Any
@@ -48,7 +47,7 @@ class ItemBoxes(Struct, frozen=True):
         lengths = starts + np.array(sizes, np.int64) + ends
         lows = np.array([box.lo for box in boxes], np.int64).reshape(len(boxes), len(entry.shape))
         ranks = np.array([*boxes.values()], np.int32)
-        return cls((*boxes,), sizes, frames, ranks, lengths, starts, lows)
+        return cls((*boxes,), frames, ranks, lengths, starts, lows)
 
 
 class FileSplit(Struct, frozen=True):
@@ -159,8 +158,7 @@ class WrittenItems:
             key = id(last), id(head)
             if key not in between:
                 between[key] = Literal(last.data + head.data, last.patches)
-            box, nbytes = cut.boxes[place], cut.sizes[place]
-            parts += between[key], Data(entry.name, box, entry.dtype.itemsize, nbytes)
+            parts += between[key], Data.of(entry.name, cut.boxes[place], entry.dtype.itemsize)
             last = tail
         return (*parts, last) if last.data else tuple(parts)
 

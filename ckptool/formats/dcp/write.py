@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.layout import Data, Layout, Part, ScatteredData
+from ckptool.core.layout import Data, Layout, Part
 from ckptool.core.selection import root_problem, with_loadable_paths
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
@@ -54,7 +54,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     if foreign:
         notes.append(f"{CARRIED}: {', '.join(foreign)}")
     elsewhere = [*parts, *chain(*(file.parts for file in beside))]
-    holds_tensors = any(isinstance(part, Data | ScatteredData) for part in elsewhere)
+    holds_tensors = any(isinstance(part, Data) for part in elsewhere)
     tables = None if holds_tensors else chunks.tables()
     return Layout(tuple(layouts), folder=True, notes=tuple(notes), tables=tables)
 

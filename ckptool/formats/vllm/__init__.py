@@ -19,7 +19,7 @@ from msgspec import Struct
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry, tied_names
 from ckptool.core.dtype import DType
-from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part, ScatteredData
+from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part
 from ckptool.core.mesh import Placement, Shard
 from ckptool.core.sharding.placement import PlacedTensors, PlacementRule
 from ckptool.core.sharding.tensor_parallel import given_rules, tp_mesh
@@ -127,7 +127,7 @@ class _OutgoingShard(Struct, frozen=True):
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    contents: tuple[Data | ScatteredData | Literal, ...]
+    contents: tuple[Data | Literal, ...]
 
     @property
     def nbytes(self) -> int:
@@ -263,7 +263,7 @@ class _Joiner:
             box = Box.along(0, part * size, (size, *entry.shape[1:]))
             contents.append(Data.of(entry.name, box, entry.dtype.itemsize))
         first = members[0]
-        rows = sum(content.box.shape[0] for content in contents)
+        rows = sum(content.shape[0] for content in contents)
         return _OutgoingShard(name, first.dtype, (rows, *first.shape[1:]), tuple(contents))
 
     def _padded(self, entry: TensorEntry, position: int) -> _OutgoingShard:

@@ -17,13 +17,13 @@ from msgspec import Struct
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.core.layout import Data, Literal, ScatteredData
+from ckptool.core.layout import Data, Literal
 from ckptool.core.sharding.dtensor import LocalShard
 from ckptool.errors import Unsupported
 from ckptool.serialization.pickle.globals import is_name
 from ckptool.serialization.pickle.records import Call, Global, OrderedMapping, Persistent
 
-Content = Data | ScatteredData | Literal
+Content = Data | Literal
 """The content of a storage: tensor data of the source, or bytes the writer knows."""
 
 
@@ -47,12 +47,10 @@ class TensorRef(Struct, frozen=True):
     @staticmethod
     def of_shard(entry: TensorEntry, shard: LocalShard) -> TensorRef:
         """Refer to one rank's part of an entry: one box, possibly empty, or several."""
-        name, itemsize, pieces = entry.name, entry.dtype.itemsize, shard.pieces
-        if len(pieces) > 1:
-            scattered = ScatteredData(name, shard.shape, pieces, itemsize)
-            return TensorRef(entry.dtype, shard.shape, scattered)
-        box = pieces[0].box if pieces else Box.whole(shard.shape)
-        return TensorRef(entry.dtype, shard.shape, Data.of(name, box, itemsize))
+        if not shard.pieces:
+            return TensorRef.of_box(entry, Box.whole(shard.shape))
+        data = Data(entry.name, shard.shape, shard.pieces, entry.dtype.itemsize)
+        return TensorRef(entry.dtype, shard.shape, data)
 
 
 def dump(value: Any) -> tuple[bytes, list[Content]]:

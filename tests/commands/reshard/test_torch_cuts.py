@@ -49,7 +49,7 @@ def by_rank(files: Sequence[Any]) -> dict[str, dict[int, set[Box]]]:
     for file in files:
         for part in file.parts:
             if isinstance(part, Data):
-                found[part.name][file.rank].add(part.box)
+                found[part.name][file.rank].add(part.pieces[0].box)
     return found
 
 

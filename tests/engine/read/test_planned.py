@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from ckptool.core.box import Box, Piece
 from ckptool.core.catalog import Catalog, Chunk, Extent, Record, TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.layout import Data, FileLayout, Layout, ScatteredData
+from ckptool.core.layout import Data, FileLayout, Layout
 from ckptool.core.planning import groups
 from ckptool.core.planning.groups import Tile
 from ckptool.core.planning.plan import Plan
@@ -73,7 +73,7 @@ def parts_of(shape: tuple[int, ...], cells: list[Box], scattered: bool) -> list[
     ]
 
 
-def part_of(boxes: tuple[Box, ...], name: str = "t") -> Data | ScatteredData:
+def part_of(boxes: tuple[Box, ...], name: str = "t") -> Data:
     if len(boxes) == 1:
         return Data.of(name, boxes[0], 2)
     pieces, end = [], 0
@@ -81,7 +81,7 @@ def part_of(boxes: tuple[Box, ...], name: str = "t") -> Data | ScatteredData:
         corner = (0, end, *(0 for _ in box.lo[2:]))
         pieces.append(Piece(box, Box.at(corner, box.shape)))
         end += box.shape[1]
-    return ScatteredData(name, (box.shape[0], end, *box.shape[2:]), tuple(pieces), 2)
+    return Data(name, (box.shape[0], end, *box.shape[2:]), tuple(pieces), 2)
 
 
 @given(CUTS, st.integers(1, 40), st.integers(2, 64), st.integers(2, 9), st.booleans())
@@ -128,7 +128,7 @@ def test_small_tensors_of_several_kinds_are_cut_in_the_order_of_files(
     kinds: list[tuple[tuple[tuple[int, ...], list[Box], list[Box]], bool]], times: int
 ) -> None:
     """Each file has a part of each tensor; kinds come by turns."""
-    tensors, contents = dict[str, TensorEntry](), dict[int, list[Data | ScatteredData]]()
+    tensors, contents = dict[str, TensorEntry](), dict[int, list[Data]]()
     expected, found = dict[int, bytes](), dict[int, bytes]()
     with TemporaryDirectory() as folder:
         for (shape, cells, wanted), scattered in kinds * times:

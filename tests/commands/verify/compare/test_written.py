@@ -17,7 +17,7 @@ from ckptool.commands.options.target import ConvertOptions, ReshardOptions, Tran
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.casts import parse_casts
-from ckptool.core.layout import Data, Literal, ScatteredData, Verbatim, written_entries
+from ckptool.core.layout import Data, Literal, Verbatim, written_entries
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.check import written
 from ckptool.engine.progress import Progress
@@ -58,7 +58,7 @@ def first_byte(transfer: Transfer[ConvertReport], name: str) -> tuple[str, int]:
     for file in transfer.plan.layout.files:
         offset = 0
         for part in file.parts:
-            if isinstance(part, Data | ScatteredData) and part.name == name:
+            if isinstance(part, Data) and part.name == name:
                 return file.path, offset
             offset += part.nbytes
     raise LookupError(name)
