@@ -88,7 +88,8 @@ def _print_json_error(error: CkptoolError) -> None:
     words = " ".join(sys.argv).replace("--format=", "--format ")
     is_json = "--json" in sys.argv or "--format json" in words
     if is_json and os.environ.get("RANK", "0") == "0":
-        from ckptool.render.messages import error_json, print_json
+        from ckptool.render.data import print_json
+        from ckptool.render.messages import error_json
 
         print_json(error_json(error))
 

@@ -63,7 +63,7 @@ def _show(
     from ckptool.commands.document import plain
     from ckptool.render.bench.bars import write_plot
     from ckptool.render.bench.report import show_bench, show_recommended
-    from ckptool.render.messages import print_json
+    from ckptool.render.data import print_json
 
     if options.plot is not None:
         write_plot(report, options.plot)

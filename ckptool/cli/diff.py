@@ -40,8 +40,7 @@ def diff(
     differs, 1 if anything does, 3 if one of the two cannot be read.
     """
     from ckptool.commands.verify.compare.diff import diff as run_diff
-    from ckptool.render.diff import show_diff
-    from ckptool.render.messages import print_json
+    from ckptool.render.data import print_json
     from ckptool.render.progress import shown_progress
 
     file = require_page(options.html)
@@ -52,6 +51,8 @@ def diff(
     if screen.as_json:
         print_json(report.to_dict())
     elif not screen.quiet:
+        from ckptool.render.diff import show_diff
+
         show_diff(report)
     if not report.ok:
         raise typer.Exit(1 if report.readable else Damaged.exit_code)

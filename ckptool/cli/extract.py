@@ -54,8 +54,9 @@ def extract(
 def _print(source: Location, names: Sequence[str], options: ExtractOptions, screen: Screen) -> None:
     """Print tensors or slices."""
     from ckptool.commands.extract import open_slices, read_values
+    from ckptool.render.data import print_json
     from ckptool.render.extract import MOST_IN_JSON, show_values, values_json
-    from ckptool.render.messages import print_json, show_notes
+    from ckptool.render.messages import show_notes
 
     taken = open_slices(source, names, options)
     if not screen.quiet:
@@ -75,8 +76,8 @@ def _write(
 ) -> None:
     """Write tensors or slices to a file."""
     from ckptool.commands.extract import prepare_extract
-    from ckptool.render.extract import show_extract
-    from ckptool.render.messages import print_json, show_notes
+    from ckptool.render.data import print_json
+    from ckptool.render.messages import show_notes
     from ckptool.render.progress import shown_progress
 
     planned = prepare_extract(source, names, target, options)
@@ -87,4 +88,6 @@ def _write(
     if screen.as_json:
         print_json(report.to_dict())
     elif not screen.quiet:
+        from ckptool.render.extract import show_extract
+
         show_extract(report)

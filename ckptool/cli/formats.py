@@ -16,8 +16,8 @@ from ckptool.errors import UsageError
 
 def formats(*, screen: Annotated[Screen, OptionGroup(without=("quiet", "debug"))]) -> None:
     """List the formats that are read and written."""
+    from ckptool.render.data import print_json
     from ckptool.render.formats import formats_json, show_formats
-    from ckptool.render.messages import print_json
 
     if screen.as_json:
         print_json(formats_json())
@@ -42,8 +42,8 @@ def maps(
 
     With --check it exits 0 if the map can be applied to the checkpoint's model, 1 if it cannot.
     """
+    from ckptool.render.data import print_json
     from ckptool.render.formats import maps_json, show_map, show_map_check, show_maps
-    from ckptool.render.messages import print_json
 
     if options.check is not None:
         from ckptool.commands.keymap.check import check_map

@@ -52,10 +52,6 @@ def inspect(
     values stored among the data are read only with --values. For a run's folder, lists its steps.
     Shows a damaged checkpoint as far as it can be read, then its problems (exit code 3).
     """
-    from ckptool.render.inspect.report import inspect_json, show, show_traffic
-    from ckptool.render.messages import show_notes
-    from ckptool.render.text import console
-
     form = parse_form(options.form, FORMS, as_json=screen.as_json) or "text"
     options = replace(options, tensors=(*(names or ()), *options.tensors))
     views = options.views()
@@ -72,25 +68,40 @@ def inspect(
     statistics = _read_stats(report, options.stats) if options.stats else None
     write_inspect_page(page_file, report, statistics)
     if form != "text":
+        from ckptool.commands.inspect.views import inspect_json
+
         content = inspect_json(report, options, held, is_table=form != "json")
         content |= {} if statistics is None else statistics.more()
         _print_content(content, form, [*views, "tensors"][0])
     else:
-        shown = console(record=options.export is not None)
-        show(report, shown, options, held, () if statistics is None else statistics)
-        if options.export is not None:
-            _export(shown, options.export)
-        show_notes(report.notes)
+        _show(report, options, held, statistics)
     if options.verbose:
-        show_traffic(report)
+        _show_traffic(report)
     if report.problems:
         _fail(report, reading, shown=form == "text")
 
 
+def _show(
+    report: InspectReport,
+    options: InspectOptions,
+    held: MeshHoldings | None,
+    statistics: StatsReport | None,
+) -> None:
+    """Show a report on the screen, save that if it is asked, and show the notes."""
+    from ckptool.render.inspect.report import show
+    from ckptool.render.messages import show_notes
+    from ckptool.render.text import console
+
+    shown = console(record=options.export is not None)
+    show(report, shown, options, held, () if statistics is None else statistics)
+    if options.export is not None:
+        _export(shown, options.export)
+    show_notes(report.notes)
+
+
 def _print_content(content: Mapping[str, Any], form: str, view: str) -> None:
     """Print a report's JSON, or one of its lists as a table."""
-    from ckptool.render.messages import print_json
-    from ckptool.render.tables import print_table
+    from ckptool.render.data import print_json, print_table
 
     if form == "json":
         print_json(content)
@@ -100,9 +111,6 @@ def _print_content(content: Mapping[str, Any], form: str, view: str) -> None:
 
 def _require_printable(form: str, views: Sequence[str], export: Path | None) -> None:
     """Raise UsageError for several tables, or Unsupported for a file that cannot be written."""
-    from ckptool.render.inspect.report import EXPORT_MARK, require_exportable
-    from ckptool.storage.disk import require_marked
-
     if form in TABLES and len(views) > 1:
         raise UsageError(
             f"--format {form} prints one table, not {' and '.join(views)}",
@@ -112,6 +120,9 @@ def _require_printable(form: str, views: Sequence[str], export: Path | None) -> 
         return
     if form != "text":
         raise UsageError(f"--export saves the screen, which --format {form} leaves empty")
+    from ckptool.render.inspect.report import EXPORT_MARK, require_exportable
+    from ckptool.storage.disk import require_marked
+
     require_exportable(export)
     require_marked(export, EXPORT_MARK, noun="screen that ckptool exported")
 
@@ -149,6 +160,17 @@ def _read_stats(report: InspectReport, names: Sequence[str]) -> StatsReport:
 
     with shown_progress(quiet=False) as progress:
         return stats(report.opened, names, progress)
+
+
+def _show_traffic(report: InspectReport) -> None:
+    """Show how much was requested from a store, and read; on stderr."""
+    from ckptool.core.text import plural, size
+
+    text = "no store requests: the checkpoint is on a local disk"
+    if report.traffic is not None:
+        read = size(report.traffic.received)
+        text = f"{plural(report.traffic.requests, 'request')}, {read} read"
+    typer.echo(text, err=True)
 
 
 def _fail(report: InspectReport, reading: ReadOptions, *, shown: bool) -> None:

@@ -59,9 +59,9 @@ def write_inspect_page(file: Path | None, report: InspectReport, stats: StatsRep
 
 def _write(file: Path, made: bytes, *, quiet: bool) -> None:
     """Write a page; a rename replaces an earlier one."""
+    from ckptool.core.text import size
     from ckptool.render.html.page import MARK
     from ckptool.render.messages import show_step
-    from ckptool.render.text import size
     from ckptool.storage.disk import write_whole
 
     write_whole(file, made, mark=MARK)

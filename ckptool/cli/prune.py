@@ -27,14 +27,16 @@ def prune(
     steps are good, 1 if a kept step is damaged or none is good.
     """
     from ckptool.commands.runs.prune import prune as _prune
-    from ckptool.render.messages import print_json, show_step
-    from ckptool.render.prune import show_prune
+    from ckptool.render.data import print_json
+    from ckptool.render.messages import show_step
 
     notify = (lambda text: None) if screen.quiet else show_step
     report = _prune(parse_place(run, "RUN"), options, notify)
     if screen.as_json:
         print_json(report.to_dict())
     elif not screen.quiet or not options.yes:
+        from ckptool.render.prune import show_prune
+
         show_prune(report)
     if not report.ok:
         raise typer.Exit(1)

@@ -74,8 +74,8 @@ def _convert_steps(
 
     from ckptool.commands.runs.convert import convert_run
     from ckptool.engine.ranks import read_launch
-    from ckptool.render.convert import show_converted_steps
-    from ckptool.render.messages import print_json, show_notes, show_step
+    from ckptool.render.data import print_json
+    from ckptool.render.messages import show_notes, show_step
     from ckptool.render.progress import shown_progress
 
     if read_launch(os.environ) is not None:
@@ -88,6 +88,8 @@ def _convert_steps(
     if screen.as_json:
         print_json(report.to_dict())
     elif not screen.quiet or options.transfer.dry_run:
+        from ckptool.render.convert import show_converted_steps
+
         show_converted_steps(report)
     if not report.ok:
         raise typer.Exit(1)
@@ -195,17 +197,19 @@ def _run_transfer(
 
 def _show(report: TransferReport, *, as_json: bool) -> None:
     """Show what was done or would be done; for a part, only its share."""
+    if as_json:
+        from ckptool.render.data import print_json
+
+        print_json(report.to_dict())
+        return
     from ckptool.render.convert import show_convert, show_merge, show_part
-    from ckptool.render.messages import print_json
 
     shown: dict[str, Callable[[Any], None]] = {"convert": show_convert, "merge": show_merge}
     if report.schema == "reshard":
         from ckptool.render.reshard import show_reshard
 
         shown["reshard"] = show_reshard
-    if as_json:
-        print_json(report.to_dict())
-    elif report.part is not None and report.part.done and not report.written:
+    if report.part is not None and report.part.done and not report.written:
         show_part(report, report.part)
     else:
         shown[report.schema](report)
@@ -227,10 +231,6 @@ def _run(
     planned: Transfer[Report], ranks: Ranks, stands: list[str], *, dry_run: bool, quiet: bool
 ) -> Report:
     """Run the plan, or report why that would be refused now; show its notes and progress."""
-    if quiet and not dry_run:
-        report = planned.run(ranks=ranks)  # nothing is shown: rich is not loaded
-        stands.append(planned.standing)
-        return report
     from ckptool.render.messages import show_notes, show_obstacle
     from ckptool.render.progress import is_live, shown_progress
 
@@ -240,12 +240,14 @@ def _run(
             show_obstacle(planned.obstacle())
         planned.require_possible(ranks)
         return planned.with_costs()
-    with shown_progress(quiet=False) as progress:
+    with shown_progress(quiet=quiet) as progress:
         stage = planned.open_stage(ranks)
-        _show_plan(planned, timed=ranks.size == 1 and is_live(quiet=False) is not None)
+        if not quiet:
+            _show_plan(planned, timed=ranks.size == 1 and is_live(quiet=False) is not None)
         report = planned.run_on(stage, progress, ranks)
         stands.append(planned.standing)
-    show_notes(report.notes[len(planned.report.notes) :])
+    if not quiet:
+        show_notes(report.notes[len(planned.report.notes) :])
     return report
 
 

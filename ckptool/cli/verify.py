@@ -33,6 +33,8 @@ def verify(source: SourcePath = ".", *, options: Question, screen: SilentScreen)
     of `ckptool convert SRC DST`, `--against DST` proves that DST is correct. If GITHUB_ACTIONS is
     true, json and junit print annotations on stderr.
     """
+    from ckptool.render.progress import shown_progress
+
     output = Output.of(options.form, as_json=screen.as_json, quiet=screen.quiet)
     output = output._replace(page=require_page(options.html))
     if options.codes:
@@ -50,7 +52,7 @@ def verify(source: SourcePath = ".", *, options: Question, screen: SilentScreen)
     try:
         with (
             _ranks(alone=check.quick or not is_plain) as ranks,
-            _progress(quiet=screen.quiet or ranks.rank > 0) as progress,
+            shown_progress(quiet=screen.quiet or ranks.rank > 0) as progress,
         ):
             answer = _answer(place, options, progress, ranks)
     except Several as error:
@@ -67,17 +69,6 @@ def _ranks(*, alone: bool) -> AbstractContextManager[Ranks]:
     from ckptool.engine.ranks import Ranks, join_ranks
 
     return nullcontext(Ranks()) if alone else join_ranks()
-
-
-def _progress(*, quiet: bool) -> AbstractContextManager[Progress]:
-    """Return what counts bytes, and shows it unless it is quiet: then rich is not loaded."""
-    from ckptool.engine.progress import Progress
-
-    if quiet:
-        return nullcontext(Progress())
-    from ckptool.render.progress import shown_progress
-
-    return shown_progress(quiet=False)
 
 
 def _answer(source: Location, asked: Question, progress: Progress, ranks: Ranks) -> Answer:
@@ -174,7 +165,7 @@ def _salvage(
 ) -> NoReturn:
     """Write what is intact, show what is lost, and exit 0 if nothing is."""
     from ckptool.commands.verify.salvage.salvage import plan_salvage
-    from ckptool.render.messages import print_json
+    from ckptool.render.data import print_json
     from ckptool.render.progress import shown_progress
     from ckptool.render.verify import show_salvage
 

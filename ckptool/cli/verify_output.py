@@ -51,7 +51,7 @@ class Output(NamedTuple):
 
             show_annotations([suite.report for suite in answer.suites], stderr=data)
         if self.form == "json":
-            from ckptool.render.messages import print_json
+            from ckptool.render.data import print_json
 
             print_json(answer.content())
         elif self.form == "junit":
@@ -63,7 +63,7 @@ class Output(NamedTuple):
 
     def show_codes(self) -> None:
         """Print what the finding codes mean."""
-        from ckptool.render.messages import print_json
+        from ckptool.render.data import print_json
         from ckptool.render.verify import codes_json, show_codes
 
         if self.form == "json":

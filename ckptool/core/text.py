@@ -1,10 +1,12 @@
-"""Words of messages: counts with their nouns, the first of many names, suggestions."""
+"""Words and numbers for people: counts with their nouns, sizes, times, suggestions."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
 from itertools import islice
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def plural(count: int, noun: str) -> str:
@@ -78,3 +80,42 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
     parts = enumerate(re.split(r"([0-9]+)", name))
     numbers = ((part.lstrip("0") if at % 2 else part, at % 2) for at, part in parts)
     return [(0, len(part), part) if is_number else (1, 0, part) for part, is_number in numbers]
+
+
+def visible(text: str) -> str:
+    """Spell out control, direction and other unprintable characters of untrusted text."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
+
+
+def size(nbytes: int) -> str:
+    """Return ``1.56 GiB``: three significant digits in units of 1024."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    value, units = nbytes / 1024, list(_UNITS)
+    while value >= 999.5 and len(units) > 1:
+        value /= 1024
+        del units[0]
+    return f"{_three_digits(value)} {units[0]}"
+
+
+def free(nbytes: int | None) -> str:
+    """Return the text on a disk's free bytes, if there is a disk."""
+    return "" if nbytes is None else f", {size(nbytes)} free"
+
+
+def magnitude(count: int) -> str:
+    """Return ``6.74 B``: a rounded count; small ones in full."""
+    for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**4, "K")):
+        if count >= limit:
+            return f"{_three_digits(count / (1000 if unit == 'K' else limit))} {unit}"
+    return f"{count:,}"
+
+
+def _three_digits(value: float) -> str:
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

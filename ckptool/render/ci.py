@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ckptool.commands.verify.answer import Suite
 from ckptool.commands.verify.codes import ALWAYS, CHECKS, CODES, Severity
 from ckptool.commands.verify.findings import Finding, VerifyReport
-from ckptool.core.text import plural
-from ckptool.render.text import console, visible
+from ckptool.core.text import plural, visible
+from ckptool.render.text import console
 
 if TYPE_CHECKING:
     from xml.etree import ElementTree

@@ -20,8 +20,8 @@ from ckptool.commands.inspect.fold import (
 from ckptool.core.dtype import short_name
 from ckptool.core.layout import FileLayout
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
-from ckptool.core.text import plural
-from ckptool.render.text import columns, console, emit, escaped, first_lines, free, size, visible
+from ckptool.core.text import free, plural, size, visible
+from ckptool.render.text import columns, console, emit, escaped, first_lines
 
 if TYPE_CHECKING:
     from ckptool.commands.keymap.maps import MapReport

@@ -11,8 +11,8 @@ from rich.console import Console
 from ckptool.commands.inspect.fold import TensorLine, fold
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import short_name
-from ckptool.core.text import plural
-from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
+from ckptool.core.text import plural, size
+from ckptool.render.text import Cell, columns, console, emit, escaped, say
 from ckptool.render.verify import show_findings, show_summary_line
 
 if TYPE_CHECKING:

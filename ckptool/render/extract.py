@@ -10,9 +10,9 @@ from rich.text import Text
 
 from ckptool.commands.document import document
 from ckptool.core.dtype import short_name
-from ckptool.core.text import plural
+from ckptool.core.text import plural, size, visible
 from ckptool.errors import Unsupported
-from ckptool.render.text import console, emit, size, visible
+from ckptool.render.text import console, emit
 
 if TYPE_CHECKING:
     from ckptool.commands.extract import Extraction, ExtractReport, TensorSlice, Values

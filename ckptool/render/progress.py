@@ -10,12 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from ckptool.core.text import duration, duration_range
+from ckptool.core.text import duration, duration_range, size
 from ckptool.engine.progress import Progress
 from ckptool.render.messages import show_step
-from ckptool.render.text import console, say, size
 
 if TYPE_CHECKING:
     from ckptool.commands.transfer.estimate import Estimate
@@ -44,7 +41,7 @@ def shown_progress(*, quiet: bool) -> Iterator[Progress]:
     if live is None:
         yield progress
         return
-    view = _Bar(progress) if live else Log(progress, console(stderr=True))
+    view = _Bar(progress) if live else Log(progress)
     ended = threading.Event()
 
     def watch() -> None:
@@ -74,6 +71,8 @@ class _Bar:
         )
         from rich.progress import Progress as Bars
         from rich.text import Text
+
+        from ckptool.render.text import console
 
         class Speed(ProgressColumn):
             """Speed in units of 1024, as all sizes are; rich's own counts by the thousand."""
@@ -117,9 +116,8 @@ def show_estimate(estimate: Estimate | None) -> None:
 class Log:
     """Lines with the rate and the time left, at most one in ten seconds."""
 
-    def __init__(self, progress: Progress, screen: Console) -> None:
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._screen = screen
         self._printed = 0.0
         self._shown = 0
 
@@ -133,7 +131,7 @@ class Log:
         rate = done / (now - since)
         left = duration(max(0, total - done) / rate)
         share = f"{done / total if total else 1:.0%} of {size(total)}"
-        say(self._screen, f"[dim]{share}, {size(int(rate))}/s, {left} left[/]")
+        show_step(f"{share}, {size(int(rate))}/s, {left} left")
 
     def close(self) -> None:
         """Print the last line, if it is due."""

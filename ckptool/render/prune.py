@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptool.core.text import plural
-from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
+from ckptool.core.text import plural, size
+from ckptool.render.text import Cell, columns, console, emit, escaped, say
 
 if TYPE_CHECKING:
     from ckptool.commands.runs.fates import StepFate

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.commands.inspect.fold import fold
-from ckptool.core.text import plural
+from ckptool.core.text import free, plural, size, visible
 from ckptool.render.convert import compares, planned_part, rewriting_lines, show_files, show_moves
 from ckptool.render.inspect.listing import ROOMY, line_name, placements_text
-from ckptool.render.text import Cell, columns, console, emit, first_lines, free, size, visible
+from ckptool.render.text import Cell, columns, console, emit, first_lines
 
 if TYPE_CHECKING:
     from ckptool.commands.reshard.reshard import Costs, LoadCost, ReshardReport

@@ -1,4 +1,4 @@
-"""Words and numbers for the screen: the console, escaping, sizes, aligned columns."""
+"""Lines of the screen: the console, escaping, bars, aligned columns."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Span, Text
 
+from ckptool.core.text import visible
+
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions
     from rich.segment import Segment
@@ -28,7 +30,6 @@ _NARROWEST = 12
 _NARROWEST_WORDS = 26
 _HEAD_SHARES = (0.5, 0.3, 0.15, 0.7, 0.9)
 """The share of a shortened text before the ellipsis; the one that keeps most distinct is used."""
-_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _BATCH = 1 << 10
 MOST_LINES = 200
 """Lines of a list on a terminal."""
@@ -45,48 +46,9 @@ def console(stderr: bool = False, record: bool = False) -> Console:
     return Console(stderr=stderr, record=record, width=width, emoji=False, highlight=False)
 
 
-def visible(text: str) -> str:
-    """Spell out control, direction and other unprintable characters of untrusted text."""
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
-    )
-
-
 def escaped(text: str) -> str:
     """Make untrusted text safe inside rich markup."""
     return escape(visible(text))
-
-
-def size(nbytes: int) -> str:
-    """Return ``1.56 GiB``: three significant digits in units of 1024."""
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    value, units = nbytes / 1024, list(_UNITS)
-    while value >= 999.5 and len(units) > 1:
-        value /= 1024
-        del units[0]
-    return f"{_three_digits(value)} {units[0]}"
-
-
-def free(nbytes: int | None) -> str:
-    """Return the text on a disk's free bytes, if there is a disk."""
-    return "" if nbytes is None else f", {size(nbytes)} free"
-
-
-def magnitude(count: int) -> str:
-    """Return ``6.74 B``: a rounded count; small ones in full."""
-    for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**4, "K")):
-        if count >= limit:
-            return f"{_three_digits(count / (1000 if unit == 'K' else limit))} {unit}"
-    return f"{count:,}"
-
-
-def _three_digits(value: float) -> str:
-    if value >= 99.95:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
 def bar(share: float, width: int, *, ascii_only: bool = False) -> str:

@@ -15,9 +15,9 @@ from ckptool.commands.document import document
 from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.commands.verify.findings import SIDES, Finding, VerifyReport
 from ckptool.commands.verify.salvage.offer import salvage_offer
-from ckptool.core.text import plural
-from ckptool.render.messages import print_json_line
-from ckptool.render.text import Cell, columns, console, emit, escaped, say, size
+from ckptool.core.text import plural, size
+from ckptool.render.data import print_json_line
+from ckptool.render.text import Cell, columns, console, emit, escaped, say
 
 if TYPE_CHECKING:
     from ckptool.commands.runs.assessment import RunReport, StepReport

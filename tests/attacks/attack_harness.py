@@ -26,6 +26,7 @@ import attack_build as b
 
 from ckptool.commands.convert import prepare
 from ckptool.commands.inspect.report import inspect
+from ckptool.commands.inspect.views import inspect_json
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
@@ -33,7 +34,6 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.verify import verify
 from ckptool.errors import CkptoolError, TransferError
-from ckptool.render.inspect.report import inspect_json
 
 MEMORY = 1 << 30
 """Bytes by which the address space may grow."""

@@ -14,7 +14,8 @@ from benchmarks.table import show_transfer_bench
 from benchmarks.transfer import transfer_bench
 from ckptool.commands.options.declaration import parse_size
 from ckptool.errors import CkptoolError
-from ckptool.render.messages import print_json, show_step
+from ckptool.render.data import print_json
+from ckptool.render.messages import show_step
 
 
 def main(words: Sequence[str] | None = None) -> None:

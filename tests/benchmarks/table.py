@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.text import Text
 
 from benchmarks.report import Ratio, RowResult, TransferBenchReport
-from ckptool.core.text import plural
+from ckptool.core.text import plural, size, visible
 from ckptool.render.bench.report import describe_machine
-from ckptool.render.text import columns, console, emit, size, visible
+from ckptool.render.text import columns, console, emit
 
 _HEADINGS = ("command", "median", "all rounds", "speed", "peak memory", "against its peers")
 

@@ -60,15 +60,31 @@ def test_numpy_is_imported_only_to_look_at_elements(
     assert done.stderr.splitlines()[-1] == "[0, False]"
 
 
-def test_a_quiet_verify_of_a_sound_checkpoint_imports_no_screen() -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("verify", "SRC", "--quiet"),
+        ("verify", "SRC", "--json"),
+        ("inspect", "SRC", "--json"),
+        ("diff", "SRC", "SRC", "--quiet"),
+        ("extract", "SRC", "w", "OUT.safetensors", "--quiet"),
+        ("convert", "SRC", "OUT", "--to", "dcp", "--json"),
+    ],
+    ids=lambda words: f"{words[0]}{words[-1]}",
+)
+def test_what_shows_nothing_or_json_imports_no_screen(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
     """Importing rich takes a seventh of the time of a small one."""
     code = (
         "import sys; from ckptool.cli import _run\n"
-        "sys.argv = ['ckptool', 'verify', *sys.argv[1:]]\n"
+        "sys.argv = ['ckptool', *sys.argv[1:]]\n"
         "code = _run(); sys.exit(str([code, 'rich' in sys.modules]))"
     )
+    places = {"SRC": str(DCP), "OUT": str(tmp_path / "out")}
+    places["OUT.safetensors"] = f"{places['OUT']}.safetensors"
     done = subprocess.run(
-        [sys.executable, "-c", code, "--quiet", str(DCP)],
+        [sys.executable, "-c", code, *(places.get(word, word) for word in words)],
         capture_output=True,
         text=True,
         check=False,

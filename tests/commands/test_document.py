@@ -17,7 +17,7 @@ from msgspec import Struct, field
 
 from ckptool.commands.document import document, plain
 from ckptool.errors import Problem
-from ckptool.render.messages import print_json
+from ckptool.render.data import print_json
 
 
 class Grade(Enum):

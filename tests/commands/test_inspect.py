@@ -17,6 +17,7 @@ from ckptool.commands.inspect import report as commands
 from ckptool.commands.inspect import values
 from ckptool.commands.inspect.report import InspectReport, report, step_of
 from ckptool.commands.inspect.stats import stats
+from ckptool.commands.inspect.views import inspect_json
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.open import survey as open_survey
 from ckptool.commands.options.inspect import InspectOptions
@@ -27,7 +28,6 @@ from ckptool.core.mesh import Mesh, Replicate, Shard, StridedShard
 from ckptool.engine.read.numbers import decode
 from ckptool.errors import Damaged, UsageError
 from ckptool.formats import FORMATS
-from ckptool.render.inspect.report import inspect_json
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.storage.local import LocalSource
 

@@ -29,16 +29,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_line_comes_ten_seconds_after_the_last_one(clock: list[float]) -> None:
-    screen = Console(file=io.StringIO(), width=200)
+def test_a_line_comes_ten_seconds_after_the_last_one(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
     progress = Progress()
-    log = Log(progress, screen)
+    log = Log(progress)
     progress.begin(40 * GIB)
     for _ in range(400):
         clock[0] += 0.1
         progress.add(GIB // 10)
         log.look()
-    lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "25% of 40.0 GiB, 1.00 GiB/s, 30 s left"
     assert 3 <= len(lines) <= 40 / INTERVAL
 
@@ -93,7 +94,7 @@ def test_a_log_has_lines_unless_they_are_not_wanted(name: str, tmp_path: Path) -
 def test_the_first_frame_of_the_bar_shows_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=100)
-    monkeypatch.setattr(progress_module, "console", lambda **_: terminal)
+    monkeypatch.setattr("ckptool.render.text.console", lambda **_: terminal)
     progress = Progress()
     progress.begin(100 << 20)
     progress.add(25 << 20)

@@ -31,22 +31,13 @@ from ckptool.core.catalog import (
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import FileLayout
 from ckptool.core.mesh import Shard, StridedShard
-from ckptool.core.text import ranges
+from ckptool.core.text import magnitude, ranges, size, visible
 from ckptool.errors import UsageError
 from ckptool.formats import FORMATS
 from ckptool.render.convert import _alike, _file_rows
 from ckptool.render.inspect.report import show
 from ckptool.render.inspect.values import preview
-from ckptool.render.text import (
-    bar,
-    console,
-    escaped,
-    magnitude,
-    say,
-    size,
-    visible,
-    without_inside,
-)
+from ckptool.render.text import bar, console, escaped, say, without_inside
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.storage.local import LocalSource
 

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from ckptool.commands.bench.report import BenchReport, Measured
 from ckptool.commands.bench.words import seconds
-from ckptool.core.text import plural
+from ckptool.core.text import plural, size, visible
 from ckptool.errors import Unsupported, UsageError
-from ckptool.render.text import columns, size, visible
+from ckptool.render.text import columns
 
 _BLOCKED, _BACKGROUND, _SYNCING = "#e0605a", "#5fafff", "#b9b4d0"
 _NAMES = {_BLOCKED: "training blocked", _BACKGROUND: "until written", _SYNCING: "until durable"}

@@ -14,11 +14,11 @@ from ckptool.commands.bench.baseline import Change
 from ckptool.commands.bench.cost import Cost
 from ckptool.commands.bench.report import BROKEN, BenchReport, Measured
 from ckptool.commands.bench.words import advice, seconds, share
-from ckptool.core.text import duration, duration_range, plural
+from ckptool.core.text import duration, duration_range, plural, size, visible
 from ckptool.render.bench.bars import draw_bars, rate
 from ckptool.render.messages import show_step
 from ckptool.render.progress import is_live
-from ckptool.render.text import columns, console, emit, size, visible
+from ckptool.render.text import columns, console, emit
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.launch import Emit

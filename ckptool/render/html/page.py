@@ -19,8 +19,8 @@ from ckptool.commands.inspect.report import InspectReport
 from ckptool.commands.inspect.stats import StatsReport
 from ckptool.commands.verify.codes import CODES
 from ckptool.core.mesh import Mesh
+from ckptool.core.text import visible
 from ckptool.render.html.holdings import holdings
-from ckptool.render.text import visible
 from ckptool.version import __version__
 
 MARK = b"<!doctype html>\n<!-- ckptool page -->\n"

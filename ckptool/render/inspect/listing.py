@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +12,15 @@ from rich.text import Text
 
 from ckptool.commands.inspect.fold import TensorLine, natural
 from ckptool.commands.inspect.records import content_of, simple_value, unwrap
+from ckptool.commands.inspect.views import in_order
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.chunks import chunks_of
 from ckptool.core.dtype import short_name
 from ckptool.core.mesh import Placement
 from ckptool.core.selection import tensors_named
-from ckptool.core.text import list_some, plural, ranges
+from ckptool.core.text import list_some, plural, ranges, visible
 from ckptool.render.inspect.values import preview
-from ckptool.render.text import Cell, cell_width, columns, visible
+from ckptool.render.text import Cell, cell_width, columns
 from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.state_dict.values import type_name
 
@@ -48,12 +49,6 @@ def tensor_lines(
     brief = screen.is_terminal and screen.width < ROOMY
     rows = [_tensor(entry, brief) for entry in entries]
     return columns(screen, rows, "llllrrr", heads=_HEADINGS, cuts=0)
-
-
-def in_order(entries: Iterable[TensorEntry], sort: str) -> list[TensorEntry]:
-    """Sort tensors by ``name``, layer 2 before layer 10, or by ``size``, the largest first."""
-    by_name = sorted(entries, key=lambda entry: natural(entry.name))
-    return sorted(by_name, key=lambda entry: -entry.nbytes) if sort == "size" else by_name
 
 
 def placements_text(placements: Sequence[Placement], brief: bool) -> str:

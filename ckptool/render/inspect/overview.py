@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from ckptool.commands.inspect.fold import TensorLine, fold, natural
-from ckptool.commands.inspect.report import InspectReport, ModuleShare, PartShare, modules_of
+from ckptool.commands.inspect.fold import TensorLine, fold
+from ckptool.commands.inspect.report import InspectReport, PartShare
+from ckptool.commands.inspect.views import Loads, loads_of, sorted_modules
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.quantization.names import kinds
 from ckptool.core.state_category import state_category
-from ckptool.core.text import plural, ranges
+from ckptool.core.text import magnitude, plural, ranges, size, visible
 from ckptool.render.inspect.listing import line_name, metadata_lines, placements_text
 from ckptool.render.inspect.values import notable_values
 from ckptool.render.reshard import mesh_text
-from ckptool.render.text import MOST_LINES, Cell, bar, columns, magnitude, size, visible
+from ckptool.render.text import MOST_LINES, Cell, bar, columns
 
 if TYPE_CHECKING:
     from ckptool.commands.reshard.holdings import MeshHoldings
@@ -146,13 +147,6 @@ def module_lines(
     return columns(screen, rows, "llrrrrl", heads=heads, cuts=0)
 
 
-def sorted_modules(report: InspectReport, depth: int, sort: str) -> list[ModuleShare]:
-    """Return the modules by name, layer 2 before layer 10, or the largest first."""
-    modules = modules_of(report.catalog.tensors.values(), depth)
-    modules.sort(key=lambda each: natural(each.module))
-    return sorted(modules, key=lambda each: -each.nbytes) if sort == "size" else modules
-
-
 def _tensors(catalog: Catalog, screen: Console, sort: str) -> list[Text]:
     lines = fold(catalog.tensors.values())
     by_size = sort == "size"
@@ -210,9 +204,6 @@ def _values(catalog: Catalog, screen: Console) -> list[Text]:
 
 # Bytes per rank
 
-Loads = dict[int, tuple[int, int]]
-"""Chunks, or tensors, and bytes by rank."""
-
 
 def rank_lines(catalog: Catalog, screen: Console) -> list[Text]:
     """Return a row per rank, ranks with the same load joined, and max / mean below."""
@@ -246,23 +237,6 @@ def _load_lines(loads: Loads, unknown: int, what: str, screen: Console) -> list[
         rows.append([(ranges(members), "bold"), f"{chunks:,}", size(nbytes), (drawn, "green")])
     heads = ("rank", f"{what} per rank", "bytes per rank", "")
     return [*columns(screen, rows, "lrrl", heads=heads, cuts=0), *_imbalance(loads, unknown)]
-
-
-def loads_of(catalog: Catalog) -> tuple[Loads, int]:
-    """Sum up what each rank stored, replicas at their own rank, and the bytes of no known rank."""
-    loads: Loads = dict.fromkeys(range(catalog.world_size or 0), (0, 0))
-    unknown = 0
-    for entry in catalog.tensors.values():
-        for chunk in entry.chunks:
-            nbytes = chunk.box.volume * entry.source_dtype.itemsize
-            for rank in chunk.ranks:
-                if rank is None:
-                    unknown += nbytes
-                else:
-                    chunks, total = loads.get(rank, (0, 0))
-                    loads[rank] = (chunks + 1, total + nbytes)
-    are_known = any(chunks for chunks, _ in loads.values())
-    return (loads if are_known else {}), unknown
 
 
 def _imbalance(loads: Loads, unknown: int) -> list[Text]:

@@ -5,7 +5,7 @@ Each row or column of the picture's cells represents an index of the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 
 from msgspec import Struct
@@ -13,21 +13,18 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
-from ckptool.core.box import Box, contiguous
+from ckptool.commands.inspect.views import ChunkLocation, chunk_locations
+from ckptool.core.box import Box
 from ckptool.core.catalog import (
     Catalog,
     Chunk,
-    Computed,
-    Container,
-    EncodedBlob,
-    Place,
     TensorEntry,
 )
 from ckptool.core.dtype import short_name
 from ckptool.core.selection import tensors_named
 from ckptool.core.sharding.index import ChunkIndex
-from ckptool.core.text import plural, ranges
-from ckptool.render.text import Cell, columns, size, visible
+from ckptool.core.text import plural, ranges, size, visible
+from ckptool.render.text import Cell, columns
 
 _WIDEST = 64
 _TALLEST = 32
@@ -217,19 +214,6 @@ def _make_axis(
     return _Axis(dim, tuple(cells), frozenset(starts), remark)
 
 
-# What lies where
-
-
-class ChunkLocation(Struct, frozen=True):
-    """One box in one file; ``remark`` says how the bytes are stored if not plainly."""
-
-    rank: int | None
-    box: Box
-    at: Place
-    nbytes: int
-    remark: str
-
-
 def _color(rank: int | None) -> str:
     return "#bcbcbc" if rank is None else _COLORS[rank % len(_COLORS)]
 
@@ -247,27 +231,6 @@ def legend_lines(entry: TensorEntry, screen: Console) -> list[Text]:
     if len(rows) > most:
         lines.append(Text(f"  ... and {len(rows) - most:,} more files", style="dim"))
     return lines
-
-
-def chunk_locations(entry: TensorEntry) -> Iterator[ChunkLocation]:
-    """Yield every box of a tensor and where it is stored, replicas included."""
-    itemsize = entry.source_dtype.itemsize
-    for chunk in entry.chunks:
-        for rank, at in zip(chunk.ranks, chunk.places, strict=True):
-            nbytes, remark = _stored(at, chunk.box, itemsize)
-            yield ChunkLocation(rank, chunk.box, at, nbytes, remark)
-
-
-def _stored(at: Place, box: Box, itemsize: int) -> tuple[int, str]:
-    """Return the bytes in the file, and how they are stored."""
-    if isinstance(at, EncodedBlob):
-        return at.nbytes, f"{at.codec}, {at.size:,} bytes decoded"
-    if isinstance(at, Container):
-        return at.nbytes, "+".join(at.transforms)
-    if isinstance(at, Computed):
-        return box.volume * itemsize, "from values and scales"
-    strided = not contiguous(at.strides, box.shape, itemsize)
-    return box.volume * itemsize, ", ".join([*(["strided"] if strided else []), *at.ops])
 
 
 def _row(group: list[ChunkLocation]) -> list[Cell]:

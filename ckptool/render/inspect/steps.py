@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.core.mesh import Mesh
-from ckptool.core.text import list_some, plural
-from ckptool.render.text import Cell, columns, size, visible
+from ckptool.core.text import list_some, plural, size, visible
+from ckptool.render.text import Cell, columns
 
 if TYPE_CHECKING:
     from ckptool.commands.inspect.steps import RunSummary, StepSummary

@@ -11,7 +11,7 @@ from typing import Any
 from ckptool.commands.inspect.records import content_of, simple_value, unwrap
 from ckptool.core.catalog import ObjectEntry
 from ckptool.core.state_category import state_category
-from ckptool.render.text import visible
+from ckptool.core.text import visible
 from ckptool.serialization.pickle.records import Call, Global, Persistent
 from ckptool.serialization.state_dict.values import type_name
 

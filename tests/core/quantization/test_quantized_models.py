@@ -14,12 +14,12 @@ from quantized_models import deepseek, fp8, gpt_oss, mxfp4, saved
 
 import ckptool
 from ckptool.commands.inspect.report import inspect
+from ckptool.commands.inspect.views import inspect_json
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.core.casts import Casts
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.check.pairs import TensorPair
 from ckptool.errors import Unsupported, UsageError
-from ckptool.render.inspect.report import inspect_json
 
 QUANTIZED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 

@@ -1,4 +1,4 @@
-"""Rows of JSON as one CSV or Markdown table, for a spreadsheet, a wiki or a pull request."""
+"""Data on stdout: a JSON object, or its rows as a table for a spreadsheet or a pull request."""
 
 from __future__ import annotations
 
@@ -6,12 +6,61 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckptool.render.text import visible
+import msgspec
+
+from ckptool.core.text import visible
 
 Rows = Sequence[Mapping[str, Any]]
+_PIECE = 2048
+"""Rows of a list that are printed at a time: half a megabyte of tensors."""
+
+
+def print_json(content: Mapping[str, Any]) -> None:
+    """Print one JSON object on stdout, the rows of a long list in pieces."""
+    for piece in _json_pieces(content):
+        sys.stdout.write(piece)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def print_json_line(content: Mapping[str, Any]) -> None:
+    """Print one of several JSON objects on stdout, as one line."""
+    sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def _json_pieces(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the text of an object, which would take the memory of all rows again if held whole."""
+    before = "{"
+    for key, value in content.items():
+        yield before
+        if isinstance(value, list) and len(value) > _PIECE:
+            yield from _list_pieces(key, value)
+        else:
+            yield _indent({key: value})[1:-2]
+        before = ","
+    yield "\n}" if content else "{}"
+
+
+def _list_pieces(key: str, rows: Sequence[Any]) -> Iterator[str]:
+    """Yield the text of a member of an object: its key, and a list of many rows."""
+    head, end = f"{{\n  {json.dumps(key)}: [", "\n  ]\n}"
+    before = head[1:]
+    for start in range(0, len(rows), _PIECE):
+        yield before + _indent({key: rows[start : start + _PIECE]})[len(head) : -len(end)]
+        before = ","
+    yield end[:-2]
+
+
+def _indent(content: Mapping[str, Any]) -> str:
+    """Return what indent=2 makes of an object, which Python's own encoder writes slowly."""
+    try:
+        return msgspec.json.format(json.dumps(content, allow_nan=False), indent=2)
+    except msgspec.DecodeError:  # an escape that represents half a character
+        return json.dumps(content, indent=2, allow_nan=False)
 
 
 def print_table(rows: Rows, form: str) -> None:
