@@ -12,10 +12,17 @@ from benchmarks.report import TransferBenchReport
 from benchmarks.stores import store_bench
 from benchmarks.table import show_transfer_bench
 from benchmarks.transfer import transfer_bench
+from ckptool.cli.process import end_on_signals
 from ckptool.commands.options.declaration import parse_size
 from ckptool.errors import CkptoolError
 from ckptool.render.data import print_json
 from ckptool.render.messages import show_step
+
+
+def run() -> None:
+    """Run the command line; SIGTERM ends it as Ctrl-C does, so that no folder is left."""
+    end_on_signals()
+    main()
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -65,4 +72,4 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    run()

@@ -254,26 +254,28 @@ def test_a_failing_command_says_its_last_words() -> None:
         run_sample((sys.executable, "-c", "import sys; sys.exit('no such luck')"))
 
 
-def test_interrupted_it_cleans_up(tmp_path: Path) -> None:
-    """Ctrl-C in mid-run: the command is gone and so is the folder."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_interrupted_it_cleans_up(number: signal.Signals, tmp_path: Path) -> None:
+    """A signal in mid-run: the command is gone and so is the folder."""
     code = (
-        "from pathlib import Path; from benchmarks.rows import Row\n"
-        "from benchmarks.transfer import *\n"
-        f"import sys; source, work = Path({str(tmp_path)!r}) / 'source.safetensors', sys.argv[1]\n"
+        "from functools import partial; from benchmarks import __main__ as command\n"
+        "from benchmarks.rows import Row\n"
         "row = Row('sleep', ('sh', '-c', 'touch $0; sleep 600', '{target}'))\n"
-        "transfer_bench(source, 1, Path(work), 1, rows=(row,))\n"
+        "command.transfer_bench = partial(command.transfer_bench, rows=(row,))\n"
+        "command.run()\n"
     )
-    (tmp_path / "source.safetensors").write_bytes(ONE_BYTE)
-    work = tmp_path / "work"
+    source, work = tmp_path / "source.safetensors", tmp_path / "work"
+    source.write_bytes(ONE_BYTE)
     work.mkdir()
+    words = ["transfer", str(source), "--out", str(work), "--repeat", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(work)],
+        [sys.executable, "-c", code, *words],
         stderr=subprocess.DEVNULL,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
     )
     deadline = time.monotonic() + 60
     while not list(work.glob("*/outputs/target")) and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     assert process.wait(30) != 0
     assert list(work.iterdir()) == []
