@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -261,7 +261,7 @@ def truth_of(one: Case, target: str) -> dict[str, Bits]:
 
 def taken(kind: Any, options: dict[str, Any]) -> Any:
     """The value whose fields are among the options, which lose them."""
-    return kind(**{f.name: options.pop(f.name) for f in fields(kind) if f.name in options})
+    return kind(**{f: options.pop(f) for f in kind.__struct_fields__ if f in options})
 
 
 def convert_to(target: str, source: Location, path: Location, **options: Any) -> Any:

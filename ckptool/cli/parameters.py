@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from shlex import quote
@@ -17,7 +16,14 @@ from msgspec.structs import replace
 
 from ckptool.cli.completion import complete_from, complete_names
 from ckptool.cli.usage import RENAMED, show_all_help
-from ckptool.commands.options.declaration import RARE, Option, OptionGroup, build, options_of
+from ckptool.commands.options.declaration import (
+    RARE,
+    Option,
+    OptionGroup,
+    OptionSet,
+    build,
+    options_of,
+)
 from ckptool.core.text import one_of
 from ckptool.errors import CkptoolError, UsageError
 
@@ -36,7 +42,7 @@ def with_options(command: Command) -> tuple[Command, dict[str, int]]:
     for parameter in signature(command).parameters.values():
         hint = hints[parameter.name]
         kind, *how = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        if is_dataclass(kind):
+        if isinstance(kind, type) and issubclass(kind, OptionSet):
             group = replace(how[0] if how else OptionGroup(), kind=kind)
             groups[parameter.name] = group
             parameters += map(_parameter, options_of(group))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import GOOD, Case, by_name, case
 from fsspec.implementations.memory import MemoryFileSystem
+from msgspec.structs import replace
 from places import in_store
 from safetensors.torch import save_file
 from store_server import S3, s3, server

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import case
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from store_server import S3, s3, server
 from typer.testing import CliRunner

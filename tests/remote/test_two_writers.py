@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from benchmarks.loopback.messages import Request
 from conftest import case, convert_to
 from fault_server import DENIED, WRITES, call, cut
+from msgspec.structs import replace
 from places import in_store
 from store_server import S3, s3, server
 from test_s3 import big, files_of, resharded

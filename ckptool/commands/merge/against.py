@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ckptool.commands.merge import open_merged
 from ckptool.commands.merge.recipe import read_recipe
@@ -30,7 +31,7 @@ def against_recipe(
     as ``against`` and ``merge`` do.
     """
     made = read_recipe((), ExpressionOptions(recipe=recipe), proves=True)
-    uncast = dataclasses.replace(rewriting, casts=None)
+    uncast = replace(rewriting, casts=None)
     opened = open_merged(made, options.read, uncast).opened
     sides = Side(SIDES[0], recipe, lambda: opened), other_side(merged, options, comparing)
     return Comparison(sides, RewriteOptions(casts=rewriting.casts), options, comparing).run(

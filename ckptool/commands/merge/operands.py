@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 
@@ -50,7 +49,7 @@ def open_operands(
     pattern that means nothing in any of them, Unsupported if none has quantized tensors to
     dequantize.
     """
-    alike = Rewriter(dataclasses.replace(rewriting, casts=None))
+    alike = Rewriter(replace(rewriting, casts=None))
     as_is = Rewriter(RewriteOptions())
     labels = _labels(recipe.places)
     operands = dict[Location, Operand]()
@@ -67,8 +66,8 @@ def open_operands(
 
 def model_only(rewriting: RewriteOptions) -> RewriteOptions:
     """Return options that keep the model alone of a checkpoint."""
-    selection = dataclasses.replace(rewriting.selection, model_only=True)
-    return dataclasses.replace(rewriting, selection=selection)
+    selection = replace(rewriting.selection, model_only=True)
+    return replace(rewriting, selection=selection)
 
 
 def join(operands: Mapping[Location, Operand]) -> PlacedFiles:

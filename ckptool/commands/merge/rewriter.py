@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptool.commands.convert import require_some
 from ckptool.commands.open import OpenedCheckpoint, Opens
@@ -37,11 +38,11 @@ class Rewriter:
                 return rewrite(opened, options, opens=Opens.AT_ONCE, check=require_some)
             except NoneQuantized:
                 self._plain.append(str(opened.path))
-                options = dataclasses.replace(options, dequantize=False)
+                options = replace(options, dequantize=False)
             except Unmatched as error:
                 unmatched[error.option, error.pattern] = error
                 selection = _without(options.selection, error)
-                options = dataclasses.replace(options, selection=selection)
+                options = replace(options, selection=selection)
 
     def require_used(self) -> None:
         """Raise the error of what applied to no checkpoint."""
@@ -59,10 +60,10 @@ class Rewriter:
 def _without(selection: Selection, error: Unmatched) -> Selection:
     """Return a selection without what means nothing; the error if that is all of --select."""
     if error.option == "--strip-prefix":
-        return dataclasses.replace(selection, strip_prefix=None)
+        return replace(selection, strip_prefix=None)
     name = _LISTS[error.option]
-    rest = tuple(each for each in vars(selection)[name] if each != error.pattern)
+    rest = tuple(each for each in getattr(selection, name) if each != error.pattern)
     if name == "select" and not rest:
         raise error
     kept: Any = {name: rest}
-    return dataclasses.replace(selection, **kept)
+    return replace(selection, **kept)

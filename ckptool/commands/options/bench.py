@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckptool.commands.options import DURATION, FILE, INTERVAL, PLACE
 from ckptool.commands.options.choices import strategy_names
 from ckptool.commands.options.declaration import COUNT, FLAG, LIST, SIZE, OptionSet, group, option
-from ckptool.commands.options.screen import page_option
+from ckptool.commands.options.screen import HTML
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.cost import Interval
@@ -95,4 +95,4 @@ class BenchCommand(OptionSet):
     recommend: bool = option(
         "--recommend", FLAG, help="Print only the recommended strategy and why."
     )
-    html: str | None = page_option()
+    html: str | None = HTML

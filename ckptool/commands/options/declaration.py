@@ -11,13 +11,12 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from keyword import iskeyword
 from types import MappingProxyType
-from typing import Any, dataclass_transform
+from typing import Any
 
-from msgspec import Struct
+from msgspec import NODEFAULT, Struct, StructMeta, field
 from msgspec.structs import replace
 
 from ckptool.errors import UsageError
@@ -71,40 +70,6 @@ def parse_dims(texts: Sequence[str]) -> dict[str, int]:
     return sizes
 
 
-@dataclass_transform(frozen_default=True)
-class OptionSet:
-    """Related options: a class whose fields are options, immutable, equal by value.
-
-    It replaces dataclass: the methods that ``dataclass`` compiles for every class would take a
-    tenth of the start-up time.
-    """
-
-    def __init_subclass__(cls) -> None:
-        dataclass(init=False, repr=False, eq=False, match_args=False)(cls)
-
-    def __init__(self, *values: Any, **named: Any) -> None:
-        declared = {each.name: each for each in fields(self)}  # type: ignore[arg-type]
-        named |= dict(zip(declared, values, strict=False))
-        chosen = {name: _default(each) for name, each in declared.items()} | named
-        if len(values) > len(declared) or chosen.keys() != declared.keys():
-            raise TypeError(f"{type(self).__name__} takes {', '.join(declared)}, not {named}")
-        if MISSING in chosen.values():
-            raise TypeError(f"{type(self).__name__} needs more than {named}")
-        vars(self).update(chosen)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{name} of {type(self).__name__} cannot be changed")
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(other) == vars(self)
-
-    def __hash__(self) -> int:
-        return hash((type(self), *vars(self).values()))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in vars(self).items())})"
-
-
 class Kind(Struct, frozen=True):
     """Values of an option: their types on the command line and as a keyword, and how to parse both.
 
@@ -156,12 +121,13 @@ class Option(Struct, frozen=True):
 
     ``choices`` returns its named values, for completion, which otherwise ``completes_names`` of the
     checkpoint's tensors. ``panel`` is the help's; that of its group comes before it, unless it is
-    one of the last.
+    one of the last. ``field`` is the name of the field that it declares.
     """
 
     flag: str
     kind: Kind
     help: str
+    default: Any
     short: str | None = None
     metavar: str | None = None
     shown: str | None = None
@@ -172,12 +138,11 @@ class Option(Struct, frozen=True):
     choices: Callable[[], Iterable[str]] | None = None
     completes_names: bool = False
     field: str = ""
-    default: Any = None
 
     @property
     def required(self) -> bool:
         """Whether there is no default."""
-        return self.default is MISSING
+        return self.default is NODEFAULT
 
     @property
     def keyword(self) -> str:
@@ -192,19 +157,10 @@ class Option(Struct, frozen=True):
         return self.kind.parse(value, name)
 
 
-def option(
-    flag: str,
-    kind: Kind = TEXT,
-    *,
-    default: Any = ...,
-    factory: Callable[[], Any] | None = None,
-    **more: Any,
-) -> Any:
+def option(flag: str, kind: Kind = TEXT, *, help: str, default: Any = ..., **more: Any) -> Any:
     """Declare a field that is an option; ``more`` are fields of ``Option``."""
-    metadata = {"option": Option(flag, kind, **{"metavar": kind.metavar, **more})}
-    if factory is not None:
-        return field(default_factory=factory, metadata=metadata)
-    return field(default=kind.default if default is ... else default, metadata=metadata)
+    default = kind.default if default is ... else default
+    return Option(flag, kind, help, default, **{"metavar": kind.metavar, **more})
 
 
 class OptionGroup(Struct, frozen=True):
@@ -218,55 +174,64 @@ class OptionGroup(Struct, frozen=True):
 
 def group(kind: Any, panel: str | None = None, without: Collection[str] = (), **other: Any) -> Any:
     """Declare a field with nested options; ``other`` are defaults that differ there."""
-    made = OptionGroup(kind, panel, without, other)
-    return field(default_factory=partial(kind, **other), metadata={"group": made})
+    return OptionGroup(kind, panel, without, other)
 
 
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+class _OptionMeta(StructMeta):
+    """Keeps what fields declare in ``declared``, and leaves their defaults to the Struct."""
+
+    declared: Mapping[str, Option | OptionGroup]
+
+    def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> _OptionMeta:
+        own: dict[str, Option | OptionGroup] = {}
+        for key, value in body.items():
+            if isinstance(value, Option):
+                own[key] = replace(value, field=key)
+                body[key] = value.default
+            elif isinstance(value, OptionGroup):
+                own[key] = value
+                body[key] = field(default_factory=partial(value.kind, **value.defaults))
+        inherited = (getattr(base, "declared", {}) for base in bases)
+        body["declared"] = {k: v for each in (*inherited, own) for k, v in each.items()}
+        return super().__new__(cls, name, bases, body, frozen=True)
+
+
+class OptionSet(Struct, metaclass=_OptionMeta):
+    """Related options: a class whose fields are options, immutable, equal by value."""
 
 
 def options_of(part: OptionGroup) -> Iterator[Option]:
     """Yield the options of a class and of all nested ones, in order."""
-    for each in fields(part.kind):
-        inner: OptionGroup | None = each.metadata.get("group")
-        declared: Option | None = each.metadata.get("option")
-        if inner is not None:
-            without = {*part.without, *inner.without}
-            yield from options_of(replace(inner, panel=part.panel or inner.panel, without=without))
-        elif declared is not None:
-            default = part.defaults.get(each.name, _default(each))
-            known = replace(declared, field=each.name, default=default)
-            if known.keyword not in part.without:
-                last = known.panel in (SPEED, RARE)
-                yield known if last else replace(known, panel=part.panel or known.panel)
+    for name, each in part.kind.declared.items():
+        if isinstance(each, OptionGroup):
+            without = {*part.without, *each.without}
+            yield from options_of(replace(each, panel=part.panel or each.panel, without=without))
+        elif each.keyword not in part.without:
+            known = replace(each, default=part.defaults.get(name, each.default))
+            last = known.panel in (SPEED, RARE)
+            yield known if last else replace(known, panel=part.panel or known.panel)
 
 
 def build(part: OptionGroup, values: Mapping[str, Any], /, **given: Any) -> Any:
     """Build options from parsed values by keyword; ``given`` are fields to set unchanged."""
     made = {**part.defaults, **given}
-    for each in fields(part.kind):
-        inner: OptionGroup | None = each.metadata.get("group")
-        declared: Option | None = each.metadata.get("option")
-        if each.name in given:
+    for name, each in part.kind.declared.items():
+        if name in given:
             continue
-        if inner is not None:
-            made[each.name] = build(inner, values)
-        elif declared is not None:
-            keyword = replace(declared, field=each.name).keyword
-            if keyword in values:
-                made[each.name] = values[keyword]
+        if isinstance(each, OptionGroup):
+            made[name] = build(each, values)
+        elif each.keyword in values:
+            made[name] = values[each.keyword]
     return part.kind(**made)
 
 
-def changed(options: Any) -> list[str]:
+def changed(options: OptionSet) -> list[str]:
     """Return the flags of the options that are not at their defaults."""
     flags = []
-    for each in fields(options):
-        value = getattr(options, each.name)
-        declared: Option | None = each.metadata.get("option")
-        if "group" in each.metadata:
+    for name, each in type(options).declared.items():
+        value = getattr(options, name)
+        if isinstance(each, OptionGroup):
             flags += changed(value)
-        elif declared is not None and _default(each) not in (MISSING, value):
-            flags.append(declared.flag.partition("/")[0])
+        elif not each.required and value != each.default:
+            flags.append(each.flag.partition("/")[0])
     return flags

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ckptool.commands.options.declaration import FLAG, OptionSet, group, option
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions
-from ckptool.commands.options.run import workers_option
-from ckptool.commands.options.screen import page_option
+from ckptool.commands.options.run import WORKERS
+from ckptool.commands.options.screen import HTML
 from ckptool.commands.options.verify import CompareOptions
 
 
@@ -22,5 +22,5 @@ class DiffOptions(OptionSet):
     read: ReadOptions = group(ReadOptions)
     compare: CompareOptions = group(CompareOptions, "When values are equal")
     rewrite: RewriteOptions = group(RewriteOptions)
-    workers: int | None = workers_option()
-    html: str | None = page_option()
+    workers: int | None = WORKERS
+    html: str | None = HTML

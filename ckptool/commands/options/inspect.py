@@ -9,7 +9,7 @@ from ckptool.commands.options import FILE, MESH
 from ckptool.commands.options.declaration import COUNT, FLAG, TEXTS, Kind, OptionSet, group, option
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import NAMED
-from ckptool.commands.options.screen import form_option, page_option
+from ckptool.commands.options.screen import HTML, form_option
 
 if TYPE_CHECKING:
     from ckptool.core.mesh import Mesh
@@ -65,7 +65,7 @@ class InspectOptions(OptionSet):
         help="Read matching tensors, '*' for all: min, max, mean, std, NaN, Inf (repeatable).",
     )
     export: Path | None = option("--export", FILE, help="Also save the screen as an .svg file.")
-    html: str | None = page_option()
+    html: str | None = HTML
     read: ReadOptions = group(ReadOptions, without=("split_stacked",))
     verbose: bool = option(
         "--verbose",

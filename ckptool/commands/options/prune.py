@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING
+from msgspec import NODEFAULT
 
 from ckptool.commands.options.declaration import COUNT, FLAG, OptionSet, group, option
 from ckptool.commands.options.verify import VerifyOptions
@@ -18,7 +18,7 @@ class PruneOptions(OptionSet):
     keep_last: int = option(
         "--keep-last",
         COUNT,
-        default=MISSING,
+        default=NODEFAULT,
         minimum=1,
         help="Keep the newest N steps in which verify finds no errors.",
     )

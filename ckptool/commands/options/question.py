@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckptool.commands.options import FILE, PLACE
 from ckptool.commands.options.declaration import FLAG, RUNS, OptionSet, changed, group, option
 from ckptool.commands.options.rewrite import RewriteOptions
-from ckptool.commands.options.screen import form_option, page_option
+from ckptool.commands.options.screen import HTML, form_option
 from ckptool.commands.options.verify import (
     CompareOptions,
     FollowOptions,
@@ -70,7 +70,7 @@ class Question(OptionSet):
         "Print text, json (as --json does), junit, or github: text with annotations; default:"
         " github where GITHUB_ACTIONS is true, else text.",
     )
-    html: str | None = page_option()
+    html: str | None = HTML
 
     @property
     def asked(self) -> list[str]:

@@ -55,7 +55,7 @@ class ReadOptions(OptionSet):
     storage_option: Mapping[str, object] = option(
         "--storage-option",
         STORAGE_OPTIONS,
-        factory=dict,
+        default={},
         metavar="KEY=VALUE",
         help="Open the stores of URLs with this option of their client in fsspec (repeatable).",
         panel=RARE,

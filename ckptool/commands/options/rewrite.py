@@ -72,7 +72,7 @@ class MapOptions(OptionSet):
     dims: Mapping[str, int] = option(
         "--dim",
         DIMS,
-        factory=dict,
+        default={},
         metavar="NAME=SIZE",
         help="Size of a dim that the key map names (repeatable).",
         panel=RARE,
@@ -147,7 +147,7 @@ class RewriteOptions(OptionSet):
     metadata: Mapping[str, str] = option(
         "--metadata",
         METADATA,
-        factory=dict,
+        default={},
         metavar="KEY=TEXT",
         help="Set this in the __metadata__ of every safetensors file (repeatable).",
         panel=RARE,

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ckptool.commands.options.declaration import COUNT, FLAG, RARE, SIZE, SPEED, OptionSet, option
 
-
-def workers_option() -> Any:
-    """Declare the number of threads; None means as many as suit the source and the target."""
-    return option(
-        "--workers",
-        COUNT,
-        minimum=1,
-        maximum=256,
-        panel=SPEED,
-        help="Use N threads, at most 256; default: one per core, at most 8; for a URL, at least 4.",
-    )
+WORKERS = option(
+    "--workers",
+    COUNT,
+    minimum=1,
+    maximum=256,
+    panel=SPEED,
+    help="Use N threads, at most 256; default: one per core, at most 8; for a URL, at least 4.",
+)
 
 
 class RunOptions(OptionSet):
     """``budget`` is in bytes of memory for tiles, source spans and decoded blobs together."""
 
-    workers: int | None = workers_option()
+    workers: int | None = WORKERS
     budget: int = option(
         "--budget",
         SIZE,

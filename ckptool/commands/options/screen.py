@@ -37,13 +37,11 @@ class SilentScreen(Screen):
     quiet: bool = option("--quiet", FLAG, short="-q", help="Print nothing; see the exit code.")
 
 
-def page_option() -> Any:
-    """Declare the page of a report; ``cli/page.py`` says which file it can be."""
-    return option(
-        "--html",
-        metavar="FILE",
-        help="Also write all of it as one HTML page, to open offline or to share.",
-    )
+HTML = option(
+    "--html",
+    metavar="FILE",
+    help="Also write all of it as one HTML page, to open offline or to share.",
+)
 
 
 def form_option(forms: Callable[[], Iterable[str]] | None, help: str) -> Any:

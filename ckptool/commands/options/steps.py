@@ -5,8 +5,8 @@ from __future__ import annotations
 from ckptool.commands.options.declaration import COUNT, FLAG, RARE, OptionSet, changed, option
 from ckptool.commands.options.target import ConvertOptions
 from ckptool.commands.options.verify import (
+    ALLOW_NONFINITE,
     VerifyOptions,
-    allow_nonfinite_option,
     ignore_option,
 )
 from ckptool.errors import UsageError
@@ -34,7 +34,7 @@ class StepChoice(OptionSet):
         metavar="K",
         help="Convert the good steps of the run SRC whose number is a multiple of K.",
     )
-    allow_nonfinite: bool = allow_nonfinite_option()
+    allow_nonfinite: bool = ALLOW_NONFINITE
     ignore: tuple[str, ...] = ignore_option(RARE)
 
     def wants(self, number: int | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptool.commands.options import FILE, MESH, PART, SHARD_RULES
 from ckptool.commands.options.choices import (
@@ -33,17 +33,15 @@ if TYPE_CHECKING:
 WRITING = "How to write DST"
 
 
-def overwrite_option() -> Any:
-    """Declare whether an existing target or manifest is replaced."""
-    return option(
-        "--overwrite", FLAG, help="Replace what exists at the target, once everything is written."
-    )
+OVERWRITE = option(
+    "--overwrite", FLAG, help="Replace what exists at the target, once everything is written."
+)
 
 
 class TransferOptions(OptionSet):
     """How to write. ``dry_run`` is for the command: a transfer itself always writes."""
 
-    overwrite: bool = overwrite_option()
+    overwrite: bool = OVERWRITE
     resume: bool = option(
         "--resume", FLAG, help="Continue the partial output of an interrupted run."
     )
@@ -93,23 +91,21 @@ class TransferOptions(OptionSet):
             )
 
 
-def max_shard_size_option() -> Any:
-    """Declare the size in bytes beyond which a new file starts."""
-    return option(
-        "--max-shard-size",
-        SIZE,
-        default=5_000_000_000,
-        shown="5GB",
-        panel=WRITING,
-        help="Start a new safetensors file beyond this size.",
-    )
+MAX_SHARD_SIZE = option(
+    "--max-shard-size",
+    SIZE,
+    default=5_000_000_000,
+    shown="5GB",
+    panel=WRITING,
+    help="Start a new safetensors file beyond this size.",
+)
 
 
 class SaveOptions(OptionSet):
     """How to write a state from memory; ``to`` None means as the target's name says."""
 
     to: str | None = None
-    max_shard_size: int = max_shard_size_option()
+    max_shard_size: int = MAX_SHARD_SIZE
     transfer: TransferOptions = group(
         TransferOptions, without=("resume", "part", "finish", "dry_run")
     )
@@ -132,7 +128,7 @@ class ConvertOptions(OptionSet):
     )
     read: ReadOptions = group(ReadOptions)
     rewrite: RewriteOptions = group(RewriteOptions)
-    max_shard_size: int = max_shard_size_option()
+    max_shard_size: int = MAX_SHARD_SIZE
     single_rank: bool = option(
         "--single-rank",
         FLAG,

@@ -17,8 +17,8 @@ from ckptool.commands.options.declaration import (
     option,
 )
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.options.run import RunOptions, workers_option
-from ckptool.commands.options.target import TransferOptions, overwrite_option
+from ckptool.commands.options.run import WORKERS, RunOptions
+from ckptool.commands.options.target import OVERWRITE, TransferOptions
 
 if TYPE_CHECKING:
     from ckptool.engine.check.difference import Tolerance
@@ -26,14 +26,12 @@ if TYPE_CHECKING:
     from ckptool.storage.url import Location
 
 
-def allow_nonfinite_option() -> Any:
-    """Declare whether a step is good whose model has values that are no numbers."""
-    return option(
-        "--allow-nonfinite",
-        FLAG,
-        help="For a run: also call steps good whose model has NaN or infinite values.",
-        panel=RARE,
-    )
+ALLOW_NONFINITE = option(
+    "--allow-nonfinite",
+    FLAG,
+    help="For a run: also call steps good whose model has NaN or infinite values.",
+    panel=RARE,
+)
 
 
 def ignore_option(panel: str | None = None) -> Any:
@@ -75,10 +73,10 @@ class VerifyOptions(OptionSet):
         former="--finite",
         help="Report NaN and infinite values as errors.",
     )
-    allow_nonfinite: bool = allow_nonfinite_option()
+    allow_nonfinite: bool = ALLOW_NONFINITE
     strict: bool = option("--strict", FLAG, help="Fail on warnings too.")
     ignore: tuple[str, ...] = ignore_option()
-    workers: int | None = workers_option()
+    workers: int | None = WORKERS
 
     @property
     def depth(self) -> str:
@@ -177,7 +175,7 @@ class ManifestOptions(OptionSet):
         metavar="FILE",
         help="Verify against this manifest, whatever format it was written from.",
     )
-    overwrite: bool = overwrite_option()
+    overwrite: bool = OVERWRITE
 
 
 class SalvageOptions(OptionSet):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -168,7 +167,7 @@ def prepare_reshard(
     """
     require_rank_state(options.rank_state)
     placer = _placer(options)
-    opened = open_checkpoint(source, dataclasses.replace(options.read, per_rank=True), whole=False)
+    opened = open_checkpoint(source, replace(options.read, per_rank=True), whole=False)
     target = resolve_target(_sibling(opened, placer.mesh) if target is None else target)
     require_apart(opened, target)
     return plan_reshard(opened, target, options, placer, ranks=ranks)

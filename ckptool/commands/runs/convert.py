@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Literal
 
-from msgspec import Struct, field, structs
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.document import Report
@@ -205,7 +205,7 @@ class _Conversion(Struct):
             if differs and not (resume or how.overwrite):
                 raise Unsupported(f"{target}: there already, and {differs}", hint="--overwrite")
             this_way = replace(how, resume=resume, overwrite=how.overwrite and not resume)
-            this = structs.replace(transfer, options=this_way)
+            this = replace(transfer, options=this_way)
             try:
                 report = this.run(self.progress)
             except Unsupported:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.steps import Run, Step
@@ -105,7 +104,7 @@ def spoiling(finding: Finding, catalog: Catalog | None) -> Finding | None:
         if entry and state_category(entry) == "optimizer" and _ends_training(each):
             continue
         message = finding.message.replace(finding.affected[0].message, each.message, 1)
-        return structs.replace(finding, message=message)
+        return replace(finding, message=message)
     return None
 
 

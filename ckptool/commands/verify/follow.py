@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from shlex import split
 from shutil import which
+
+from msgspec.structs import replace
 
 from ckptool.commands.detect import require_known
 from ckptool.commands.options.verify import VerifyOptions

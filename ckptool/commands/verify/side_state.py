@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
@@ -63,7 +62,7 @@ def with_side_state(
         return report
     left_out = {*_OF_A_FILE, *(_OF_STEPS if has_experts(catalog) else ())}
     found = [_of(name, each) for each in beside.findings if each.code not in left_out]
-    whole = structs.replace(
+    whole = replace(
         report,
         findings=tuple(sorted([*report.findings, *found], key=lambda each: each.severity.place)),
         nbytes=report.nbytes + beside.nbytes,
@@ -71,8 +70,8 @@ def with_side_state(
         tensors=report.tensors + beside.tensors,
         ignored=(*report.ignored, *beside.ignored),
     )
-    whole = structs.replace(whole, ok=not whole.fails(options.strict))
-    return structs.replace(whole, summary=summarize(whole, options))
+    whole = replace(whole, ok=not whole.fails(options.strict))
+    return replace(whole, summary=summarize(whole, options))
 
 
 def _of(name: str, finding: Finding) -> Finding:

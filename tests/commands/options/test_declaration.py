@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, replace
 from typing import Any
 
 import pytest
+from msgspec import NODEFAULT
+from msgspec.structs import replace
 
 from ckptool.commands.options.declaration import (
     COUNT,
@@ -27,8 +28,8 @@ class Inner(OptionSet):
 class Outer(OptionSet):
     """One required option, one with a default of its own, and nested ones."""
 
-    to: str = option("--to", default=MISSING, help="A format.")
-    dims: dict[str, int] = option("--dim", factory=dict, help="A size.")
+    to: str = option("--to", default=NODEFAULT, help="A format.")
+    dims: dict[str, int] = option("--dim", default={}, help="A size.")
     inner: Inner = group(Inner, seed=3)
 
 
@@ -44,13 +45,13 @@ def test_they_are_replaced_and_never_changed() -> None:
     outer = replace(Outer("dcp"), inner=Inner(5))
     assert (outer.to, outer.inner.seed) == ("dcp", 5)
     assert changed(outer) == ["--seed"]
-    with pytest.raises(AttributeError, match="seed of Inner cannot be changed"):
-        outer.inner.seed = 1  # type: ignore[misc]
+    with pytest.raises(AttributeError, match="immutable type: 'Inner'"):
+        outer.inner.seed = 1
 
 
 @pytest.mark.parametrize(("values", "named"), [((), {}), ((), {"to": "a", "x": 1}), ("abcd", {})])
 def test_what_is_not_a_field_or_lacks_is_refused(values: Any, named: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="Outer"):
+    with pytest.raises(TypeError, match="argument"):
         Outer(*values, **named)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.commands.open import OpenedCheckpoint, require_sound
 from ckptool.commands.options.rewrite import RewriteOptions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
@@ -63,7 +62,7 @@ def build_manifest(
     require_codes(options.ignore)
     # Ignored damage would count as the truth from then on.
     harmless = [code for code in options.ignore if not is_error(code)]
-    options = dataclasses.replace(options, ignore=tuple(harmless))
+    options = replace(options, ignore=tuple(harmless))
     verification = examine(path, options, progress, digest=True)
     report, opened = verification.report(), open_unless_damaged(path, options)
     if not report.ok or opened is None:

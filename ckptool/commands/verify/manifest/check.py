@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 
 from msgspec.structs import replace
@@ -46,7 +45,7 @@ def check_manifest(
     """
     manifest = read_manifest(recorded_in)
     if options.sample == 1 and not options.fail_nonfinite:
-        options = dataclasses.replace(options, quick=True)
+        options = replace(options, quick=True)
     verification, opened = examine(path, options, progress), open_unless_damaged(path, options)
     if opened is None:
         summary = f"FAILED: cannot be read, so not compared with {recorded_in}"
