@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from ckptool.core.catalog import TensorEntry
@@ -34,18 +34,3 @@ class TensorListing(Mapping[str, TensorEntry]):
 
     def __len__(self) -> int:
         return len(self._tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def keys(self) -> KeysView[str]:
-        """Return the names."""
-        return self._tensors.keys()
-
-    def values(self) -> ValuesView[TensorEntry]:
-        """Return the entries."""
-        return self._tensors.values()
-
-    def items(self) -> ItemsView[str, TensorEntry]:
-        """Return names with their entries."""
-        return self._tensors.items()

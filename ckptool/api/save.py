@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -10,7 +9,7 @@ from ckptool.api.arguments import AnyPath, Keywords, location, with_keywords
 from ckptool.api.commands import OnProgress, counted
 from ckptool.api.keywords import SaveKeywords
 from ckptool.api.save_shards import TO_SAVE_SHARDS, LocalState, save_shards
-from ckptool.api.state_dict import is_entered, leaves_of
+from ckptool.api.state_dict import leaves_of
 from ckptool.api.tensors import (
     bits_of,
     find_obstacle,
@@ -23,7 +22,7 @@ from ckptool.commands.convert import ConvertReport, prepare_save, writer_for
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
 from ckptool.commands.options.target import SaveOptions
 from ckptool.commands.transfer.target import resolve_target
-from ckptool.core.catalog import Catalog, Chunk, Extent, Index, ObjectEntry, Path, TensorEntry
+from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, Path, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.state_category import with_parts
 from ckptool.errors import Unsupported
@@ -90,31 +89,16 @@ def _collect(tree: dict[str, Any], rank: int = 0) -> LocalState:
     """Return what this rank holds of a state dict, each storage of its tensors as a file."""
     import torch
 
-    leaves_of(tree)  # refuses modules, and names that two leaves have
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ObjectEntry] = {}
     buffers: dict[str, memoryview] = {}
-    for path, value in _walk((), tree):
-        name = ".".join(map(str, path))
-        if isinstance(value, torch.Tensor):
-            tensors[name] = _entry(name, path, value, buffers, f"rank-{rank}")
+    for name, leaf in leaves_of(tree, empty=True).items():
+        if isinstance(leaf.value, torch.Tensor):
+            tensors[name] = _entry(name, leaf.path, leaf.value, buffers, f"rank-{rank}")
         else:
-            _require_plain(name, value)
-            objects[name] = ObjectEntry(name, path, value)
+            _require_plain(name, leaf.value)
+            objects[name] = ObjectEntry(name, leaf.path, leaf.value)
     return LocalState(tensors, objects, buffers)
-
-
-def _walk(path: Path, container: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield each leaf with its path, entering what ``load`` enters."""
-    is_mapping = isinstance(container, Mapping)
-    kind = type(container).__name__
-    steps = container.items() if is_mapping else enumerate(container)
-    for key, value in steps:
-        inner = (*path, key if is_mapping else Index(key, kind))
-        if (isinstance(value, Mapping) and value) or is_entered(value):
-            yield from _walk(inner, value)
-        else:
-            yield inner, value
 
 
 def _entry(

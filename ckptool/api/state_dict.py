@@ -10,17 +10,19 @@ from msgspec import Struct
 from ckptool.api.checkpoint import Checkpoint
 from ckptool.commands.rewrite import only_model
 from ckptool.commands.verify.compare.fit import Prefix, prefix_changes
+from ckptool.core.catalog import Index, Path
 from ckptool.core.keymap.wrappers import WRAPPERS, unwrapping_rule
 from ckptool.core.selection import substitution
 from ckptool.errors import CkptoolError, Unsupported, UsageError
 
 
 class StateLeaf(Struct, frozen=True):
-    """A value, and the container that holds it under a key or index."""
+    """A value, and the container that holds it under a key or index, the last step of its path."""
 
     container: Any
     key: Any
     value: Any
+    path: Path
 
     @property
     def is_fixed(self) -> bool:
@@ -32,17 +34,21 @@ class StateLeaf(Struct, frozen=True):
         self.container[self.key] = value
 
 
-def leaves_of(state_dict: dict[str, Any]) -> dict[str, StateLeaf]:
+def leaves_of(state_dict: dict[str, Any], *, empty: bool = False) -> dict[str, StateLeaf]:
     """Return every leaf by the name of its catalog entry: its keys joined by dots.
 
     Flattens as DCP does (torch 2.4 to 2.13): dicts are entered, lists if they contain a dict or a
-    tensor; and, as in catalogs, tuples if they contain a tensor. Raises TypeError for anything but
-    a dict and for a module or optimizer in it, UsageError if two leaves have the same name.
+    tensor; and, as in catalogs, tuples if they contain a tensor. ``empty`` dicts are leaves if
+    asked. Raises TypeError for anything but a dict and for a module or optimizer in it, UsageError
+    if two leaves have the same name.
     """
     if not isinstance(state_dict, dict):
         raise TypeError(f"load() fills a dict, not {_kind(state_dict)}")
     leaves: dict[str, StateLeaf] = {}
-    for name, leaf in _leaves("", state_dict):
+    for leaf in _leaves((), state_dict):
+        name = ".".join(map(str, leaf.path))
+        if not empty and isinstance(leaf.value, Mapping):
+            continue
         if name in leaves:
             raise UsageError(f"two values of the state dict are named {name!r}, joined by dots")
         if _has_state(leaf.value):
@@ -51,24 +57,24 @@ def leaves_of(state_dict: dict[str, Any]) -> dict[str, StateLeaf]:
     return leaves
 
 
-def _leaves(head: str, container: Any) -> Iterator[tuple[str, StateLeaf]]:
-    steps = container.items() if isinstance(container, Mapping) else enumerate(container)
-    for key, value in steps:
-        name = f"{head}{key}"
-        if isinstance(value, Mapping) or is_entered(value):
-            yield from _leaves(f"{name}.", value)
+def _leaves(head: Path, container: Any) -> Iterator[StateLeaf]:
+    is_mapping, kind = isinstance(container, Mapping), type(container).__name__
+    for key, value in container.items() if is_mapping else enumerate(container):
+        path = (*head, key if is_mapping else Index(key, kind))
+        if (isinstance(value, Mapping) and value) or _is_entered(value):
+            yield from _leaves(path, value)
         else:
-            yield name, StateLeaf(container, key, value)
+            yield StateLeaf(container, key, value, path)
 
 
-def is_entered(value: Any) -> bool:
+def _is_entered(value: Any) -> bool:
     """Return whether a list contains a dict or a tensor, or a tuple a tensor, at any depth."""
     import torch
 
     if not isinstance(value, list | tuple):
         return False
     kinds = (torch.Tensor, Mapping) if isinstance(value, list) else torch.Tensor
-    return any(isinstance(inner, kinds) or is_entered(inner) for inner in value)
+    return any(isinstance(inner, kinds) or _is_entered(inner) for inner in value)
 
 
 def _has_state(value: Any) -> bool:
