@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ckptool.cli.app import app
-from ckptool.commands.inspect.values import Inexact, content
+from ckptool.commands.inspect.values import Indescribable, describe
 from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.render.inspect.listing import value_lines
 from ckptool.serialization.pickle.records import Call, Global
@@ -67,7 +67,7 @@ def test_what_the_nodes_of_omegaconf_hold_is_listed() -> None:
 
 
 def test_json_has_them_with_their_parents_named() -> None:
-    found = content(CONFIG)
+    found, _ = describe(CONFIG)
     model = found["_content"]["model"]
     assert model["_content"]["encoder_embed_dim"]["_val"] == 771
     assert model["_parent"] == {"$again": "omegaconf.dictconfig.DictConfig"}
@@ -92,8 +92,8 @@ def test_so_has_a_file_with_any_other_class(tmp_path: Path) -> None:
 
 def test_what_cannot_be_described_has_no_content() -> None:
     for value in (b"bytes", float("inf") * 1j, Call(Global("torch", "Generator"), ())):
-        with pytest.raises(Inexact):
-            content(value)
+        with pytest.raises(Indescribable):
+            describe(value)
 
 
 def chain(length: int) -> Call:
@@ -132,8 +132,8 @@ def in_itself() -> Call:
 )
 def test_it_ends_whatever_points_to_what(value: Call) -> None:
     assert len(shown(value)) < 2000
-    with suppress(Inexact):
-        json.dumps(content(value))
+    with suppress(Indescribable):
+        json.dumps(describe(value)[0])
 
 
 def test_a_pickle_of_a_loop_is_read(tmp_path: Path) -> None:
