@@ -208,6 +208,6 @@ def _recorded_step(file: Location) -> int | None:
         if entry is None or entry.elements != 1:
             return None
         reader = TensorSource(opened.source).reader()
-        return int(reader.read_values(entry, Box.whole(entry.shape)).reshape(-1)[0])
+        return int(reader.elements.read_values(entry, Box.whole(entry.shape)).reshape(-1)[0])
     except (CkptoolError, OSError) as error:
         raise unreadable(file, str(error)) from None

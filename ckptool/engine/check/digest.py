@@ -5,20 +5,16 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import EncodedBlob, Extent, Place, Record, TensorEntry, places
 from ckptool.engine.checksum import crc_of, record_job
 from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.byte_reader import ByteSource, byte_job
-from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
+from ckptool.engine.read.tensors import TensorReader, TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import Job, known_runs, read_tiles
 from ckptool.errors import CkptoolError
 from ckptool.storage.files import Files
-
-if TYPE_CHECKING:
-    from ckptool.engine.read.gather import Gatherer
 
 
 def digests(
@@ -133,15 +129,17 @@ class DamageMap:
                 self._damaged[place] = problem
 
 
-def _decode_job(blob: EncodedBlob, entry: TensorEntry) -> Job[EncodedBlob, Gatherer, memoryview]:
+def _decode_job(
+    blob: EncodedBlob, entry: TensorEntry
+) -> Job[EncodedBlob, TensorReader, memoryview]:
     """Return the job that decodes a blob completely and yields nothing; it raises problems."""
 
-    def decode(gatherer: Gatherer) -> Iterator[memoryview]:
+    def decode(reader: TensorReader) -> Iterator[memoryview]:
         from ckptool.engine.read.gather import array
 
         nowhere = Box.whole((0,) * len(entry.shape))
         out = array(nowhere.shape, entry.source_dtype, memoryview(b""))
-        gatherer.fill_from(blob, out, nowhere, entry.source_dtype)
+        reader.elements.fill_from(blob, out, nowhere, entry.source_dtype)
         yield from ()
 
     return Job(blob, decode, [known_runs((blob.file, blob.offset, blob.nbytes))])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,13 +15,13 @@ from ckptool.core.casts import is_computed, is_in_order
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.layout import tiles
 from ckptool.engine.read.segments import entry_needs
-from ckptool.engine.read.tensors import TensorSource
+from ckptool.engine.read.tensors import TensorReader, TensorSource
 from ckptool.engine.read.tiles import LARGE, PAIR_TILE, Job
 from ckptool.errors import CkptoolError
 from ckptool.storage.files import TILE, Files
 
 if TYPE_CHECKING:
-    from ckptool.engine.read.gather import Array, Gatherer
+    from ckptool.engine.read.gather import Array
 
 _TILES_PER_JOB = 3
 
@@ -91,22 +91,15 @@ class PairTile(Struct, frozen=True):
         return self.pair, *self.values
 
 
-class SideReaders:
-    """The readers of the two sides for one thread: of ``bytes``, and of ``elements``, by numpy."""
+class SideReaders(NamedTuple):
+    """The readers of the two sides for one thread."""
 
-    def __init__(self, source: PairSource) -> None:
-        self._source = source
-        self.bytes = source.one.byte_reader(), source.other.byte_reader()
-
-    @cached_property
-    def elements(self) -> tuple[Gatherer, Gatherer]:
-        """The readers of elements, which read by those of bytes."""
-        one, other = self.bytes
-        return self._source.one.reader(one), self._source.other.reader(other)
+    one: TensorReader
+    other: TensorReader
 
     def close(self) -> None:
         """Close all files."""
-        for reader in self.bytes:
+        for reader in self:
             reader.close()
 
 
@@ -127,7 +120,7 @@ class PairSource(Struct, frozen=True):
 
     def reader(self) -> SideReaders:
         """Return the readers for one thread."""
-        return SideReaders(self)
+        return SideReaders(self.one.reader(), self.other.reader())
 
 
 def pair_jobs(pairs: Iterable[TensorPair]) -> Iterator[PairJob]:
@@ -169,7 +162,7 @@ def read_both(pair: TensorPair, boxes: Sequence[Box], readers: SideReaders) -> I
         sides: list[Array] = []
         for side, entry in enumerate((pair.one, pair.other)):
             try:
-                sides.append(readers.elements[side].read_values(entry, box))
+                sides.append(readers[side].elements.read_values(entry, box))
             except CkptoolError as error:
                 yield PairTile(sum(sizes[at:]), pair, box, failure=Failure(side, error))
                 return

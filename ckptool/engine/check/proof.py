@@ -313,7 +313,7 @@ _Read = tuple[_Task, Sequence[memoryview]]
 
 def _read_back(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[_Read]:
     """Yield tasks with what the output has of each; those close in a file are read together."""
-    read = iter(readers.bytes[1].read_close(extent for task in tasks for extent in task.extents))
+    read = iter(readers.other.read_close(extent for task in tasks for extent in task.extents))
     return ((task, [*islice(read, len(task.extents))]) for task in tasks)
 
 
@@ -350,11 +350,11 @@ def _unequal(task: _Task, readers: SideReaders) -> list[_Run]:
     pair, dtype, done = task.pair, task.pair.one.dtype, 0
     boxes = task.boxes or task.runs[0].boxes
     elements = sum(box.volume for box in boxes)
-    memory = readers.bytes[1].memory(elements * dtype.itemsize)
+    memory = readers.other.memory(elements * dtype.itemsize)
     values = array((elements,), dtype, memory)
     for box in boxes:
         part = values[done : done + box.volume].reshape(box.shape)
-        readers.elements[1].gather_into(part, pair.other, box)
+        readers.other.elements.gather_into(part, pair.other, box)
         done += box.volume
     if len(task.runs) == 1:
         return [run for run in task.runs if checksum(raw(values)) != run.checksum]
@@ -391,7 +391,7 @@ def _difference(pair: TensorPair, run: _Run, readers: SideReaders) -> Iterator[P
 def _read_again(pair: TensorPair, run: _Run, readers: SideReaders) -> int:
     """Return the checksum that a run of the source has now."""
     if run.file:
-        return checksum(readers.bytes[0].read(run.file, run.offset, _nbytes(pair, run)))
+        return checksum(readers.one.read(run.file, run.offset, _nbytes(pair, run)))
     from ckptool.engine.read.gather import bits_of
 
-    return checksum(bits_of(readers.elements[0].read_values(pair.one, run.box)))
+    return checksum(bits_of(readers.one.elements.read_values(pair.one, run.box)))

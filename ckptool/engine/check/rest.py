@@ -268,7 +268,7 @@ class _Unreadable(Exception):
 
 def _read_back(readers: SideReaders, file: str, offset: int, nbytes: int) -> memoryview:
     try:
-        return readers.bytes[1].read(file, offset, nbytes)
+        return readers.other.read(file, offset, nbytes)
     except (SourceError, Changed) as error:
         raise _Unreadable(error.message) from error
 

@@ -63,8 +63,8 @@ def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterato
     left = [pair for pair, rows in found if rows is None]
     both = [(pair, *rows) for pair, rows in found if rows is not None]
     try:
-        ones = iter(readers.bytes[0].read_close(run[:3] for _, one, _ in both for run in one))
-        others = iter(readers.bytes[1].read_close(run[:3] for _, _, other in both for run in other))
+        ones = iter(readers.one.read_close(run[:3] for _, one, _ in both for run in one))
+        others = iter(readers.other.read_close(run[:3] for _, _, other in both for run in other))
         for pair, one, other in both:
             bytes_of_one = b"".join(islice(ones, len(one)))
             if bytes_of_one != b"".join(islice(others, len(other))):

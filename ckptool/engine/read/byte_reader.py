@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
+from ckptool.core.catalog import Record
 from ckptool.engine.read.segments import NotePiece
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import Job, Subject, known_runs
@@ -34,6 +35,10 @@ def join(parts: Sequence[memoryview]) -> memoryview:
     return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
 
+def ignore(record: Record, offset: int, data: memoryview) -> None:
+    """Note nothing of a piece that is read."""
+
+
 class ByteReader:
     """Reads runs of bytes for one thread, into memory that it uses again.
 
@@ -44,7 +49,7 @@ class ByteReader:
     def __init__(
         self,
         source: Files,
-        note: NotePiece = lambda record, offset, data: None,
+        note: NotePiece = ignore,
         sums: ReadSums | None = None,
     ) -> None:
         self.files = source.reader()

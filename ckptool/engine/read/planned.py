@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, groupby, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -17,17 +17,18 @@ from ckptool.core.catalog import Chunk, Extent, TensorEntry, stored_places
 from ckptool.core.planning.groups import Tile, are_small
 from ckptool.core.sharding.index import Overlap
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
-from ckptool.engine.read.byte_reader import ByteReader, join
+from ckptool.engine.read.byte_reader import join
 from ckptool.engine.read.containers import open_chunk, opened
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.segments import Segment, segments_of, segments_of_tensor, tile_needs
 from ckptool.engine.read.sums import ReadSums
+from ckptool.engine.read.tensors import TensorReader
 from ckptool.engine.read.tiles import LARGE, Job
 from ckptool.errors import Damaged
 from ckptool.storage.files import Files
 
 if TYPE_CHECKING:
-    from ckptool.engine.read.gather import Array, Gatherer
+    from ckptool.engine.read.gather import Array
 
 _NAME_OF = attrgetter("entry.name")
 _WIDEST = 16
@@ -77,19 +78,9 @@ class PlanReader:
         self._source = source
         self._records = records
         self._sums = sums
-        self._bytes = ByteReader(source, records.note, sums)
+        self._beyond = None if sums is None else RangeCheck()
+        self._bytes = TensorReader(source, records.note, sums, self._beyond)
         self._tile = memoryview(b"")
-
-    @cached_property
-    def _gatherer(self) -> Gatherer:
-        from ckptool.engine.read.gather import Gatherer
-
-        return Gatherer(self._source, self._bytes, self._beyond)
-
-    @cached_property
-    def _beyond(self) -> RangeCheck | None:
-        """What counts the numbers beyond the range of a cast, if the output is to be proved."""
-        return None if self._sums is None else RangeCheck()
 
     def pieces(self, tiles: Sequence[Tile]) -> Iterator[PlannedPiece]:
         """Read the tiles of a job, each piece valid until the next."""
@@ -122,7 +113,7 @@ class PlanReader:
         from ckptool.engine.read.gather import cut
 
         entry = tiles[0].entry
-        found = self._gatherer.find(entry, band)
+        found = self._bytes.elements.find(entry, band)
         if sum(each.box.volume for each in found) != band.volume:
             raise Damaged(f"{entry.name}: {band} is not covered")
         values = self._gather(entry, band.shape, found)
@@ -204,8 +195,8 @@ class PlanReader:
         self._touch(entry, found)
         stored = entry.source_dtype
         values = array(shape, stored, self._bytes.memory(math.prod(shape) * stored.itemsize))
-        self._gatherer.fill(values, entry, found)
-        return self._gatherer.convert(entry, values)
+        self._bytes.elements.fill(values, entry, found)
+        return self._bytes.elements.convert(entry, values)
 
     def _note_made(self, entry: TensorEntry, boxes: Iterable[tuple[Box, Array]]) -> None:
         """Note boxes of a tensor that is cast or computed, as they are to be written."""

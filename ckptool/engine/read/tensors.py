@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from msgspec import Struct, field
@@ -25,9 +25,10 @@ from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.engine.checksum import RecordCheck, require_intact
-from ckptool.engine.read.byte_reader import ByteReader
+from ckptool.engine.read.byte_reader import ByteReader, ByteSource, ignore
 from ckptool.engine.read.containers import Need, open_chunk
-from ckptool.engine.read.segments import entry_needs, place_needs
+from ckptool.engine.read.segments import NotePiece, entry_needs, place_needs
+from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import Problem
 from ckptool.storage.files import TILE, Files
@@ -48,38 +49,46 @@ class TensorTile(Struct, frozen=True):
     nbytes: int
 
 
-class TensorSource(Struct, frozen=True):
-    """Files to read boxes of tensors from; ``beyond`` counts what casts make infinite.
+class TensorReader(ByteReader):
+    """Reads ``elements`` as well, by numpy; ``beyond`` counts those that casts make infinite."""
 
-    What is read of checksummed records is noted in ``records``.
-    """
+    def __init__(
+        self,
+        source: Files,
+        note: NotePiece = ignore,
+        sums: ReadSums | None = None,
+        beyond: RangeCheck | None = None,
+    ) -> None:
+        super().__init__(source, note, sums)
+        self._source = source
+        self._beyond = beyond
 
-    files: Files
-    beyond: RangeCheck | None = None
-    records: RecordCheck | None = None
-
-    @property
-    def sides(self) -> tuple[Files]:
-        """The files: one side."""
-        return (self.files,)
-
-    def byte_reader(self) -> ByteReader:
-        """Return the reader of bytes for one thread."""
-        if self.records is None:
-            return ByteReader(self.files)
-        return ByteReader(self.files, self.records.note)
-
-    def reader(self, of_bytes: ByteReader | None = None) -> Gatherer:
-        """Return the reader of elements for one thread, which reads by the one ``of_bytes``."""
+    @cached_property
+    def elements(self) -> Gatherer:
+        """The reader of elements, which reads by this one."""
         from ckptool.engine.read.gather import Gatherer
 
-        return Gatherer(self.files, of_bytes or self.byte_reader(), self.beyond)
+        return Gatherer(self._source, self, self._beyond)
+
+
+class TensorSource(ByteSource, frozen=True):
+    """Files to read boxes of tensors from; ``beyond`` counts what casts make infinite."""
+
+    beyond: RangeCheck | None = None
+
+    def reader(self) -> TensorReader:
+        """Return the reader for one thread."""
+        return TensorReader(self.files, beyond=self.beyond)
 
 
 class CheckedSource(TensorSource, frozen=True):
     """Files to read boxes of tensors from, with the checksums of the records that are read."""
 
     records: RecordCheck = field(default_factory=RecordCheck)
+
+    def reader(self) -> TensorReader:
+        """Return the reader for one thread, which notes what it reads of records."""
+        return TensorReader(self.files, self.records.note, beyond=self.beyond)
 
     def problems(self, entries: Iterable[TensorEntry], workers: int) -> list[Problem]:
         """Return a problem for each record of these tensors that is not as it was written.
@@ -109,7 +118,7 @@ _PASSES = 16
 
 def tensor_job(
     entry: TensorEntry, limit: int | None = None, *, stored: bool = False
-) -> Job[TensorEntry, Gatherer, TensorTile]:
+) -> Job[TensorEntry, TensorReader, TensorTile]:
     """Return the job that reads a whole tensor in row-major order; its chunks must tile it.
 
     Tiles have at most ``limit`` bytes, by default those that suit the source. Elements have the
@@ -128,9 +137,9 @@ def _tiles_of(entry: TensorEntry, limit: int) -> Iterator[Box]:
 
 
 def _read_tensor(
-    entry: TensorEntry, limit: int | None, stored: bool, gatherer: Gatherer
+    entry: TensorEntry, limit: int | None, stored: bool, reader: TensorReader
 ) -> Iterator[TensorTile]:
-    itemsize = entry.source_dtype.itemsize
+    itemsize, gatherer = entry.source_dtype.itemsize, reader.elements
     read = gatherer.read_stored if stored else gatherer.read_values
     for box in _tiles_of(entry, limit or gatherer.tile):
         yield TensorTile(box, read(entry, box), box.volume * itemsize)
@@ -138,14 +147,14 @@ def _read_tensor(
 
 def place_job(
     entry: TensorEntry, at: Place, shape: tuple[int, ...], limit: int
-) -> Job[TensorEntry, Gatherer, TensorTile]:
+) -> Job[TensorEntry, TensorReader, TensorTile]:
     """Return the job that reads the elements at one place, of ``shape``, as stored."""
 
     whole, dtype = Box.whole(shape), entry.source_dtype
 
-    def read(gatherer: Gatherer) -> Iterator[TensorTile]:
+    def read(reader: TensorReader) -> Iterator[TensorTile]:
         for box in tiles(whole, dtype.itemsize, limit):
-            values = read_place(gatherer, at, box, dtype)
+            values = read_place(reader.elements, at, box, dtype)
             yield TensorTile(box, values, values.nbytes)
 
     def runs(block: int) -> Iterator[Need]:
@@ -206,7 +215,9 @@ def fill(requests: Sequence[FillRequest], source: Files, workers: int) -> None:
     require_intact(checked.problems_so_far(request.entry for request in requests))
 
 
-def _fill_jobs(requests: Sequence[FillRequest]) -> Iterator[Job[FillRequest, Gatherer, TensorTile]]:
+def _fill_jobs(
+    requests: Sequence[FillRequest],
+) -> Iterator[Job[FillRequest, TensorReader, TensorTile]]:
     """Yield the tiles of all boxes in the files' order; those of one blob are one thread's."""
     placed = sorted(((*_first_spot(request), at) for at, request in enumerate(requests)))
     for *_, at in placed:
@@ -237,10 +248,11 @@ def _is_packed(chunk: Chunk) -> bool:
 
 
 def _fill_boxes(
-    request: FillRequest, boxes: Sequence[Box], gatherer: Gatherer
+    request: FillRequest, boxes: Sequence[Box], reader: TensorReader
 ) -> Iterator[TensorTile]:
     """Yield tiles that are read directly into their memory."""
     entry, whole, memory = request
+    gatherer = reader.elements
     for box in boxes:
         with memory.part(box.relative_to(whole.lo)) as out:
             if entry.source_dtype == entry.dtype:

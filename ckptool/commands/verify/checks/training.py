@@ -6,20 +6,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.checks.begun_later import code_of_fewer
 from ckptool.commands.verify.checks.optimizer_names import StateName, groups_of
 from ckptool.core.catalog import Catalog, Container, Place, RankStep, TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_some
-from ckptool.engine.read.tensors import TensorSource, TensorTile, place_job, tensor_job
+from ckptool.engine.read.tensors import (
+    TensorReader,
+    TensorSource,
+    TensorTile,
+    place_job,
+    tensor_job,
+)
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import CkptoolError, Problem
 from ckptool.storage.files import Files
-
-if TYPE_CHECKING:
-    from ckptool.engine.read.gather import Gatherer
 
 _KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step")
 _OPTIONS = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum"}
@@ -233,7 +235,7 @@ def _without_state(states: Mapping[str, Sequence[TensorEntry]], source: Files) -
 
 def _counter_jobs(
     located: Iterable[TensorEntry],
-) -> Iterator[Job[TensorEntry, Gatherer, TensorTile]]:
+) -> Iterator[Job[TensorEntry, TensorReader, TensorTile]]:
     """Yield the jobs that read the step counters of one element, each from its first chunk.
 
     What parameters share, as DeepSpeed's do, is read once.
