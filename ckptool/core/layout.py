@@ -228,16 +228,6 @@ def _cut(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
             yield Box(lo, hi)
 
 
-def tile_count(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
-    """Count the tiles that ``tiles`` cuts a box of ``shape`` into."""
-    if not math.prod(shape):
-        return 0
-    dim, inner = _split_dim(shape, itemsize, limit)
-    if dim == len(shape):
-        return math.prod(shape)
-    return math.prod(shape[:dim]) * -(-shape[dim] // max(1, limit // inner))
-
-
 def _split_dim(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
     """Return the outermost dim of which one step fits the limit, and the bytes of such a step."""
     for dim in range(len(shape)):

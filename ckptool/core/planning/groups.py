@@ -12,7 +12,7 @@ from msgspec import Struct
 from ckptool.core.box import Box, Piece, hull
 from ckptool.core.casts import computed_places
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.layout import Data, tile_count, tiles
+from ckptool.core.layout import Data, tiles
 from ckptool.core.sharding.index import ChunkIndex, Overlap
 from ckptool.errors import Damaged
 
@@ -71,18 +71,6 @@ class Group(Struct, frozen=True):
     def at_once(self) -> bool:
         """Whether the band is the whole tensor, of which each part is one tile."""
         return self.band is not None and not self.rows
-
-    def tile_counts(self, limit: int) -> Iterator[tuple[int, int]]:
-        """Yield each part's file, and the number of its tiles."""
-        if self.at_once:
-            yield from ((place.file, 1) for place in self.parts)
-            return
-        for place in self.parts:
-            shape = place.part.shape
-            if self.rows:
-                yield place.file, -(-shape[0] // self.rows)
-            else:
-                yield place.file, tile_count(shape, place.part.itemsize, self.times * limit)
 
 
 def is_small(entry: TensorEntry, limit: int) -> bool:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from msgspec import Struct, field
+from msgspec import Struct
 
-from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
+from ckptool.core.layout import Data, FileLayout, Literal, Part, Verbatim
 from ckptool.core.planning.groups import Tile
 from ckptool.engine.checksum import CrcPiece, crc32, join_crcs
 from ckptool.errors import TransferError
@@ -36,23 +36,21 @@ Written = dict[int, list[CrcPiece]]
 
 
 class WrittenRun(Struct, frozen=True):
-    """Parts of a file of the layout that were written at once.
-
-    ``tiles`` is the number of those that are no literals, ``literals`` the bytes of the others.
-    """
+    """Parts of a file of the layout that were written at once: so many bytes of either kind."""
 
     file: int
     written: Written
-    tiles: int
+    tensors: int
     literals: int
 
 
-class UnfinishedFile(Struct):
-    """A file that is being written: the number of tiles ``left``, and what is written of it."""
+class UnfinishedFile:
+    """A file that is being written: bytes ``left`` of its tensors, and what is written of it."""
 
-    parts: tuple[Part, ...]
-    left: int = 0
-    written: Written = field(default_factory=dict)
+    def __init__(self, parts: tuple[Part, ...]) -> None:
+        self.parts = parts
+        self.left = sum([part.nbytes for part in parts if isinstance(part, Data)])
+        self.written: Written = {}
 
     def part_crc(self, part: int) -> int:
         """Return the CRC-32 of a part that is written."""
@@ -79,7 +77,6 @@ class _Run:
         self.file = file
         self.start = 0
         self.data = bytearray()
-        self.tiles = 0
         self.literals = 0
         self.written: Written = {}
         self._parts = parts
@@ -93,7 +90,6 @@ class _Run:
             return False
         self.written[tile.part] = [(tile.offset, len(data), crc)]
         self.data += data
-        self.tiles += 1
         self._next += 1
         return True
 
@@ -151,7 +147,7 @@ class OutputFiles:
         if len(data) >= _RUN:
             self.write(self._files[tile.file].path, tile.offset, data)
             span = tile.offset, len(data), crc
-            self._written(WrittenRun(tile.file, {tile.part: [span]}, 1, 0))
+            self._written(WrittenRun(tile.file, {tile.part: [span]}, len(data), 0))
             return
         runs: dict[int, _Run] | None = getattr(self._local, "runs", None)
         if runs is None:
@@ -176,7 +172,8 @@ class OutputFiles:
 
     def _flush(self, run: _Run) -> None:
         self.write(self._files[run.file].path, run.start, memoryview(run.data))
-        self._written(WrittenRun(run.file, run.written, run.tiles, run.literals))
+        tensors = len(run.data) - run.literals
+        self._written(WrittenRun(run.file, run.written, tensors, run.literals))
 
     def _descriptor(self, path: str) -> int:
         descriptors: dict[str, int] | None = getattr(self._local, "descriptors", None)

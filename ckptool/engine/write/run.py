@@ -131,16 +131,12 @@ class _PlanWriter:
             yield from self._jobs({number: self._files[number].parts for number in batch})
 
     def _jobs(self, files: Mapping[int, tuple[Part, ...]]) -> Iterator[list[Tile]]:
-        """Yield the jobs of some files with their parts, and count the tiles of each file."""
+        """Yield the jobs of some files with their parts."""
         tile = self._source.policy.tile
-        groups = self._plan.groups(files, tile)
         for number, parts in files.items():
             self._unfinished[number] = UnfinishedFile(parts)
-        for group in groups:
-            for number, count in group.tile_counts(tile):
-                self._unfinished[number].left += count
         small, nbytes, chunks = list[Tile](), 0, 0
-        for group in groups:
+        for group in self._plan.groups(files, tile):
             jobs, entry = self._plan.jobs(group, tile), self._plan.entry_of(group)
             if group.at_once:
                 small += chain.from_iterable(jobs)
@@ -178,7 +174,7 @@ class _PlanWriter:
             for tile, written in done:
                 self._unfinished[tile.file].written.setdefault(tile.part, []).append(written)
         for tile, _ in done:
-            self._count(tile.file, 1)
+            self._count(tile.file, tile.nbytes)
 
     def _write_piece(self, tile: Tile, piece: PlannedPiece) -> CrcPiece:
         self._output.write(self._files[tile.file].path, tile.offset + piece.skip, piece.data)
@@ -190,13 +186,13 @@ class _PlanWriter:
         with self._lock:
             file.written.update(run.written)
         self._progress.add(run.literals)
-        self._count(run.file, run.tiles)
+        self._count(run.file, run.tensors)
 
-    def _count(self, number: int, tiles: int) -> None:
-        """Note that more tiles of a file are written; the last of them finishes it."""
+    def _count(self, number: int, nbytes: int) -> None:
+        """Note that more bytes of a file's tensors are written; the last of them finish it."""
         file = self._unfinished[number]
         with self._lock:
-            file.left -= tiles
+            file.left -= nbytes
             last = not file.left
         if last:
             self._finish(number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -134,19 +133,6 @@ def test_any_cut_becomes_any_other(
     for number, image in enumerate(images):
         pieces = [values[at(box)].reshape(-1) for box in wanted[number::files]]
         assert image.tolist() == (np.concatenate(pieces).tolist() if pieces else [])
-
-
-@given(BOTH_TILED, st.integers(1, 64))
-def test_tiles_are_counted_without_being_made(
-    found: tuple[tuple[int, ...], list[Box], list[Box]], limit: int
-) -> None:
-    shape, held, wanted = found
-    plan = plan_of(entry(shape, held), cut=wanted, files=2)
-    counted: Counter[int] = Counter()
-    for group in groups_of(plan, limit):
-        for number, count in group.tile_counts(limit):
-            counted[number] += count
-    assert +counted == Counter(tile.file for tile in tiles_of(plan, limit))
 
 
 @pytest.mark.parametrize(("in_pieces", "tiles"), [(True, 2), (False, 8)])

@@ -70,7 +70,7 @@ def test_what_is_noted_is_written(
                 images[number][offset : offset + part.nbytes] = data
             offset += part.nbytes
 
-    state = [UnfinishedFile(file.parts, 0) for file in rows]
+    state = [UnfinishedFile(file.parts) for file in rows]
 
     def note(run: WrittenRun) -> None:
         content = (folder / rows[run.file].path).read_bytes()
@@ -79,8 +79,8 @@ def test_what_is_noted_is_written(
             assert zlib.crc32(content[start : start + nbytes]) == crc
         assert not noted & {(run.file, part) for part in written}
         noted.update((run.file, part) for part in written)
-        of_tensors = [isinstance(parts[at], Data) and parts[at].nbytes > 0 for at in written]
-        assert run.tiles == sum(of_tensors)
+        of_tensors = [parts[at].nbytes for at in written if isinstance(parts[at], Data)]
+        assert run.tensors == sum(of_tensors)
         literals = [parts[at].nbytes for at in written if isinstance(parts[at], Literal)]
         assert run.literals == sum(literals)
         state[run.file].written.update(written)
