@@ -19,7 +19,7 @@ from ckptool.core.catalog import Catalog, Chunk, Container, Place, TensorEntry, 
 from ckptool.core.selection import with_prefix
 from ckptool.errors import Damaged, Problem, coded
 from ckptool.formats.base import Detection, Format, Reading, ScanOptions
-from ckptool.formats.companions import join_catalogs, relocate, scan_subfolder
+from ckptool.formats.companions import join_catalogs, scan_subfolder
 from ckptool.formats.dcp import DcpMetadata, read_folder
 from ckptool.serialization.archive.read import StoredBytes, TorchFile
 from ckptool.serialization.archive.tensors import (
@@ -180,7 +180,6 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         scan = partial(_scan_family, name, records)
         if family:
             catalog = scan_subfolder(scan, source, family, options, prefix=f"{family}.")
-            catalog = relocate(catalog, family)
         else:
             catalog = scan(source, options)
         located.append((family, _locate(catalog, records[name].skeletons, options)))

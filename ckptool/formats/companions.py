@@ -127,7 +127,7 @@ Scan = Callable[[Source, ScanOptions], Catalog]
 def scan_subfolder(
     scan: Scan, source: Source, folder: str, options: ScanOptions, *, prefix: str = ""
 ) -> Catalog:
-    """Scan a subfolder; notes and errors name files relative to the folder above.
+    """Scan a subfolder; the catalog, notes and errors name files relative to the folder above.
 
     ``prefix`` is the prefix that tensors' names will get, and have in notes.
     """
@@ -142,7 +142,7 @@ def scan_subfolder(
         problem.tensor = prefix + problem.tensor if problem.tensor else None
     if options.problems is not None:
         options.problems.extend(moved)
-    return catalog
+    return relocate(catalog, folder)
 
 
 def join_catalogs(first: Catalog, *others: Catalog) -> Catalog:

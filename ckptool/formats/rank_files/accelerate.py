@@ -21,7 +21,6 @@ from ckptool.formats.companions import (
     TRAINER_FILES,
     companions,
     join_catalogs,
-    relocate,
     scan_subfolder,
 )
 from ckptool.formats.rank_files.names import accelerate_family
@@ -63,7 +62,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         catalogs.append(with_prefix(whole.reading.scan(source, options), "model"))
     for folder, family in _parts(source).items():
         inner = scan_subfolder(FORMATS["dcp"].reading.scan, source, folder, options)
-        catalogs.append(relocate(_in_family(inner, family), folder))
+        catalogs.append(_in_family(inner, family))
     if FORMATS["rank-local"].matches(source):
         catalogs.append(FORMATS["rank-local"].reading.scan(source, options))
     writer = {"writer": "accelerate (by its file names)"}

@@ -26,7 +26,6 @@ from ckptool.formats.companions import (
     component,
     join_catalogs,
     read_json_object,
-    relocate,
     scan_subfolder,
 )
 from ckptool.formats.safetensors import huggingface
@@ -71,7 +70,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
             problems.append(Problem(message, "file-missing", file=f"{name}/"))
         if row is not None:
             inner = scan_subfolder(row.reading.scan, source, name, options, prefix=f"{name}.")
-            parts.append(relocate(with_prefix(inner, name), name))
+            parts.append(with_prefix(inner, name))
     options.report(problems, subject=source.root)
     joined = join_catalogs(Catalog("diffusers", {}, {}, {}, world_size=1), *parts)
     index = read_json_object(source, PIPELINE)
