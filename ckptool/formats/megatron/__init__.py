@@ -152,11 +152,12 @@ FSDP_DTENSOR_FORMAT = Format(
 )
 
 
-_LOCAL_FILE = re.compile(r"[0-9]{1,9}/iter_[0-9]{7,18}_[0-9]{1,9}_local(\.dirty)?\.pt")
+LOCAL_FILE = re.compile(r"([0-9]{1,9})/iter_([0-9]{7,18})_([0-9]{1,9})_local(\.dirty)?\.pt")
+"""A rank's folder, the iteration, the rank that it is of, and whether it is being written."""
 
 
 def _probe_local(source: Source) -> bool:
-    return any(_LOCAL_FILE.fullmatch(name) for name in source.files)
+    return any(LOCAL_FILE.fullmatch(name) for name in source.files)
 
 
 LOCAL_FORMAT = Format(

@@ -7,7 +7,6 @@ has a file somewhere (nvidia-resiliency-ext 0.2 to 0.7, ``LocalCheckpointManager
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 
 from msgspec import Struct
@@ -19,6 +18,7 @@ from ckptool.core.sharding.tensor_parallel import GivenRules, given_rules, sugge
 from ckptool.core.views import whole_tensor
 from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, UsageError, damaged
 from ckptool.formats.base import ScanOptions
+from ckptool.formats.megatron import LOCAL_FILE
 from ckptool.formats.megatron.local import ROOT, read_megatron, read_state_fields
 from ckptool.formats.megatron.model import Arguments, keep_first_arguments, read_arguments
 from ckptool.formats.megatron.tensor_parallel import (
@@ -164,9 +164,6 @@ def _merge_by_rules(
     return {n: replace(entry, path=paths[n]) for n, entry in tensors.items()}, conflicts
 
 
-_LOCAL_FILE = re.compile(r"([0-9]{1,9})/iter_([0-9]{7,18})_([0-9]{1,9})_local(\.dirty)?\.pt")
-
-
 class LocalIteration(Struct, frozen=True):
     """The files of one iteration, one per owner, and notes on them for the user."""
 
@@ -218,7 +215,7 @@ def read_local(source: Source, world_size: int | None = None) -> LocalIteration:
 
 
 def _parse_name(name: str) -> _Copy | None:
-    match = _LOCAL_FILE.fullmatch(name)
+    match = LOCAL_FILE.fullmatch(name)
     if match is None:
         return None
     return _Copy(name, int(match[1]), int(match[2]), int(match[3]), match[4] is not None)
