@@ -269,20 +269,15 @@ class RecordTable(ChunkTable, RunChunks):
 class LateChunks(ChunkTable):
     """Chunks of a table, of which ``open_chunk`` makes each on first access, and that is kept.
 
-    Before that it is a whole item of its own. ``opened`` are those that were made, by index.
+    Before that it is a whole item of its own.
     """
 
     __slots__ = ("_opened", "open_chunk")
 
-    def __init__(
-        self,
-        closed: ChunkTable,
-        open_chunk: Callable[[Chunk], Chunk],
-        opened: dict[int, Chunk] | None = None,
-    ) -> None:
+    def __init__(self, closed: ChunkTable, open_chunk: Callable[[Chunk], Chunk]) -> None:
         super().__init__(closed.boxes, closed.items, closed.file_ranks)
         self.open_chunk = open_chunk
-        self._opened = opened or {}
+        self._opened: dict[int, Chunk] = {}
 
     @property
     def opened(self) -> Iterable[Chunk]:

@@ -8,10 +8,11 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
-from ckptool.core.box import Box, BoxTable, hull
+from ckptool.core.box import Box, hull
 from ckptool.core.catalog import Catalog, ObjectEntry, Path, TensorEntry, tied_names
 from ckptool.core.chunks import chunks_of
 from ckptool.core.layout import FileLayout, Verbatim
+from ckptool.core.sharding.index import as_key
 from ckptool.core.sharding.placement import PlacedTensors
 from ckptool.core.text import list_some
 from ckptool.errors import Problem, Unsupported
@@ -155,10 +156,8 @@ class WriterAssignment:
         chunks = chunks_of(entry)
         boxes, ranks = chunks.boxes, chunks.ranks
         if placed is not None or self._request.one_rank or None in ranks or not ranks:
-            if entry.shape not in self._alike:
-                self._alike[entry.shape] = {Box.whole(entry.shape): 0}
-            return self._alike[entry.shape]
-        key = boxes if isinstance(boxes, BoxTable) else tuple(boxes), tuple(ranks)
+            return self._alike.setdefault(entry.shape, {Box.whole(entry.shape): 0})
+        key = as_key(boxes), tuple(ranks)
         if key not in self._alike:
             self._alike[key] = _source_boxes(list(boxes), ranks)
         return self._alike[key]

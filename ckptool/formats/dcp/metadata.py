@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from operator import add
 from typing import Any
 
 from msgspec import Struct, field
@@ -95,10 +94,10 @@ def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMe
         stored = fields["storage_data"].items()
         has_rows = any(type(index) is Rows for index, _ in stored)
         tables = StoredTables(stored) if has_rows else None
-        boxes = _Boxes()
+        sizes = _Sizes()
         may_be_quantized = any(("torch", name) in named for name in _QUANTIZED)
         tensors = {
-            _text(name): _tensor(name, entry, f"{what}: {name}", boxes, tables)
+            _text(name): _tensor(name, entry, f"{what}: {name}", sizes, tables)
             for name, entry in entries.items()
             if entry.name.endswith(".TensorStorageMetadata")
             and not (may_be_quantized and _is_quantized(entry))
@@ -151,7 +150,7 @@ def _dtype(entry: Call) -> Any:
 
 
 def _tensor(
-    name: str, entry: Call, what: str, boxes: _Boxes, tables: StoredTables | None
+    name: str, entry: Call, what: str, sizes: _Sizes, tables: StoredTables | None
 ) -> TensorMetadata:
     fields = entry.fields
     try:
@@ -159,7 +158,8 @@ def _tensor(
         table = tables.take(name, shape, fields["chunks"]) if tables else None
         if table is not None:
             return TensorMetadata(dtype, shape, table.boxes, table)
-        return TensorMetadata(dtype, shape, tuple(map(boxes.of, expand_rows(fields["chunks"]))))
+        boxes = tuple(_box(chunk, sizes) for chunk in expand_rows(fields["chunks"]))
+        return TensorMetadata(dtype, shape, boxes)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise Damaged(f"{what}: not as DCP writes it: {error}") from None
     except (Damaged, Unsupported) as error:
@@ -178,25 +178,14 @@ class _Sizes(dict[Call, tuple[int, ...]]):
         return self[value] if type(value) is Call else read_sizes(value)
 
 
-class _Boxes(dict[tuple[tuple[int, ...], tuple[int, ...]], Box]):
-    """The boxes of chunks, one for each offset and shape."""
-
-    def __init__(self) -> None:
-        self._sizes = _Sizes()
-
-    def __missing__(self, key: tuple[tuple[int, ...], tuple[int, ...]]) -> Box:
-        low, shape = key
-        if len(low) != len(shape):
-            raise ValueError(f"a chunk of {len(shape)} dims at an offset of {len(low)}")
-        self[key] = box = Box(low, tuple(map(add, low, shape)))
-        return box
-
-    def of(self, chunk: Call) -> Box:
-        """Return the box of a ChunkStorageMetadata."""
-        fields = chunk.fields
-        if more := more_fields(chunk):
-            raise Unsupported(f"a chunk with {more[0]!r}, which is not known")
-        return self[self._sizes.of(fields["offsets"]), self._sizes.of(fields["sizes"])]
+def _box(chunk: Call, sizes: _Sizes) -> Box:
+    """Return the box of a ChunkStorageMetadata."""
+    if more := more_fields(chunk):
+        raise Unsupported(f"a chunk with {more[0]!r}, which is not known")
+    low, shape = sizes.of(chunk.fields["offsets"]), sizes.of(chunk.fields["sizes"])
+    if len(low) != len(shape):
+        raise ValueError(f"a chunk of {len(shape)} dims at an offset of {len(low)}")
+    return Box.at(low, shape)
 
 
 def _items(stored: Iterable[tuple[Call, Call]]) -> Iterator[tuple[MetadataIndex, Container]]:
