@@ -10,6 +10,7 @@ from functools import lru_cache
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, ObjectEntry, Path, TensorEntry
+from ckptool.core.selection import entries_of, with_entries
 from ckptool.errors import Refusal
 
 STATE_CATEGORIES = ("model", "optimizer", "other")
@@ -86,23 +87,16 @@ def with_every_part(catalog: Catalog) -> Catalog:
 
     Masters are the model if they are its only weights.
     """
-    parts = {name: state_category(entry) for name, entry in catalog.tensors.items()}
-    parts |= {name: state_category(entry) for name, entry in catalog.objects.items()}
+    parts = {entry.name: state_category(entry) for entry in entries_of(catalog)}
     return _mark(catalog, parts | dict.fromkeys(weights(catalog), "model"))
 
 
 def _mark(catalog: Catalog, parts: Mapping[str, str]) -> Catalog:
     if not parts:
         return catalog
-    tensors = {
-        name: replace(entry, part=parts[name]) if name in parts else entry
-        for name, entry in catalog.tensors.items()
-    }
-    objects = {
-        name: replace(entry, part=parts[name]) if name in parts else entry
-        for name, entry in catalog.objects.items()
-    }
-    return replace(catalog, tensors=tensors, objects=objects)
+    entries = entries_of(catalog)
+    marked = (replace(e, part=parts[e.name]) if e.name in parts else e for e in entries)
+    return with_entries(catalog, marked)
 
 
 def _misleading_names(catalog: Catalog) -> dict[str, str]:
