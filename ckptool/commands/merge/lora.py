@@ -81,7 +81,7 @@ class _Folding:
 
     def add_products(self) -> None:
         """Add the product of each LoRA's matrices to its weight."""
-        targets = targets_of(self._adapter, self._tensors, self._name)
+        targets = targets_of(self._adapter, self._base, self._name)
         require_numbers(self._base, [target.name for target in targets])
         for target in targets:
             before = self._before(target.name)

@@ -9,6 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.commands.merge.adapter import Adapter, Matrices, Settings
+from ckptool.commands.merge.expressions import require_numbers
 from ckptool.commands.merge.operands import Operand
 from ckptool.commands.merge.ties import HEAD
 from ckptool.core.catalog import TensorEntry
@@ -112,8 +113,9 @@ def _parents(tensors: Tensors) -> set[str]:
     return found
 
 
-def targets_of(adapter: Adapter, tensors: Tensors, naming: Naming) -> list[Target]:
+def targets_of(adapter: Adapter, base: Operand, naming: Naming) -> list[Target]:
     """Return the target of each LoRA; Unsupported if one has none, or another shape."""
+    tensors = base.catalog.tensors
     by_module: dict[str, list[Matrices]] = {}
     for lora in adapter.loras:
         by_module.setdefault(lora.module, []).append(lora)
@@ -129,6 +131,7 @@ def targets_of(adapter: Adapter, tensors: Tensors, naming: Naming) -> list[Targe
         elif len(loras) == 1 and not loras[0].depth and "weight" in own:
             found.append(Target(loras[0], f"{naming(module)}.weight", module))
         else:
+            require_numbers(base, [f"{naming(module)}.{leaf}" for leaf in own])
             raise Unsupported(
                 f"{loras[-1].both[0].name}: no parameter of the base that it is for:"
                 f" {naming(module)} has {list_some(own, _FEW) or 'none'}",

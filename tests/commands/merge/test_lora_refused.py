@@ -114,6 +114,26 @@ def test_a_quantized_weight_needs_numbers(tmp_path: Path) -> None:
     assert (code, "quantized" in said) == (4, True)
 
 
+def test_codes_in_the_place_of_a_weight_need_numbers(tmp_path: Path) -> None:
+    """GPTQ and MXFP4 store no tensor of the weight's own name, which is not called missing."""
+    codes = torch.zeros(4, 32, dtype=torch.int32)
+    module = {"qweight": codes, "qzeros": codes[:1, :4].clone(), "scales": some(1, 32).half()}
+    blocks, exponents = (torch.full((2, 8, 1, n), 120, dtype=torch.uint8) for n in (16, 1))
+    experts = {"gate_up_proj_blocks": blocks, "gate_up_proj_scales": exponents[..., 0].clone()}
+    model = save_base(
+        tmp_path / "base.safetensors",
+        {f"model.q.{name}": tensor for name, tensor in module.items()}
+        | {f"model.experts.{name}": tensor for name, tensor in experts.items()},
+    )
+    packed = {"target_parameters": ["experts.gate_up_proj"], "r": 2}
+    for number, (config, tensors) in enumerate(
+        [({}, pair("model.q", 32, 32)), (packed, pair("model.experts", 8, 32))]
+    ):
+        adapter = save_adapter(tmp_path / f"{number}", tensors, **config)
+        code, said = run(tmp_path / "out.safetensors", "--lora", adapter, "--onto", model)
+        assert (code, "--dequantize" in said) == (4, True), said
+
+
 def test_separate_experts_of_a_packed_adapter_are_explained(tmp_path: Path) -> None:
     folder = FIXTURES / "merged" / "experts"
     code, said = run(tmp_path / "out", "--lora", folder / "adapter", "--onto", folder / "ckpt")
