@@ -61,7 +61,7 @@ def require_written(
     beyond = RangeCheck()
     source = PairSource(TensorSource(sides[0], beyond), TensorSource(sides[1]))
     rest = Rest(layout.files, source.sides, sums)
-    _read_back(rest.jobs(proof_jobs(pairs, sums, source.sides, beyond)), source, rest, found, how)
+    _read_back(rest.jobs(proof_jobs(pairs, sums, sides[1], beyond)), source, rest, found, how)
     unreadable = (pair.one.name for pair in pairs if pair.one.name in found.unreadable)
     for name in unreadable:  # in the order of the tensors, not that of the threads
         side, error = found.unreadable[name]
