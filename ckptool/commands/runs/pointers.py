@@ -28,7 +28,7 @@ _LARGEST = 64 << 20
 _LIGHTNING = ".ckpt"
 _INDEX = ".index.json"
 _LATEST = re.compile(r"(?i)(?:.*[^a-z])?(?:latest|last|newest|current)(?:[^a-z].*)?")
-_BEST = re.compile(rb'"best_model_checkpoint"\s*:\s*("(?:[^"\\]|\\.)*"|null)?')
+_BEST = re.compile(rb'"best_model_checkpoint"\s*:\s*("(?:[^"\\]|\\.)*+"|null)?')
 
 
 def find_pointers(run: Run, values: ReadOptions | None = None) -> dict[Location, list[str]]:

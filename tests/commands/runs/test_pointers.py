@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -240,3 +242,18 @@ def test_the_best_of_a_state_of_any_size(tmp_path: Path) -> None:
     os.truncate(run / "trainer_state.json", 2 << 20)
     with pytest.raises(TransferError, match="before the best checkpoint"):
         pruned(run, yes=True, quick=True)
+
+
+@pytest.mark.parametrize("end", ['"}', ""], ids=["closed", "cut off"])
+def test_a_long_text_in_a_state_takes_no_more_memory_than_the_state(
+    end: str, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path, TRAINERS["transformers"], (1, 2))
+    long = '{"best_model_checkpoint": "' + "x" * (2 << 20) + end
+    (run / "trainer_state.json").write_text(long)
+    tracemalloc.start()
+    with suppress(TransferError):
+        find_pointers(find_run(run))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 32 << 20
