@@ -23,7 +23,6 @@ from ckptool.commands.verify.checks.meaning.trainer_counts import (
 from ckptool.commands.verify.checks.optimizer_names import StateName
 from ckptool.core.catalog import Catalog
 from ckptool.errors import CkptoolError, Problem
-from ckptool.formats.companions import MEGATRON
 from ckptool.serialization.source import read_metadata
 from ckptool.storage.place import file_at
 from ckptool.storage.url import Location
@@ -168,8 +167,8 @@ def _of_name(trainer: Trainer, values: Values, path: Location, step: int) -> Ite
     if count is not None:
         message += f", and {count} is {named:,}: they are of two saves"
         yield Problem(message, "counts-differ")
-    elif _pointed(path.parent / MEGATRON) == named:
-        message += f", as {MEGATRON} says: a resume goes on from {step:,}"
+    elif trainer.pointer and _pointed(path.parent / trainer.pointer) == named:
+        message += f", as {trainer.pointer} says: a resume goes on from {step:,}"
         yield Problem(message, "counts-apart")
     else:
         message += ": it was renamed, or its files are of another step"

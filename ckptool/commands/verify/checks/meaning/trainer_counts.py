@@ -11,7 +11,7 @@ from ckptool.commands.model.records import arguments_in
 from ckptool.commands.open import Survey
 from ckptool.core.catalog import Catalog
 from ckptool.errors import CkptoolError
-from ckptool.formats.companions import TRAINER_STATE, read_json_object
+from ckptool.formats.companions import MEGATRON, TRAINER_STATE, read_json_object
 from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.storage.files import Files
 
@@ -44,8 +44,9 @@ class Trainer(Struct, frozen=True):
     there are ``epochs``, a user may count at their end only. An ``engine`` that steps for the
     trainer counts at most one fewer an epoch, whose last batches may be left over.
 
-    A step is saved as ``name``; one that ``lags`` may be before that in the name. So many
-    ``samples`` were seen, a ``batch`` in a step unless ``growth`` says that it changes. An
+    A step is saved as ``name``; one that ``lags`` may be before that in the name. A resume
+    goes on from the step in the files of the folder that the file ``pointer`` beside it names. So
+    many ``samples`` were seen, a ``batch`` in a step unless ``growth`` says that it changes. An
     optimizer has taken as many steps as training if ``stepped`` is as many, unless it
     ``may_take_more``; it is another save's if its learning rate is none of ``rates``.
     """
@@ -54,6 +55,7 @@ class Trainer(Struct, frozen=True):
     sign: str
     step: str
     name: str = r"(?!)"
+    pointer: str = ""
     lags: bool = False
     counts: tuple[str, ...] = ()
     is_set: bool = False
@@ -99,6 +101,7 @@ TRAINERS = (
         sign="Megatron-core",
         step="iteration",
         name=r"iter_(\d{7,18})",
+        pointer=MEGATRON,
         schedules=(Schedule("opt_param_scheduler.num_steps", of_steps=False, scaled="args.fp16"),),
         samples="args.consumed_train_samples",
         batch="args.global_batch_size",
