@@ -99,6 +99,16 @@ def test_parameters_that_a_model_has_more_or_less_of_are_not_named(tmp_path: Pat
     assert not found(tmp_path / "c.pt")
 
 
+def test_numbers_below_a_state_of_all(tmp_path: Path) -> None:
+    """As Composer saves: the state of an optimizer is inside another one."""
+    weights, optimizer = trained()
+    zero(optimizer["state"], 4)
+    state = {"state": {"model": weights, "optimizers": {"AdamW": optimizer}}}
+    torch.save(state, tmp_path / "c.pt")
+    (finding,) = found(tmp_path / "c.pt")
+    assert finding.message.startswith("state.optimizers.AdamW.state.4.exp_avg: ")
+
+
 def test_two_optimizers_each_have_numbers_of_their_own(tmp_path: Path) -> None:
     (weights, optimizer), (others, other) = trained(), trained(by_decay)
     zero(other["state"], 2)

@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from ckptool.commands.verify.checks.meaning.stacks import Slice
 from ckptool.commands.verify.checks.meaning.weights import is_matrix
-from ckptool.commands.verify.checks.optimizer_names import StateName
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import natural_key
@@ -25,8 +24,7 @@ _SORTED = ".safetensors"
 
 _LAYER = re.compile(r"(?s)(?:[^.\d][^.]*\.)*\d+(?=\.)")
 """What precedes and is the first number in a name."""
-_NUMBER = re.compile("[0-9]{1,18}")
-_STATE, _KINDS = "state", ("exp_avg", "exp_avg_sq")
+_MOMENT = re.compile(r"(?s)((?:.*\.)?state)\.([0-9]{1,18})\.exp_avg(?:_sq)?")
 
 Shape = tuple[int, ...]
 Tensors = Mapping[str, TensorEntry]
@@ -58,10 +56,8 @@ def states_by_name(states: Tensors, models: Tensors) -> Iterator[Slice]:
 
 def _number_of(name: str) -> tuple[str, int] | None:
     """Return what precedes a moment's parameter, and the number of that if it has one."""
-    _, number, kind = StateName.of(name)
-    state = name.removesuffix(f".{number}.{kind}")
-    is_moment = kind in _KINDS and state.rpartition(".")[2] == _STATE
-    return (state, int(number)) if is_moment and _NUMBER.fullmatch(number) else None
+    found = _MOMENT.fullmatch(name)
+    return (found[1], int(found[2])) if found else None
 
 
 def _candidates(models: Tensors) -> Iterator[Mapping[Shape, Sequence[str]]]:
