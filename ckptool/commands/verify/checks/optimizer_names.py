@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from ckptool.core.catalog import Catalog
 
-_STATE = ".state."
-_PARAMS = re.compile(r"(?s)((?:(.+?)\.)?param_groups\..+)\.params(?:@rank\d+)?")
+_STATE, _GROUPS = ".state.", ".param_groups."
+_PARAMS = re.compile(r"(?s)(.+)\.params(?:@rank\d+)?")
 
 
 class StateName(NamedTuple):
@@ -41,6 +41,8 @@ class Group(NamedTuple):
 def groups_of(catalog: Catalog) -> Iterator[Group]:
     """Yield the groups of all optimizers; those of several ranks may be the same."""
     for name, entry in catalog.objects.items():
-        found = _PARAMS.fullmatch(name) if "param_groups." in name else None
+        optimizer, _, rest = f".{name}".partition(_GROUPS)
+        found = _PARAMS.fullmatch(rest)
         if found and isinstance(entry.value, list):
-            yield Group(found[2] or "", found[1], entry.value)
+            head = f"{optimizer}{_GROUPS}{found[1]}".removeprefix(".")
+            yield Group(optimizer.removeprefix("."), head, entry.value)
