@@ -16,12 +16,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import FIXTURES
 from formats.rank_files.rank_writes import rank_of_a_job
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_with_path
 from verify.verify_runs import checked
 
-from ckptool.commands.verify.checks.meaning.moment_bits import Moment
+from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.verify.checks.meaning.moment_bits import Moment, are_equal
 from ckptool.commands.verify.checks.meaning.moments import _lost_ranks, _steps_of_values
 from ckptool.commands.verify.findings import Finding
 from ckptool.core.box import Box
@@ -29,6 +32,7 @@ from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, TensorEntr
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.check.spans import Part
 from ckptool.errors import CkptoolError, Problem
+from ckptool.storage.local import LocalReader
 
 LAYERS, SHAPE = 4, (40, 30)
 State = dict[str, Any]
@@ -436,6 +440,29 @@ def test_layers_that_are_equal_or_only_begin_so_are_none(
 ) -> None:
     state = change(copy_moments(trained(), "up", "down"))
     assert not found(saved(tmp_path / "c", state))
+
+
+@pytest.mark.parametrize(("differing", "share"), [(slice(None), 1), (slice(-1, None), 2)])
+def test_of_two_tensors_that_differ_all_over_little_is_read(
+    differing: slice, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = torch.zeros(32 << 20, dtype=torch.uint8)
+    other = one.clone()
+    other[differing] = 1
+    save_file({"one": one, "other": other}, tmp_path / "t.safetensors")
+    opened = open_checkpoint(tmp_path / "t.safetensors", ReadOptions())
+    read, real = list[int](), LocalReader.read_some
+    tensors = opened.catalog.tensors
+
+    def note(reader: LocalReader, file: str, offset: int, buffer: memoryview) -> int:
+        read.append(len(buffer))
+        return real(reader, file, offset, buffer)
+
+    monkeypatch.setattr(LocalReader, "read_some", note)
+    assert are_equal(tensors["one"], tensors["one"], opened.source)
+    read.clear()
+    assert not are_equal(tensors["one"], tensors["other"], opened.source)
+    assert sum(read) <= share * one.nbytes
 
 
 def test_moments_of_megatron_by_kind(tmp_path: Path) -> None:
