@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 _NAME_OF = attrgetter("entry.name")
 _WIDEST = 16
 """Bytes of the widest element: a complex number of two of 64 bits."""
-_PLANNED = 64
-"""Jobs that are planned at a time: after each copy nothing that planning needs is in the
-processor's cache, and it takes twice as long."""
 
 
 def touch(
@@ -229,14 +226,6 @@ def _rows_of(tile: Tile, nbytes: int) -> slice | None:
         return None
     row = nbytes // shape[0] if shape else 0
     return slice(box.lo[0] * row, box.hi[0] * row) if shape else slice(None)
-
-
-def plan_jobs(
-    wanted: Iterator[Sequence[Tile]],
-) -> Iterator[Job[Sequence[Tile], PlanReader, PlannedPiece]]:
-    """Yield the jobs that read some tiles each, planning several at a time."""
-    while some := list(islice(map(plan_job, wanted), _PLANNED)):
-        yield from some
 
 
 def plan_job(tiles: Sequence[Tile]) -> Job[Sequence[Tile], PlanReader, PlannedPiece]:

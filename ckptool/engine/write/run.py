@@ -23,7 +23,7 @@ from ckptool.engine.checksum import (
     require_intact,
 )
 from ckptool.engine.read.byte_reader import ByteReader
-from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_jobs
+from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_job
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import PAIR_TILE, read_tiles
 from ckptool.engine.write.journal import Journal, find_finished
@@ -115,7 +115,7 @@ class _PlanWriter:
         workers = workers_within_budget(self._plan, self._work.options, self._source)
         records = self._work.check_records(finished)
         self._progress.add(sum(self._files[number].nbytes for number in finished))
-        jobs = plan_jobs(self._write_jobs(todo))
+        jobs = map(plan_job, self._write_jobs(todo))
         tiles = _PlanTiles(self._source, records, self._work.sums, self._output)
         read_tiles(tiles, jobs, self._write_tiles, workers, self._progress)
         records.read_unseen(self._source, workers)

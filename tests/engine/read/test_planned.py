@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import pairwise, product
 from pathlib import Path
@@ -20,11 +19,10 @@ from ckptool.core.catalog import Catalog, Chunk, Extent, Record, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Layout
 from ckptool.core.planning import groups
-from ckptool.core.planning.groups import Tile
 from ckptool.core.planning.plan import Plan
 from ckptool.engine.checksum import RecordCheck
-from ckptool.engine.read import gather, planned
-from ckptool.engine.read.planned import PlanReader, plan_jobs
+from ckptool.engine.read import gather
+from ckptool.engine.read.planned import PlanReader
 from ckptool.engine.read.segments import segments_of_tensor
 from ckptool.storage.local import LocalSource
 
@@ -173,24 +171,3 @@ def test_rows_are_read_once_for_all_their_columns(tmp_path: Path) -> None:
         {Box((0, 0), (4, 6))},
         {Box((4, 0), (8, 6))},
     ]
-
-
-def test_some_jobs_are_planned_before_the_first_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned, "_PLANNED", 3)
-    _, entry = stored(np.zeros((8, 4), np.uint16), [Box((0, 0), (8, 4))], 9)
-    halves = [Box((0, lo), (8, lo + 2)) for lo in (0, 2)]
-    files = tuple(FileLayout(f"o{n}", (Data.of("t", box, 2),)) for n, box in enumerate(halves))
-    plan = Plan(Catalog("test", {"t": entry}, {}, {}), Layout(files, folder=True))
-    (group,) = plan.groups({n: file.parts for n, file in enumerate(files)}, 4)
-    cut: list[Sequence[Tile]] = []
-
-    def wanted() -> Iterator[Sequence[Tile]]:
-        for tiles in plan.jobs(group, 4):
-            cut.append(tiles)
-            yield tiles
-
-    jobs = plan_jobs(wanted())
-    first = next(jobs)
-    assert len(cut) == 3
-    assert [job.subject for job in (first, *jobs)] == cut
-    assert len(cut) == 4
