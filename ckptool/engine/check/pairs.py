@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
@@ -103,8 +103,8 @@ class SideReaders(NamedTuple):
             reader.close()
 
 
-PairJob = Job[Any, SideReaders, PairTile]
-"""Reads tiles of a pair, or of several. Its subject tells it from other jobs: it is None."""
+PairJob = Job[None, SideReaders, PairTile]
+"""Reads tiles of a pair, or of several, or what is no tensor's."""
 
 
 class PairSource(Struct, frozen=True):

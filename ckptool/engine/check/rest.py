@@ -7,12 +7,11 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 from msgspec import Struct
 
 from ckptool.core.layout import FileLayout, Literal, Verbatim
-from ckptool.engine.check.pairs import PairJob, SideReaders
+from ckptool.engine.check.pairs import PairJob, PairTile, SideReaders
 from ckptool.engine.read.containers import runs_of
 from ckptool.engine.read.sums import ReadRun, ReadSums, checksum
 from ckptool.engine.read.tiles import Job, known_runs
@@ -93,14 +92,6 @@ class _Rest:
             self.data += bytes(offset - end)
 
 
-class RestTile(Struct, frozen=True):
-    """How non-tensor bytes differ from what was written; None if they do not."""
-
-    problem: str | None
-    nbytes: int = 0
-    """Progress counts only the bytes of tensors."""
-
-
 class Rest:
     """The non-tensor bytes of written files, to be read back; ``sides`` are source and output.
 
@@ -118,8 +109,8 @@ class Rest:
         self._lock = threading.Lock()
         self._unequal: dict[tuple[str, int], int] = {}
 
-    def jobs(self, of_tensors: Iterable[PairJob]) -> Iterator[Job[Any, SideReaders, Any]]:
-        """Yield the jobs of tensors, and those that read the rest.
+    def jobs(self, of_tensors: Iterable[PairJob]) -> Iterator[PairJob]:
+        """Yield the jobs of tensors, and those that read the rest and note how it differs.
 
         In a store the rest is read together with the tensors beside it, as each header would cost a
         request.
@@ -128,7 +119,7 @@ class Rest:
             yield from of_tensors
             for file in self._files:
                 of_file = partial(self._read, self._rest_of(file))
-                yield Job(file.path, of_file, nbytes=file.nbytes)
+                yield Job(None, of_file, nbytes=file.nbytes)
             return
         rest = [one for file in self._files for one in self._rest_of(file)]
         runs = [one for one in rest if isinstance(one, RestRun)]
@@ -143,10 +134,6 @@ class Rest:
             yield job._replace(runs=[job.runs[0], known_runs(*read)])
         yield from map(self._job_of, starts.values())
         yield from (self._job_of(one) for one in rest if isinstance(one, _Copy))
-
-    def look(self, file: str, tiles: Iterator[RestTile]) -> None:
-        """Note differences in a file. Raises the errors of reading the source."""
-        self._problems += [tile.problem for tile in tiles if tile.problem is not None]
 
     def problem(self) -> str | None:
         """Return the first difference of a file from its layout, or None, once all was read."""
@@ -203,22 +190,28 @@ class Rest:
         rest.sums = [each for each in rest.sums if each[0] + _SUM > end]
         return run
 
-    def _job_of(self, one: RestRun | _Copy) -> Job[str, SideReaders, RestTile]:
+    def _job_of(self, one: RestRun | _Copy) -> PairJob:
         copied = known_runs()
         if isinstance(one, _Copy) and not one.runs and one.part.file in self._source.files:
             copied = known_runs((one.part.file, 0, one.nbytes))
         written = known_runs((one.file, one.offset, one.nbytes))
-        return Job(one.file, partial(self._read, (one,)), [copied, written])
+        return Job(None, partial(self._read, (one,)), [copied, written])
 
-    def _read(self, rest: Iterable[RestRun | _Copy], readers: SideReaders) -> Iterator[RestTile]:
+    def _read(self, rest: Iterable[RestRun | _Copy], readers: SideReaders) -> Iterator[PairTile]:
+        """Read some of one file, and note how it differs; progress counts only tensors.
+
+        Raises the errors of reading the source.
+        """
         for one in rest:
             try:
                 is_equal = self._is_as_made(one, readers)
             except _Unreadable as error:
-                yield RestTile(f"{one.file} cannot be read back: {error}")
+                self._problems.append(f"{one.file} cannot be read back: {error}")
                 return
-            where = f"{one.file}: bytes {one.offset:,} to {one.offset + one.nbytes:,}"
-            yield RestTile(None if is_equal else f"{where} differ from what was to be written")
+            if not is_equal:
+                where = f"{one.file}: bytes {one.offset:,} to {one.offset + one.nbytes:,}"
+                self._problems.append(f"{where} differ from what was to be written")
+            yield PairTile(0)
 
     def _take_sums(self, run: RestRun, data: memoryview) -> None:
         """Note the checksums in a run, which may be truncated, and replace them with zeros.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
@@ -61,7 +60,8 @@ def require_written(
     beyond = RangeCheck()
     source = PairSource(TensorSource(sides[0], beyond), TensorSource(sides[1]))
     rest = Rest(layout.files, source.sides, sums)
-    _read_back(rest.jobs(proof_jobs(pairs, sums, sides[1], beyond)), source, rest, found, how)
+    jobs = rest.jobs(proof_jobs(pairs, sums, sides[1], beyond))
+    read_tiles(source, jobs, found.look, *how)
     unreadable = (pair.one.name for pair in pairs if pair.one.name in found.unreadable)
     for name in unreadable:  # in the order of the tensors, not that of the threads
         side, error = found.unreadable[name]
@@ -89,21 +89,3 @@ def _boxes(written: TensorEntry) -> tuple[Box, ...]:
     whole = Box.whole(written.shape)
     boxes = tuple(chunk.box for chunk in written.chunks)
     return () if boxes == (whole,) else boxes
-
-
-def _read_back(
-    jobs: Iterable[Any],
-    source: PairSource,
-    rest: Rest,
-    found: TensorComparison,
-    how: tuple[int, Progress],
-) -> None:
-    """Read some files once, and collect their differences in ``found`` and ``rest``."""
-
-    def sink(subject: str | None, tiles: Iterator[Any]) -> None:
-        if subject is not None:
-            rest.look(subject, tiles)
-        else:
-            found.look(subject, tiles)
-
-    read_tiles(source, jobs, sink, *how)
