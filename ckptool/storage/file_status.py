@@ -8,23 +8,12 @@ import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from ckptool.errors import Changed, Damaged, NotFound, Problem
+from ckptool.storage.clients.client import ObjectInfo
 
 _T = TypeVar("_T")
-
-
-class Listed(Protocol):
-    """A file as it was listed."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-
-    @property
-    def version(self) -> object:
-        """A value that changes with the content: a time in nanoseconds, or a store's ETag."""
 
 
 class FileStatus(NamedTuple):
@@ -75,7 +64,9 @@ def status_now(path: str) -> FileStatus | None:
         os.close(descriptor)
 
 
-def version_digest(listed: Mapping[str, Listed], files: Iterable[str]) -> str:
+def version_digest(
+    listed: Mapping[str, FileStatus] | Mapping[str, ObjectInfo], files: Iterable[str]
+) -> str:
     """Return a SHA-256 (hex) over names, sizes and versions of some files as they were listed.
 
     Raises Damaged if one was not.

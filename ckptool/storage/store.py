@@ -22,7 +22,6 @@ from ckptool.storage.block_cache import CAPACITY, BlockCache
 from ckptool.storage.clients.amazon import Amazon
 from ckptool.storage.clients.azure import Azure
 from ckptool.storage.clients.client import (
-    Client,
     ObjectInfo,
     ObjectVersion,
     PartsRemain,
@@ -40,6 +39,9 @@ from ckptool.storage.clients.web import Web, WebClient
 from ckptool.storage.file_status import within_folder
 from ckptool.storage.planned_ranges import PlannedRanges, VersionSpan
 
+_Client = ObstoreClient | FsspecClient
+"""Whose calls, a request each, raise what ``retry`` understands: an OSError, often with the status
+of the answer."""
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 _BEHIND_THE_END = 416
@@ -56,7 +58,7 @@ _processes: set[int] = set()
 also of obstore, survive no fork."""
 
 
-def _open_client(url: str, options: Mapping[str, Any], policy: RetryPolicy) -> Client:
+def _open_client(url: str, options: Mapping[str, Any], policy: RetryPolicy) -> _Client:
     """Return the client for the scheme of a URL; Unsupported if a package for it is missing."""
     scheme = url.partition("://")[0]
     if scheme not in _SERVICES:
@@ -108,7 +110,7 @@ class Store:
         """Folders whose metadata file was given: they may not be listable."""
         self._hidden: dict[str, str] = {}
         """Why the store does not say whether files are there, by key."""
-        self._client: Client | None = None
+        self._client: _Client | None = None
 
     def __reduce__(self) -> tuple[type[Store], tuple[str, Mapping[str, Any]]]:
         return Store, (self._url, dict(self._options))
@@ -121,7 +123,7 @@ class Store:
         return store
 
     @property
-    def client(self) -> Client:
+    def client(self) -> _Client:
         """The client for the store's scheme, connected on first use."""
         if self._client is None:
             self._client = _open_client(self._url, self._options, self.policy)
