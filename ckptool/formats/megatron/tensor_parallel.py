@@ -8,7 +8,7 @@ The rules are from the sources of megatron-core 0.5 to 0.20 (``tensor_parallel/l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from msgspec import Struct, field
 
@@ -36,36 +36,25 @@ Rank = tuple[int, int, int]
 """Tensor-, pipeline- and expert-parallel rank."""
 _GROUPED = re.compile(r"((?:.*\.)?experts\.weight)([12])")
 
-Shapes = Mapping[str, tuple[int, ...]]
-"""The shapes of a rank's parameters, by their names in the whole model."""
+
+def _use_stated(match: re.Match[str], facts: ParameterRules) -> TpRule | None:
+    return facts.stated.get(match[0])
 
 
-class _ParameterFacts(Struct, frozen=True):
-    """The facts besides a name that determine a rule, see ``find_rule``."""
-
-    shapes: Shapes
-    stated: TpRule | None
-    args: Arguments
-
-
-def _use_stated(_: re.Match[str], facts: _ParameterFacts) -> TpRule | None:
-    return facts.stated
-
-
-def _cut_rows(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
+def _cut_rows(match: re.Match[str], facts: ParameterRules) -> TpRule:
     return ROW if len(facts.shapes[match[0]]) > 1 else REPLICATED
 
 
 _UNKNOWN_GATE = "the arguments do not say whether it holds a gate and an up projection"
 
 
-def _cut_gated(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
+def _cut_gated(match: re.Match[str], facts: ParameterRules) -> TpRule:
     """Distinguish a gated projection from a plain one: the layer after it takes one half or all.
 
     A vision model beside the language model that the arguments describe may differ from it.
     ``partition_stride`` was 1 for a gated ``linear_fc1``, too, up to megatron-core 0.15.
     """
-    name, shapes, stated = match[0], facts.shapes, facts.stated
+    name, shapes, stated = match[0], facts.shapes, facts.stated.get(match[0])
     after = name.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h")
     head, _, leaf = after.rpartition(".")
     down = shapes.get(f"{head}.{leaf.replace('bias', 'weight')}", ())
@@ -83,7 +72,7 @@ def _find_halves(size: int, after: int | None, args: Arguments) -> tuple[int, ..
     return None if gated is None else (1, 1) if gated else (1,)
 
 
-def _cut_grouped(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
+def _cut_grouped(match: re.Match[str], facts: ParameterRules) -> TpRule:
     """Cut ``GroupedMLP``, which keeps all local experts in one tensor: [experts, in, out]."""
     if match[2] == "2":
         return ROW
@@ -94,7 +83,7 @@ def _cut_grouped(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     return TpRule(2, blocks)
 
 
-def _cut_mixer(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
+def _cut_mixer(match: re.Match[str], facts: ParameterRules) -> TpRule:
     """Cut a state-space layer, ``MambaMixer``, or linear attention, ``GatedDeltaNet``.
 
     What ``in_proj`` and ``conv1d`` make is several tensors in one, of which each rank has a part:
@@ -121,7 +110,7 @@ def _cut_mixer(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     return TpRule(0, blocks)
 
 
-def _cut_down(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
+def _cut_down(match: re.Match[str], facts: ParameterRules) -> TpRule:
     """Determine if latent attention's down projections are replicated, or cut as in old layers."""
     which, rows, args = match[2], facts.shapes[match[0]][0], facts.args
     latent = args.integer("q_lora_rank" if which == "q" else "kv_lora_rank")
@@ -135,7 +124,7 @@ def _cut_down(match: re.Match[str], facts: _ParameterFacts) -> TpRule:
     raise Undetermined(f"it has {rows} rows, the arguments say {latent + shared}")
 
 
-_TABLE: RuleTable[_ParameterFacts] = RuleTable(
+RULES: RuleTable[ParameterRules] = RuleTable(
     "Megatron",
     (
         (re.compile(r"(.*\.)?(linear_fc1|dense_h_to_4h)\.(weight|bias)[0-9]*"), _cut_gated),
@@ -181,15 +170,6 @@ _TABLE: RuleTable[_ParameterFacts] = RuleTable(
 )
 
 
-def find_rule(name: str, shapes: Shapes, stated: TpRule | None, args: Arguments) -> TpRule:
-    """Return the rule of a parameter; Undetermined if it is unknown.
-
-    ``shapes`` are those of all parameters on ranks; ``stated`` is from the parameter's own
-    attributes (``partition_dim``), if it was saved with them.
-    """
-    return _TABLE.find(name, _ParameterFacts(shapes, stated, args))
-
-
 def view_experts(name: str, local: tuple[int, ...], experts: int) -> tuple[int, ...]:
     """Return the shape under which a rank's parameter is read: ``GroupedMLP``'s by expert."""
     grouped = _GROUPED.fullmatch(name)
@@ -228,7 +208,7 @@ class ParameterRules(Struct):
     """The rules by which the ranks' parameters fit together.
 
     ``degrees`` are those of tensor, pipeline and expert parallelism; ``given`` are the user's,
-    ``stated`` those saved with parameters, ``shapes`` a rank's shape of each.
+    ``stated`` those saved with parameters (``partition_dim``), ``shapes`` a rank's shape of each.
     """
 
     args: Arguments
@@ -255,7 +235,7 @@ class ParameterRules(Struct):
             return given
         if degree == 1 or not self.shapes[name]:
             return REPLICATED
-        return find_rule(name, self.shapes, self.stated.get(name), self.args)
+        return RULES.find(name, self)
 
     def _find_rank(self, parameter: LocalParameter) -> tuple[int, int]:
         """Return tensor-parallel rank and degree: experts may have a degree of their own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 
@@ -13,9 +13,9 @@ from ckptool.formats.megatron.model import (
     Arguments,
 )
 from ckptool.formats.megatron.tensor_parallel import (
+    RULES,
     LocalParameter,
     ParameterRules,
-    find_rule,
     view_experts,
 )
 
@@ -23,10 +23,20 @@ GATED = Arguments({"swiglu": True, "tensor_model_parallel_size": 2})
 PLAIN = Arguments({"swiglu": False})
 
 
-def rule_or_reason(*facts: Any) -> str:
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def find_rule(name: str, shapes: Shapes, stated: TpRule | None, args: Arguments) -> TpRule:
+    """The rule of a parameter, of which ``stated`` was saved with it."""
+    of_name = {} if stated is None else {name: stated}
+    given = given_rules((), ())
+    return RULES.find(name, ParameterRules(args, (2, 1, 1), given, of_name, dict(shapes)))
+
+
+def rule_or_reason(name: str, shapes: Shapes, stated: TpRule | None, args: Arguments) -> str:
     """The rule of a parameter, or why it is not known."""
     try:
-        return str(find_rule(*facts))
+        return str(find_rule(name, shapes, stated, args))
     except Undetermined as error:
         return str(error)
 
