@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.verify.checks.consistency import CHECKLIST, LISTED
+from ckptool.commands.verify.checks.recorded_hashes import LISTS
 from ckptool.core.catalog import Catalog, TensorEntry, places, stored_places
 from ckptool.core.state_category import with_every_part
 from ckptool.core.text import list_some
@@ -23,7 +23,7 @@ _STATE_DICT = frozenset(["state", "param_groups"])
 
 def require_unlisted(source: Files, names: Iterable[str]) -> None:
     """Raise Unsupported if a list of the folder's files contains one that is to be removed."""
-    lists = [file for file in (LISTED, CHECKLIST) if file in source.files]
+    lists = [file for file in LISTS if file in source.files]
     texts = {file: read_metadata(source, file) for file in lists}
     for name in names:
         for file, text in texts.items():

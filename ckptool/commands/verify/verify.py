@@ -17,7 +17,6 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.checks.consistency import (
     catalog_problems,
     config_file_problems,
-    integrity_problems,
     replica_problems,
     unnamed_latest,
 )
@@ -29,7 +28,6 @@ from ckptool.commands.verify.checks.content import (
     unchecked_problems,
     unwritten_ends,
 )
-from ckptool.commands.verify.checks.downloads import download_problems, kept_hashes
 from ckptool.commands.verify.checks.elements import Content, Elements
 from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer_than_metadata
 from ckptool.commands.verify.checks.meaning.counts import optimizer_step_problems
@@ -39,6 +37,7 @@ from ckptool.commands.verify.checks.meaning.table import (
     senses_of,
 )
 from ckptool.commands.verify.checks.pickles import odd_values
+from ckptool.commands.verify.checks.recorded_hashes import SHA256, RecordedHashes
 from ckptool.commands.verify.checks.sample import DataPart, DataSample
 from ckptool.commands.verify.checks.training import (
     differing_step_values,
@@ -129,7 +128,9 @@ class Verification:
         self._of_files: list[Problem] | None = None
         self._of_pickles: list[Problem] | None = None
         self.content = Content()
-        self._kept = {} if options.quick else kept_hashes(surveyed.path, self._own_files)
+        self._hashes = RecordedHashes()
+        if not options.quick:
+            self._hashes = RecordedHashes.at(surveyed.path, surveyed.source, self._own_files)
 
     @property
     def _own_files(self) -> Mapping[str, int]:
@@ -170,8 +171,6 @@ class Verification:
     def check_content(self, progress: Progress, *, digest: bool) -> None:
         """Open every archive, and read every record and tensor once, or every file."""
         catalog, source, row = self._catalog, self.surveyed.source, self.surveyed.format
-        if self._sample.checks_whole:
-            self._problems += integrity_problems(source)
         senses = senses_of(catalog, self._model) if self._sample.leaves_none else []
         content, hashed = Content(senses), dict[str, int]()
         if catalog is None:
@@ -181,8 +180,8 @@ class Verification:
             whole = catalog.files | catalog.companions if self._sample.is_all else {}
             runs = [(f, 0, n) for f, n in whole.items() if f in source.files]
             with planned(source, runs if source.policy.by_request else []):
-                kept = {f for f, each in self._kept.items() if each.is_sha256}
-                hashed = {f: n for f, n in whole.items() if digest or f in kept}
+                recorded = self._hashes.files(SHA256)
+                hashed = {f: n for f, n in whole.items() if digest or f in recorded}
                 self._check_part(catalog, content, progress, hashed)
         else:
             from ckptool.commands.verify.checks.parts import parts
@@ -200,8 +199,9 @@ class Verification:
         self._problems += [*content.problems, *content.read.problems]
         self.content, digests = content, content.read.digests
         self._nbytes = content.read.nbytes
-        if self._kept and self._sample.checks_whole:
-            self._problems += download_problems(self._kept, digests, hashed, source)
+        if self._sample.checks_whole:
+            self._problems += self._hashes.problems
+            self._problems += self._hashes.compare(digests, hashed, source)
         self._check_elements(content)
 
     def _check_part(
@@ -277,7 +277,7 @@ class Verification:
             steps = optimizer_step_problems(self.surveyed, self._catalog, content.counters.taken)
             self._problems += self._unless_damaged(steps)
         unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
-        self._unchecked = unchecked - (self._kept.keys() if self._sample.leaves_none else set())
+        self._unchecked = unchecked - (self._hashes.files() if self._sample.leaves_none else set())
 
     def _read_again(self, content: Content) -> set[str]:
         """Check elements, which bytes do not show; return the tensors with NaN or infinity."""

@@ -1,17 +1,10 @@
-"""Contradictions within a checkpoint: between ranks, replicas, markers, configs, checksums.
-
-``integrity.json`` is ``{"algorithm": "sha256", "files": {name: hexadecimal digest}}`` and names all
-files beside it but itself (megatron-core 0.20, ``--verify-integrity``). ``checklist.chk``, which
-comes with Meta's llama weights, is the output of ``md5sum``: a digest and a name per line.
-"""
+"""Contradictions within a checkpoint: between ranks, replicas, markers, configs."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from typing import Any
 
 from ckptool.commands.model.adapter_config import (
     ADAPTER_CONFIG,
@@ -28,13 +21,6 @@ from ckptool.engine.check.replicas import differing_replicas
 from ckptool.errors import UNCODED, CkptoolError, Damaged, Problem
 from ckptool.formats.base import Format, LatestMarker
 from ckptool.formats.writing import select_plain
-from ckptool.serialization.source import (
-    Source,
-    file_digest,
-    parse_json_object,
-    read_metadata,
-    require,
-)
 from ckptool.serialization.state_dict.values import NOT_CARRIED
 from ckptool.storage.files import Files
 from ckptool.storage.url import Location
@@ -115,61 +101,3 @@ def _adapter_problems(config: Record, catalog: Catalog) -> Iterator[Problem]:
     message = f"an adapter ({method}); its base model{name} is not in this folder"
     yield Problem(message, "base-model-missing", file=ADAPTER_CONFIG)
     yield from adapter_problems(config, catalog.tensors)
-
-
-LISTED = "integrity.json"
-CHECKLIST = "checklist.chk"
-_MD5_LINE = re.compile(r"([0-9a-fA-F]{32})\s+\*?(\S+)")
-_ALGORITHM = "sha256"
-
-
-def integrity_problems(source: Source) -> Iterator[Problem]:
-    """Yield the listed files that are missing, or whose bytes do not match the list.
-
-    Every listed file is read once. Yields a remark if the list names an unknown algorithm.
-    """
-    if LISTED in source.files:
-        yield from _differing_from_list(source)
-    if CHECKLIST in source.files:
-        yield from _differing_from_checklist(source)
-
-
-def _differing_from_checklist(source: Source) -> Iterator[Problem]:
-    text = read_metadata(source, CHECKLIST).decode("utf-8", "replace")
-    lines = [_MD5_LINE.fullmatch(line.strip()) for line in text.splitlines() if line.strip()]
-    if not all(lines):
-        message = f"{CHECKLIST}: not a list of MD5 digests"
-        yield Problem(message, "index-unreadable", file=CHECKLIST)
-        return
-    files = {line[2]: line[1].lower() for line in lines if line is not None}
-    yield from _differing(source, files, CHECKLIST, "md5")
-
-
-def _differing_from_list(source: Source) -> Iterator[Problem]:
-    data = read_metadata(source, LISTED)
-    content: dict[str, Any] = {}
-    with suppress(Damaged):
-        content = parse_json_object(data, LISTED)
-    if not isinstance(content.get("files"), dict):
-        yield Problem(f"{LISTED}: no list of files", "index-unreadable", file=LISTED)
-    elif content.get("algorithm") != _ALGORITHM:
-        message = f"{LISTED}: {str(content.get('algorithm'))[:40]!r} is not supported; not checked"
-        yield Problem(message, "note", file=LISTED)
-    else:
-        yield from _differing(source, content["files"], LISTED, _ALGORITHM)
-
-
-def _differing(
-    source: Source, files: dict[str, Any], listed: str, algorithm: str
-) -> Iterator[Problem]:
-    for file, expected in files.items():
-        try:
-            require(source, file, wanted_by=listed)
-            digest = file_digest(source, file, algorithm)
-        except CkptoolError as error:
-            yield from error.problems
-            continue
-        if digest != expected:
-            message = f"{file}: {algorithm} {digest[:16]}..., expected"
-            message += f" {str(expected)[:16]}... by {listed}"
-            yield Problem(message, f"{algorithm}-mismatch", file=file)

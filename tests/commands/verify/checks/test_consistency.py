@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckptool
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.verify.checks.consistency import LISTED, catalog_problems
+from ckptool.commands.verify.checks import recorded_hashes
+from ckptool.commands.verify.checks.consistency import catalog_problems
 from ckptool.commands.verify.verify import verify
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
 
+LISTED = "integrity.json"
 Copy = Callable[[str], Path]
 
 
@@ -51,6 +54,24 @@ def test_a_listed_file_that_is_gone(listed: Path) -> None:
     value["files"]["tokenizer.json"] = "0" * 64
     (listed / LISTED).write_text(json.dumps(value))
     assert errors(listed) == [("file-missing", "tokenizer.json")]
+
+
+def test_a_list_covers_values_and_costs_no_second_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remarks() -> set[str]:
+        return {f.code for f in verify(tmp_path, VerifyOptions()).findings} - {"config-missing"}
+
+    weights = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(64, 64)}, weights)
+    assert remarks() == {"no-checksum"}
+    files = {weights.name: hashlib.sha256(weights.read_bytes()).hexdigest()}
+    (tmp_path / LISTED).write_text(json.dumps({"algorithm": "sha256", "files": files}))
+    monkeypatch.setattr(recorded_hashes, "file_digest", lambda *_: pytest.fail("read again"))
+    assert remarks() == set()
+    files[weights.name] = "0" * 64
+    (tmp_path / LISTED).write_text(json.dumps({"algorithm": "sha256", "files": files}))
+    assert errors(tmp_path) == [("sha256-mismatch", weights.name)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,188 @@
+"""Whether files have the hashes that are recorded of them: in a list beside them, or by the Hub.
+
+``integrity.json`` is ``{"algorithm": "sha256", "files": {name: hexadecimal digest}}`` and names all
+files beside it but itself (megatron-core 0.20, ``--verify-integrity``). ``checklist.chk``, which
+comes with Meta's llama weights, is the output of ``md5sum``: a digest and a name per line.
+
+In the cache of huggingface_hub, a file is a link to ``models--ORG--NAME/blobs/HASH``. A
+``--local-dir`` has ``.cache/huggingface/download/FILE.metadata``, or before 0.24
+``.huggingface/download/``, of three lines: the commit, the hash and the time (huggingface_hub 2.4).
+The hash is the SHA-256 of a file in LFS or Xet, and git's SHA-1 of any other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from msgspec import Struct, field
+
+from ckptool.errors import CkptoolError, Damaged, Problem
+from ckptool.serialization.source import (
+    Source,
+    file_digest,
+    parse_json_object,
+    read_metadata,
+    require,
+)
+from ckptool.storage.place import on_disk
+from ckptool.storage.url import Location
+
+LISTS = ("integrity.json", "checklist.chk")
+_REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_MD5_LINE = re.compile(r"([0-9a-fA-F]{32})\s+\*?(\S+)")
+_BESIDE = (".cache/huggingface/download", ".huggingface/download")
+_LONGEST = 1024
+_AGAIN = "download it again"
+SHA256 = "sha256"
+
+
+class RecordedHash(Struct, frozen=True):
+    """The hash in hexadecimal digits that a file should have, and ``where`` it is recorded.
+
+    The Hub's client keeps what ``was_sent``.
+    """
+
+    file: str
+    algorithm: str
+    digits: str
+    where: str
+    was_sent: bool = False
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it is a ``--local-dir``'s, whose small files people edit, not the cache's."""
+        return self.where.endswith(".metadata")
+
+    def problem(self, digits: str) -> Problem | None:
+        """Return the problem of the file if its hash has these digits; None if it is the same."""
+        if digits == self.digits:
+            return None
+        code = f"{self.algorithm}-mismatch"
+        message = f"{self.file}: {self.algorithm} {digits[:16]}..., "
+        if not self.was_sent:
+            message += f"expected {self.digits[:16]}... by {self.where}"
+            return Problem(message, code, file=self.file)
+        message += f"but the Hub sent {self.digits[:16]}..., as {self.where} says"
+        if not self.is_beside:
+            return Problem(message, code, file=self.file).with_hint(_AGAIN)
+        code = code if self.algorithm == SHA256 else "download-changed"
+        hint = f"{_AGAIN}, or remove {self.where} if it was changed on purpose"
+        return Problem(message, code, file=self.file).with_hint(hint)
+
+
+class RecordedHashes(Struct):
+    """All that is recorded ``of`` a checkpoint's files, and ``problems`` of lists of hashes."""
+
+    of: list[RecordedHash] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    @classmethod
+    def at(cls, path: Location, source: Source, own: Iterable[str]) -> RecordedHashes:
+        """Return what is recorded at ``path``: of every file in lists, of its ``own`` by the Hub.
+
+        A remark if a list names an unknown algorithm is among the problems.
+        """
+        found = cls()
+        for name in LISTS:
+            try:
+                found.of += _listed(source, name) if name in source.files else ()
+            except CkptoolError as error:
+                found.problems += error.problems
+        found.of += _sent(path, own)
+        return found
+
+    def files(self, algorithm: str | None = None) -> set[str]:
+        """Return the files of which a hash is recorded, of an algorithm if it is given."""
+        return {each.file for each in self.of if algorithm in (None, each.algorithm)}
+
+    def compare(
+        self, digests: Mapping[str, str], hashed: Collection[str], source: Source
+    ) -> Iterator[Problem]:
+        """Yield the files that are missing, or not what was recorded.
+
+        ``digests`` are SHA-256 of files that were read, as far as they could be of those
+        ``hashed``; all others are read here.
+        """
+        for each in self.of:
+            is_read = each.algorithm == SHA256 and each.file in hashed
+            if is_read and each.file not in digests:
+                continue  # the reader reports on it
+            try:
+                size = require(source, each.file, wanted_by=each.where)
+                # before what git hashes
+                head = f"blob {size}\0".encode() if each.algorithm == "sha1" else b""
+                digits = digests[each.file] if is_read else None
+                digits = digits or file_digest(source, each.file, each.algorithm, head)
+            except CkptoolError as error:
+                yield from error.problems
+                continue
+            if (problem := each.problem(digits)) is not None:
+                yield problem
+
+
+def _listed(source: Source, name: str) -> Iterator[RecordedHash]:
+    """Yield what a list says; Damaged if it is none, or names an unknown algorithm."""
+    data = read_metadata(source, name)
+    if name.endswith(".json"):
+        yield from _of_json(data, name)
+        return
+    lines = [line.strip() for line in data.decode("utf-8", "replace").splitlines()]
+    for match in map(_MD5_LINE.fullmatch, filter(None, lines)):
+        if match is None:
+            raise Damaged(f"{name}: not a list of MD5 digests", "index-unreadable", file=name)
+        yield RecordedHash(match[2], "md5", match[1].lower(), name)
+
+
+def _of_json(data: bytes, name: str) -> Iterator[RecordedHash]:
+    try:
+        content = parse_json_object(data, name)
+    except Damaged:
+        content = {}
+    if not isinstance(content.get("files"), dict):
+        raise Damaged(f"{name}: no list of files", "index-unreadable", file=name)
+    if (algorithm := content.get("algorithm")) != SHA256:
+        said = f"{str(algorithm)[:40]!r} is not supported; not checked"
+        raise Damaged(f"{name}: {said}", "note", file=name)
+    for file, digits in content["files"].items():
+        yield RecordedHash(file, SHA256, str(digits), name)
+
+
+def _sent(path: Location, files: Iterable[str]) -> Iterator[RecordedHash]:
+    """Yield what the Hub's client keeps of files of a checkpoint at ``path``."""
+    if (disk := on_disk(path)) is None:
+        return
+    folder = disk if disk.is_dir() else disk.parent
+    for file in files:
+        try:
+            digits, where = _kept(folder / file)
+        except (OSError, ValueError, RuntimeError):
+            continue  # what cannot be found keeps nothing
+        if _HASH.fullmatch(digits):
+            algorithm = SHA256 if len(digits) == 64 else "sha1"
+            yield RecordedHash(file, algorithm, digits, where, was_sent=True)
+
+
+def _kept(path: Path) -> tuple[str, str]:
+    """Return the digits that are kept of a file, and where; no digits if there are none."""
+    blob = path.resolve(strict=True)
+    if blob.parent.name == "blobs" and _REPOSITORY.fullmatch(blob.parents[1].name):
+        return blob.name, "the name of its blob"
+    whole = path.absolute()
+    for folder in whole.parents:
+        for beside in _BESIDE:
+            name = f"{whole.relative_to(folder)}.metadata"
+            if (folder / beside / name).is_file():
+                return _second_line(folder / beside / name), f"{beside}/{name}"
+    return "", ""
+
+
+def _second_line(path: Path) -> str:
+    """Return the second line of a record whose first is a commit; empty of another file."""
+    with path.open("rb") as stream:
+        lines = stream.read(_LONGEST).decode("ascii", "replace").splitlines()
+    is_record = len(lines) >= 2 and _COMMIT.fullmatch(lines[0].strip())
+    return lines[1].strip() if is_record else ""
