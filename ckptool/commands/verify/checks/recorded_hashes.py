@@ -57,21 +57,23 @@ class RecordedHash(Struct, frozen=True):
         """Whether it is a ``--local-dir``'s, whose small files people edit, not the cache's."""
         return self.where.endswith(".metadata")
 
+    @property
+    def mismatch(self) -> str:
+        """The code of a file that has another hash."""
+        may_be_edited = self.is_beside and self.algorithm != SHA256
+        return "download-changed" if may_be_edited else f"{self.algorithm}-mismatch"
+
     def problem(self, digits: str) -> Problem | None:
         """Return the problem of the file if its hash has these digits; None if it is the same."""
         if digits == self.digits:
             return None
-        code = f"{self.algorithm}-mismatch"
         message = f"{self.file}: {self.algorithm} {digits[:16]}..., "
         if not self.was_sent:
             message += f"expected {self.digits[:16]}... by {self.where}"
-            return Problem(message, code, file=self.file)
+            return Problem(message, self.mismatch, file=self.file)
         message += f"but the Hub sent {self.digits[:16]}..., as {self.where} says"
-        if not self.is_beside:
-            return Problem(message, code, file=self.file).with_hint(_AGAIN)
-        code = code if self.algorithm == SHA256 else "download-changed"
-        hint = f"{_AGAIN}, or remove {self.where} if it was changed on purpose"
-        return Problem(message, code, file=self.file).with_hint(hint)
+        edited = f", or remove {self.where} if it was changed on purpose" if self.is_beside else ""
+        return Problem(message, self.mismatch, file=self.file).with_hint(f"{_AGAIN}{edited}")
 
 
 class RecordedHashes(Struct):
