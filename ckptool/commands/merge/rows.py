@@ -22,13 +22,19 @@ from ckptool.errors import Unsupported, UsageError
 def append_rows(computation: Computation, wanted: Sequence[Rows]) -> Computation:
     """Lengthen tensors to as many rows as are wanted; those there are stay.
 
-    Raises UsageError for a name that means none, and for one that has more rows; Unsupported for
-    one without floats, and if only some of tied tensors would be longer.
+    Raises UsageError for a name that means none, that means what another one does and says another
+    count, or that has more rows; Unsupported for one without floats, and if only some of tied
+    tensors would be longer.
     """
-    catalog = computation.catalog
-    counts = {
-        name: each for each in wanted for name in tensors_named(catalog, [each.name], "--rows")
-    }
+    catalog, counts = computation.catalog, dict[str, Rows]()
+    for each in wanted:
+        for name in tensors_named(catalog, [each.name], "--rows"):
+            first = counts.setdefault(name, each)
+            if first.count != each.count:
+                raise UsageError(
+                    f"--rows {first.name}={first.count} and {each.name}={each.count}:"
+                    f" both mean {name}"
+                )
     _require_ties(catalog, counts)
     quantized, longer, said = quantized_names(catalog), dict[str, TensorEntry](), dict[str, str]()
     for name, rows in counts.items():

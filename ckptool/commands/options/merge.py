@@ -38,9 +38,11 @@ _TAKE = f"GLOB {_FROM} SRC"
 def _weights(value: Any, name: str) -> tuple[float, ...]:
     words = LIST.parse(value, name) if isinstance(value, str) else value
     try:
-        return tuple(NUMBER.parse(float(word), name) for word in words)
+        if numbers := tuple(NUMBER.parse(float(word), name) for word in words):
+            return numbers
     except (TypeError, ValueError):
-        raise UsageError(f"{name} {value!r}: not numbers", hint="such as --weights 1,2,1") from None
+        pass
+    raise UsageError(f"{name} {value!r}: not numbers", hint="such as --weights 1,2,1")
 
 
 def _takes(value: Any, name: str) -> tuple[tuple[str, Location], ...]:

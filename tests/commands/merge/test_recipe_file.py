@@ -48,6 +48,7 @@ def refused(folder: Path, text: str) -> str:
         ("sources = ['a']\n[take]\n'' = 'b'", "invalid take '' FROM"),
         ("sources = ['a']\nfill = 'mean'\n[rows]\na = -4", "invalid rows 'a=-4'"),
         ("sources = ['a']\nfill = 'mean'\n[rows]\na = 1.5", "not a table of names and whole numb"),
+        ("sources = ['a', 'b']\naverage = true\nweights = []", "weights []: not numbers"),
         ("with_optimizer = true", "unknown key 'with_optimizer'"),
         ("recipe = 'm.toml'", "unknown key 'recipe'"),
         ("average = yes", "not TOML"),

@@ -135,6 +135,7 @@ def test_a_config_of_the_former_size_is_not_kept(tmp_path: Path) -> None:
         (("--rows", "embed", "--fill", "mean"), "expected NAME=COUNT"),
         (("--rows", "embed=many", "--fill", "mean"), "expected NAME=COUNT"),
         (("--rows", "embed=" + "9" * 5000, "--fill", "mean"), "expected NAME=COUNT"),
+        (("--rows", "embed=6000", "--rows", "*=6001", "--fill", "zeros"), "both mean embed.weight"),
         (("--rows", "embed=6000", "--fill", "ones"), "invalid --fill 'ones'"),
         (("--rows", "embed=6000", "--fill", "copied:-1"), "invalid --fill 'copied:-1'"),
         (("--rows", "embed=6000", "--fill", "5"), "invalid --fill '5'"),
