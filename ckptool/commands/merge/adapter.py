@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -70,7 +70,7 @@ class Settings(Struct, frozen=True):
     use_dora: bool = False
     fan_in_fan_out: bool = False
     ensure_weight_tying: bool = False
-    bias: str = "none"
+    bias: Literal["none", "all", "lora_only"] = "none"
     target_parameters: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()
     trainable_token_indices: Mapping[str, tuple[int, ...]] | tuple[int, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -48,6 +48,7 @@ def fold(base: Operand, operand: Operand, assets: Path | None) -> Computation:
     folding.add_products()
     folding.replace_tokens()
     folding.require_biases()
+    folding.require_whole()
     ties = Ties(base, assets)
     shared = ties.shared(folding.changes, tied=adapter.settings.ensure_weight_tying)
     return folding.result(shared, ties.notes)
@@ -142,6 +143,27 @@ class _Folding:
                 f" {list_some(lacks, _FEW)}"
             )
 
+    def require_whole(self) -> None:
+        """Raise Unsupported if modules or tokens were trained that the adapter does not have."""
+        settings, tokens = self._adapter.settings, [f"{each}." for each in self._adapter.tokens]
+        said = settings.trainable_token_indices
+        wanted = [
+            ("modules_to_save", each, [*self._adapter.whole]) for each in settings.modules_to_save
+        ]
+        if isinstance(said, Mapping):
+            wanted += [("trainable_token_indices", each, tokens) for each in said]
+        for key, module, there in wanted:
+            lacks = [] if _have(there, module) else [n for n in self._tensors if _have([n], module)]
+            if lacks:
+                raise Unsupported(
+                    f"{settings.place} says {key} {module}, but the adapter lacks"
+                    f" {list_some(lacks, _FEW)}"
+                )
+        if said and not tokens:
+            raise Unsupported(
+                f"{settings.place} says trainable_token_indices, but the adapter lacks these rows"
+            )
+
     def result(self, shared: dict[str, Change], notes: list[str]) -> Computation:
         """Return the base with all changes, and what each tensor is."""
         changes = self.changes | shared
@@ -190,8 +212,7 @@ class _Folding:
 
     def _is_to_save(self, own: str) -> bool:
         """Return whether a tensor is of a module that was trained as a whole."""
-        steps = f".{own}"
-        return any(f".{module}." in steps for module in self._adapter.settings.modules_to_save)
+        return any(_have([own], module) for module in self._adapter.settings.modules_to_save)
 
     def _fitting(self, entry: TensorEntry, like: TensorEntry) -> TensorEntry:
         """Return a tensor in the type of the base's that it replaces."""
@@ -204,6 +225,11 @@ class _Folding:
             )
         self._cast.append(like.name)
         return as_type(entry, like.dtype)
+
+
+def _have(names: Iterable[str], module: str) -> bool:
+    """Return whether some of the names are of a module, which is given by the end of its own."""
+    return any(f".{module}." in f".{name}" for name in names)
 
 
 def _hint_on_missing(own: str) -> str:
