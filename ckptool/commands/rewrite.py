@@ -6,6 +6,7 @@ import importlib.util
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,9 +42,9 @@ from ckptool.core.state_category import (
     with_every_part,
 )
 from ckptool.core.views import reads_any_order
+from ckptool.engine.read.tensors import TensorReader
 from ckptool.errors import Refusal, Unsupported
 from ckptool.serialization.safetensors_metadata import rewrite_texts
-from ckptool.storage.files import Files
 
 if TYPE_CHECKING:
     from ckptool.commands.keymap.maps import MapReport
@@ -138,8 +139,9 @@ def dequantized(
 
     catalog = _located(opened)
     config = QuantizationConfig(quantization_config(opened, assets))
-    with closing(_SmallReader(opened.source)) as small:
-        return dequantize(catalog, Surroundings(dtype or BY_NAME["bfloat16"], small.read, config))
+    with closing(TensorReader(opened.source)) as reader:
+        read = partial(_read_small, reader)
+        return dequantize(catalog, Surroundings(dtype or BY_NAME["bfloat16"], read, config))
 
 
 def _located(opened: OpenedCheckpoint) -> Catalog:
@@ -156,23 +158,14 @@ def _located(opened: OpenedCheckpoint) -> Catalog:
     return located.with_tensors(rest | located.tensors)
 
 
-class _SmallReader:
-    """Reads tensors that describe others: a shape, a quantizer's state."""
+def _read_small(reader: TensorReader, entry: TensorEntry) -> bytes:
+    """Return the bytes of a tensor that describes others, such as a quantizer's state.
 
-    def __init__(self, source: Files) -> None:
-        from ckptool.engine.read.gather import Gatherer
-
-        self._gatherer = Gatherer(source)
-
-    def read(self, entry: TensorEntry) -> bytes:
-        """Return the bytes of a tensor; none of a large one. Raises the errors of reading."""
-        if entry.nbytes > _MOST_DESCRIBED:
-            return b""
-        return self._gatherer.gather(entry, Box.whole(entry.shape)).tobytes()
-
-    def close(self) -> None:
-        """Close all files."""
-        self._gatherer.close()
+    None of a large one. Raises the errors of reading.
+    """
+    if entry.nbytes > _MOST_DESCRIBED:
+        return b""
+    return reader.elements.gather(entry, Box.whole(entry.shape)).tobytes()
 
 
 class Selected(NamedTuple):

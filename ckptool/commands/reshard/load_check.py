@@ -25,7 +25,8 @@ from ckptool.core.layout import Data, tiles
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import LocalShard
 from ckptool.engine.ranks import Ranks
-from ckptool.engine.read.gather import Array, Gatherer, unit
+from ckptool.engine.read.gather import Array, unit
+from ckptool.engine.read.tensors import TensorReader
 from ckptool.errors import TransferError, Unsupported
 from ckptool.storage.place import on_disk
 
@@ -113,14 +114,14 @@ class Check:
         self._placed = reshard.placed
         self._files = reshard.plan.layout.files
         self._entries = reshard.plan.entries
-        self._gatherer = Gatherer(reshard.opened.source)
+        self._reader = TensorReader(reshard.opened.source)
         self.target = Path(str(reshard.target))
         self.rank = ranks.rank
         self.together = ranks.together
         self.mesh = _device_mesh(reshard.report.mesh)
 
     def close(self) -> None:
-        self._gatherer.close()
+        self._reader.close()
 
     def groups(self, suffix: str) -> Iterator[list[TensorEntry]]:
         """Yield the tensors in files with ``suffix``, a bounded number of bytes at a time."""
@@ -165,7 +166,7 @@ class Check:
         for piece in loaded.pieces:
             shift = tuple(g - l for g, l in zip(piece.box.lo, piece.local.lo, strict=True))
             for box in tiles(piece.box, entry.dtype.itemsize, _TILE):
-                wanted = self._gatherer.gather(entry, box)
+                wanted = self._reader.elements.gather(entry, box)
                 where = box.relative_to(shift)
                 part = bits[tuple(map(slice, where.lo, where.hi))] if where.lo else bits
                 at = _first_difference(wanted, part)

@@ -171,11 +171,11 @@ def _read_packed(
 
     Raises Damaged if it decodes to more or fewer bytes, or not at all.
     """
-    in_order = sorted(spans, key=lambda span: span.offset)
-    cuts = iter([(span, *cut) for span in in_order for cut in _cut(span, reader.tile)])
+    in_order, tile = sorted(spans, key=lambda span: span.offset), reader.policy.tile
+    cuts = iter([(span, *cut) for span in in_order for cut in _cut(span, tile)])
     cut = next(cuts, None)
     last = max(spans, key=lambda span: span.end)
-    position, filled, memory = 0, 0, reader.memory(reader.tile)
+    position, filled, memory = 0, 0, reader.memory(tile)
     for piece in _decode(packing, spans[0], reader):
         at = 0
         while cut is not None and at < len(piece):

@@ -53,7 +53,7 @@ class ByteReader:
         sums: ReadSums | None = None,
     ) -> None:
         self.files = source.reader()
-        self.tile = source.policy.tile
+        self.policy = source.policy
         self._gap = -1 if source.policy.by_request else _GAP
         self.note = note
         self._sums = sums
@@ -111,8 +111,9 @@ class ByteReader:
 
     def run(self, file: str, offset: int, nbytes: int) -> Iterator[memoryview]:
         """Read a run of bytes tile by tile."""
-        for start in range(0, nbytes, self.tile):
-            yield self.read(file, offset + start, min(self.tile, nbytes - start))
+        tile = self.policy.tile
+        for start in range(0, nbytes, tile):
+            yield self.read(file, offset + start, min(tile, nbytes - start))
 
 
 class ByteSource(Struct, frozen=True):

@@ -32,7 +32,7 @@ from ckptool.engine.read.rounding import cast, may_have_lost
 from ckptool.engine.read.segments import by_stride, run_at, strided_reads
 from ckptool.engine.read.window import Windows
 from ckptool.errors import Damaged
-from ckptool.storage.files import SPAN, Files
+from ckptool.storage.files import SPAN
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _LITTLE = 16 << 10
@@ -98,33 +98,19 @@ def cut(values: Array, tile: Tile, buffer: memoryview) -> memoryview:
 class Gatherer:
     """Reads boxes of chunks for one thread.
 
-    It keeps the decoded blob that it read last, or one of each tensor that another is computed of,
-    and reads by the reader ``of_bytes``; ``beyond`` counts the numbers that a cast makes infinite.
+    It keeps the decoded blob that it read last, or one of each tensor that another is computed of;
+    ``beyond`` counts the numbers that a cast makes infinite.
     """
 
-    def __init__(
-        self, source: Files, of_bytes: ByteReader | None = None, beyond: RangeCheck | None = None
-    ) -> None:
+    def __init__(self, reader: ByteReader, beyond: RangeCheck | None = None) -> None:
         np.empty(_FREED, "u1")
-        self.tile = source.policy.tile
         self._beyond = beyond
-        self._bytes = of_bytes or ByteReader(source)
-        self._note_piece = self._bytes.note
-        self._reader = self._bytes.files
-        self._block = source.policy.block
+        self._reader = reader
         self._scratch = memoryview(bytearray(SPAN))
-        self._blobs = Blobs(self._reader)
+        self._blobs = Blobs(reader.files)
         self._by_turns: dict[int, TensorEntry] = {}
         self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}
         self._windows = Windows()
-
-    def close(self) -> None:
-        """Close all files."""
-        self._bytes.close()
-
-    def memory(self, nbytes: int) -> memoryview:
-        """Return so many bytes of memory, which the next call may return again."""
-        return self._bytes.memory(nbytes)
 
     def find(self, entry: TensorEntry, box: Box) -> Sequence[Overlap]:
         """Return what the chunks of a tensor have of a box, opened."""
@@ -183,7 +169,7 @@ class Gatherer:
     def read_stored(self, entry: TensorEntry, box: Box) -> Array:
         """Return the same as ``gather``, in memory that the next call may reuse."""
         nbytes = box.volume * entry.source_dtype.itemsize
-        values = array(box.shape, entry.source_dtype, self.memory(nbytes))
+        values = array(box.shape, entry.source_dtype, self._reader.memory(nbytes))
         self.gather_into(values, entry, box)
         return values
 
@@ -236,17 +222,17 @@ class Gatherer:
         """Read one run of bytes of a place, and note it."""
         if out.flags.c_contiguous:
             data = raw(out)
-            self._bytes.read_into(at.file, start, data)
+            self._reader.read_into(at.file, start, data)
         elif out.nbytes <= SPAN:
             data = self._scratch[: out.nbytes]
-            self._bytes.read_into(at.file, start, data)
+            self._reader.read_into(at.file, start, data)
             out[...] = np.frombuffer(data, out.dtype).reshape(out.shape)
         else:
             strides = row_major_strides(out.shape, out.itemsize)
             self._read_strided(out, at.file, start, strides)
             return
         if at.record is not None:
-            self._note_piece(at.record, start, data)
+            self._reader.note(at.record, start, data)
 
     def _index(self, entry: TensorEntry) -> ChunkIndex:
         """Return the index of a tensor's chunks; those of the last few tensors are kept.
@@ -265,8 +251,8 @@ class Gatherer:
         order, itemsize = by_stride(strides), out.itemsize
         view, strides = out.transpose(order), tuple(strides[dim] for dim in order)
         direct = view.flags.c_contiguous
-        most = (SPAN, math.inf if direct else SPAN)
-        for read in strided_reads(view.shape, strides, itemsize, self._block, most):
+        block, most = self._reader.policy.block, (SPAN, math.inf if direct else SPAN)
+        for read in strided_reads(view.shape, strides, itemsize, block, most):
             inside: Any = (..., *read.inside)
             part, at = view[inside], start + read.offset
             is_runs = read.runs > 1 or contiguous(strides, part.shape, itemsize)
@@ -274,9 +260,9 @@ class Gatherer:
             if read.runs > 1:
                 starts = range(0, len(memory), read.nbytes)
                 runs = [memory[first : first + read.nbytes] for first in starts]
-                self._reader.read_runs(file, at, read.step, runs)
+                self._reader.files.read_runs(file, at, read.step, runs)
             else:
-                self._bytes.read_into(file, at, memory)
+                self._reader.read_into(file, at, memory)
             if is_runs and not direct:
                 part[...] = np.frombuffer(memory, out.dtype).reshape(part.shape)
             elif not is_runs:

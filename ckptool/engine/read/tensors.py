@@ -60,7 +60,6 @@ class TensorReader(ByteReader):
         beyond: RangeCheck | None = None,
     ) -> None:
         super().__init__(source, note, sums)
-        self._source = source
         self._beyond = beyond
 
     @cached_property
@@ -68,7 +67,7 @@ class TensorReader(ByteReader):
         """The reader of elements, which reads by this one."""
         from ckptool.engine.read.gather import Gatherer
 
-        return Gatherer(self._source, self, self._beyond)
+        return Gatherer(self, self._beyond)
 
 
 class TensorSource(ByteSource, frozen=True):
@@ -141,7 +140,7 @@ def _read_tensor(
 ) -> Iterator[TensorTile]:
     itemsize, gatherer = entry.source_dtype.itemsize, reader.elements
     read = gatherer.read_stored if stored else gatherer.read_values
-    for box in _tiles_of(entry, limit or gatherer.tile):
+    for box in _tiles_of(entry, limit or reader.policy.tile):
         yield TensorTile(box, read(entry, box), box.volume * itemsize)
 
 

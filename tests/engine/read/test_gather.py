@@ -23,9 +23,9 @@ from ckptool.core.catalog import Chunk, EncodedBlob, Extent, Place, Record, Tens
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.layout import tiles
 from ckptool.engine.read import gather, segments
-from ckptool.engine.read.byte_reader import ByteReader
-from ckptool.engine.read.gather import Gatherer, unit
+from ckptool.engine.read.gather import unit
 from ckptool.engine.read.rounding import cast
+from ckptool.engine.read.tensors import TensorReader
 from ckptool.errors import Damaged
 from ckptool.storage.files import ReadPolicy
 from ckptool.storage.local import LocalReader, LocalSource
@@ -60,11 +60,11 @@ def gathered(at: Place, box: Box, itemsize: int, block: int | None = None) -> np
             Path(folder, "z").write_bytes(b"head" + deflated(DATA))
         source = LocalSource(Path(folder), {})
         source.policy = ReadPolicy(block=block or 1)
-        gatherer = Gatherer(source)
+        reader = TensorReader(source)
         try:
-            gatherer.fill_from(at, out, box, dtype)
+            reader.elements.fill_from(at, out, box, dtype)
         finally:
-            gatherer.close()
+            reader.close()
     return out
 
 
@@ -108,9 +108,9 @@ def test_columns_are_read_as_rows_of_another_order(
     monkeypatch.setattr(LocalReader, "read_runs", note)
     out = np.zeros((50, 64), np.uint32)
     at = Extent("f", 0, (4, 32768))
-    gatherer = Gatherer(LocalSource(tmp_path, {}))
-    gatherer.fill_from(at, out, Box((100, 0), (150, 64)), BY_NAME["float32"])
-    gatherer.close()
+    reader = TensorReader(LocalSource(tmp_path, {}))
+    reader.elements.fill_from(at, out, Box((100, 0), (150, 64)), BY_NAME["float32"])
+    reader.close()
     assert (out == stored.T[100:150]).all()
     assert len(asked) == 1
 
@@ -132,9 +132,9 @@ def test_short_runs_of_three_turned_dims_are_read_with_what_is_between_them(
     monkeypatch.setattr(LocalReader, "read_into", note)
     out = np.zeros((8, 16, 32), np.uint32)
     at = Extent("f", 0, (4, 512, 8192))
-    gatherer = Gatherer(LocalSource(tmp_path, {}))
-    gatherer.fill_from(at, out, Box((40, 0, 0), (48, 16, 32)), BY_NAME["float32"])
-    gatherer.close()
+    reader = TensorReader(LocalSource(tmp_path, {}))
+    reader.elements.fill_from(at, out, Box((40, 0, 0), (48, 16, 32)), BY_NAME["float32"])
+    reader.close()
     assert (out == stored.transpose(2, 1, 0)[40:48]).all()
     assert len(asked) == 1
 
@@ -178,9 +178,9 @@ def repaired(tensor: torch.Tensor, ops: tuple[str, ...], folder: Path) -> bytes:
     (folder / "f").write_bytes(bits(tensor)[2])
     at = Extent("f", 0, (dtype.itemsize,), ops=ops)
     out = np.zeros(tensor.shape, unit(dtype.itemsize))
-    gatherer = Gatherer(LocalSource(folder, {}))
-    gatherer.fill_from(at, out, Box.whole(tensor.shape), dtype)
-    gatherer.close()
+    reader = TensorReader(LocalSource(folder, {}))
+    reader.elements.fill_from(at, out, Box.whole(tensor.shape), dtype)
+    reader.close()
     return out.tobytes()
 
 
@@ -224,10 +224,10 @@ def test_cast_is_torchs(stored: DType, wanted: DType) -> None:
 
 def test_a_file_that_ends_early(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(bytes(10))
-    gatherer = Gatherer(LocalSource(tmp_path, {}))
+    reader = TensorReader(LocalSource(tmp_path, {}))
     at, out = Extent("f", 0, (4,)), np.zeros(3, "u4")
     with pytest.raises(Damaged, match=r"f: .* 10 bytes"):
-        gatherer.fill_from(at, out, Box.whole((3,)), BY_NAME["float32"])
+        reader.elements.fill_from(at, out, Box.whole((3,)), BY_NAME["float32"])
 
 
 @st.composite
@@ -264,8 +264,8 @@ def test_rows_one_behind_the_other(
         Path(folder, "f").write_bytes(data)
         source = LocalSource(Path(folder), {})
         note = lambda record, offset, piece: noted.append((offset, bytes(piece)))  # noqa: E731
-        with closing(Gatherer(source, ByteReader(source, note))) as gatherer:
+        with closing(TensorReader(source, note)) as reader:
             for box in wanted:
                 expected = values[tuple(map(slice, box.lo, box.hi))]
-                assert gatherer.gather(entry, box).tobytes() == expected.tobytes()
+                assert reader.elements.gather(entry, box).tobytes() == expected.tobytes()
     assert all(data[offset:].startswith(piece) for offset, piece in noted)

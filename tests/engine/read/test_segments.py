@@ -17,13 +17,14 @@ from ckptool.core.box import Box, BoxTable, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, Record, TensorEntry
 from ckptool.core.chunks import ChunkTable, ItemTable, RecordTable
 from ckptool.core.dtype import BY_NAME
-from ckptool.engine.read.gather import Gatherer, unit
+from ckptool.engine.read.gather import unit
 from ckptool.engine.read.segments import (
     Segment,
     cut_out,
     place_needs,
     segments_of_tensor,
 )
+from ckptool.engine.read.tensors import TensorReader
 from ckptool.storage.files import ReadPolicy
 from ckptool.storage.local import LocalReader, LocalSource
 
@@ -67,8 +68,8 @@ def test_what_is_announced_is_what_is_read(found: tuple[tuple[int, ...], Box], b
         patch.setattr(LocalReader, "read_runs", read_runs)
         source = LocalSource(Path(folder), {})
         source.policy = ReadPolicy(block=block)
-        with closing(Gatherer(source)) as gatherer:
-            gatherer.fill_from(at, np.zeros(box.shape, unit(4)), box, dtype)
+        with closing(TensorReader(source)) as reader:
+            reader.elements.fill_from(at, np.zeros(box.shape, unit(4)), box, dtype)
     announced: list[Any] = list(place_needs(at, box, 4, block))
     if block == 1:
         assert sum(run[2] for run in announced) == sum(run[2] for run in read)

@@ -22,9 +22,8 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.engine.check.fingerprint import head_in
 from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, pair_jobs, same_bits
 from ckptool.engine.check.spans import Part
-from ckptool.engine.read.gather import Gatherer
 from ckptool.engine.read.numbers import decode
-from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
+from ckptool.engine.read.tensors import TensorReader, TensorSource, TensorTile, tensor_job
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import CkptoolError
 from ckptool.storage.files import Files
@@ -137,8 +136,8 @@ def cut_ranges(
     found = list(zero_ranges(entry, moment.runs))
     if not found:
         return
-    with closing(Gatherer(source)) as gatherer:
-        window = Window(gatherer)
+    with closing(TensorReader(source)) as reader:
+        window = Window(reader)
         with suppress(CkptoolError):  # the reader of all data reports on it
             for each in found:
                 known = weight if weight is not None and weight.shape == entry.shape else None

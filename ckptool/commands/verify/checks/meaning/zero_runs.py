@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from ckptool.core.box import Box, start_of_run
 from ckptool.core.catalog import TensorEntry
-from ckptool.engine.read.gather import Gatherer
 from ckptool.engine.read.numbers import Array, decode
+from ckptool.engine.read.tensors import TensorReader
 
 _LEAST = 32
 """Zeros of a range that may be none of chance, as underflow leaves them."""
@@ -109,7 +109,7 @@ def _joined(runs: list[Range]) -> list[Range]:
 class Window(Struct):
     """Reads elements of tensors in row-major order, few at a time."""
 
-    gatherer: Gatherer
+    reader: TensorReader
 
     def read(self, entry: TensorEntry, start: int, stop: int) -> Array:
         """Return elements as numbers, those of the row of the first."""
@@ -118,7 +118,7 @@ class Window(Struct):
         index = tuple(int(n) for n in np.unravel_index(row, entry.shape[:-1]))
         last = min(width, column + stop - start)
         box = Box((*index, column), (*(n + 1 for n in index), last))
-        return decode(self.gatherer.gather(entry, box).reshape(-1), entry.source_dtype)
+        return decode(self.reader.elements.gather(entry, box).reshape(-1), entry.source_dtype)
 
     def is_cut(self, entry: TensorEntry, zeros: ZeroRange) -> bool:
         """Return whether almost nothing else is zero around a range, in its row and the next one.
