@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.runs.trainers import LAST_RECORD
+from ckptool.commands.verify.checks.optimizer_names import StateName
 from ckptool.commands.verify.findings import Affected, Finding
 from ckptool.commands.verify.side_state import examine_side_file
 from ckptool.commands.verify.verify import Verification, examine
@@ -31,9 +32,8 @@ ANOTHER = frozenset(
 )
 """The warnings after which a resume would go on with something else than what was trained."""
 _NOT_FINITE = "not-finite"
-_SQUARES = "(?:(?:max_)?exp_avg_sq|square_avg|exp_inf)"
-_OF_SQUARES = re.compile(rf"(?:(?:.+\.)?state\.)?{_SQUARES}\..+|.+\.{_SQUARES}")
-"""A mean of squares, or a largest one, which a step divides by: by kind, or by parameter."""
+_SQUARES = frozenset(["exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf"])
+"""Kinds of state that are a mean of squares, or a largest one, which a step divides by."""
 _LARGEST = 64 << 20
 
 
@@ -110,7 +110,7 @@ def spoiling(finding: Finding, catalog: Catalog | None) -> Finding | None:
 
 def _ends_training(odd: Affected) -> bool:
     counts = odd.counts
-    if not counts or _OF_SQUARES.fullmatch(odd.tensor or "") is None:
+    if not counts or StateName.of(odd.tensor or "").kind not in _SQUARES:
         return False
     return not (counts["nan"] or counts["below_zero"])
 

@@ -1,4 +1,4 @@
-"""Which weight a master or a moment is of, by the names that trainers give to all three."""
+"""Which weight a master is of, by the names that trainers give to both."""
 
 from __future__ import annotations
 
@@ -19,12 +19,6 @@ _IN_STATE = re.compile(
 )
 """The name of a master in an optimizer's state: by kind (Megatron-core's torch_dist; NeMo 1.2x, of
 Apex's DistributedFusedAdam), or by parameter (Megatron-FSDP, Transformer Engine's FusedAdam)."""
-_MOMENT = re.compile(
-    r"(?s)(?P<first>exp_avg(?:_sq)?)\.(?P<of_first>.+)"
-    r"|(?:.+\.)?state\.(?P<inner>exp_avg(?:_sq)?)\.(?P<of_inner>.+)"
-    r"|(?=.*\.exp_avg(?:_sq)?\Z)(?:(?:.+\.)?state\.)?(?P<of_last>.+)\.(?P<last>exp_avg(?:_sq)?)"
-)
-"""A moment's name: by kind (DeepSpeed, Megatron), or by parameter (torch)."""
 _LAYER = re.compile(r"(?<=\blayers)\.(\d+)(?=\.)")
 _EXPERT = re.compile(r"(?<=\bexperts\.)(?:local_)?(experts)\.(\d+)(?=\.)")
 NORMS = {
@@ -89,18 +83,3 @@ def _is_weight(entry: TensorEntry, index: tuple[int, ...], master: TensorEntry) 
     is_inside = all(at < size for at, size in zip(index, entry.shape, strict=False))
     is_known = entry.stored is None and entry.dtype.name in _TYPES
     return is_known and is_inside and entry.shape[len(index) :] == master.shape
-
-
-def parse_moment(name: str) -> tuple[str, str] | None:
-    """Return the kind of a moment and the parameter that it is of; None if it is no moment."""
-    found = _MOMENT.fullmatch(name) if "exp_avg" in name else None
-    if found is None:
-        return None
-    kind = found["first"] or found["inner"] or found["last"]
-    return kind, found["of_first"] or found["of_inner"] or found["of_last"]
-
-
-def parameter_of_moment(name: str) -> str:
-    """Return the parameter that a moment is of; what is none is of itself."""
-    _, parameter = parse_moment(name) or ("", name)
-    return parameter

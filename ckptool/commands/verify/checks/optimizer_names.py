@@ -10,20 +10,42 @@ from ckptool.core.catalog import Catalog
 
 _STATE, _GROUPS = ".state.", ".param_groups."
 _PARAMS = re.compile(r"(?s)(.+)\.params(?:@rank\d+)?")
+MOMENTS = frozenset(["exp_avg", "exp_avg_sq"])
+_KINDS = MOMENTS | {"max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf"}
+STEP = "step"
 
 
 class StateName(NamedTuple):
-    """What precedes an optimizer's ``state``, as there may be several; its parameter and kind."""
+    """What precedes an optimizer's ``state``, as there may be several; its parameter and kind.
+
+    The kind comes first if state is named ``by_kind`` (DeepSpeed, Megatron), else last (torch).
+    Either may be without a ``state`` that it is in (``is_inside``).
+    """
 
     optimizer: str
     parameter: str
     kind: str
+    by_kind: bool
+    is_inside: bool
 
     @classmethod
     def of(cls, name: str) -> StateName:
-        optimizer, is_state, rest = f".{name}".partition(_STATE)
-        parameter, _, kind = (rest if is_state else name).rpartition(".")
-        return cls(optimizer.lstrip(".") if is_state else "", parameter, kind)
+        before, is_state, after = f".{name}".rpartition(_STATE)  # Composer's are inside another one
+        optimizer, rest = (before.removeprefix("."), after) if is_state else ("", name)
+        first, _, others = rest.partition(".")
+        if others and (first in _KINDS or (first == STEP and not is_state)):
+            return cls(optimizer, others, first, True, bool(is_state))
+        parameter, _, kind = rest.rpartition(".")
+        return cls(optimizer, parameter, kind, False, bool(is_state))
+
+    @property
+    def is_moment(self) -> bool:
+        return self.kind in MOMENTS and bool(self.parameter)
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether it counts the steps of a parameter; of groups some begin at 1."""
+        return self.kind == STEP and (self.by_kind or self.is_inside)
 
 
 class Group(NamedTuple):

@@ -30,8 +30,6 @@ from ckptool.storage.url import Location
 _DIFFER = "counts-differ"
 _FIRST = 2
 """Steps of which a save is not the first: some trainers count from zero, others from one."""
-_OF_OPTIMIZER = re.compile(r"(?s)(?=.*\.step\Z)(?:.+\.)?state\..+\.step|step\..+")
-"""Names of values that count the steps of an optimizer's parameters; of groups some begin at 1."""
 _RATES = ("param_groups.0.lr", "optimizer.param_groups.0.lr")
 """The learning rate in an optimizer.pt, and in DeepSpeed's files; the optimizer of a second
 ``train()`` is the first's."""
@@ -97,9 +95,9 @@ def _steps_of_each(optimizer: Catalog, read: Mapping[str, float]) -> Mapping[str
     """Return the most steps that the parameters of each optimizer have, also if no tensors."""
     steps = dict(read)
     for name, entry in optimizer.objects.items():
-        if _OF_OPTIMIZER.fullmatch(name) and type(entry.value) in (int, float):
-            of = StateName.of(name).optimizer
-            steps[of] = max(steps.get(of, 0), entry.value)
+        of = StateName.of(name)
+        if of.counts_steps and type(entry.value) in (int, float):
+            steps[of.optimizer] = max(steps.get(of.optimizer, 0), entry.value)
     return steps
 
 

@@ -20,7 +20,7 @@ from ckptool.commands.verify.checks.optimizer_names import StateName, groups_of
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.keymap.model import abstract
-from ckptool.core.quantization.master_names import keys_of, parse_moment
+from ckptool.core.quantization.master_names import keys_of
 from ckptool.core.state_category import is_master, optimizer_names, state_category
 from ckptool.core.text import list_some, plural
 from ckptool.errors import CkptoolError, Problem
@@ -54,14 +54,13 @@ def unfit_state_problems(catalog: Catalog) -> Iterator[Problem]:
     named: dict[str, list[TensorEntry]] = defaultdict(list)
     numbered: dict[str, dict[str, list[TensorEntry]]] = defaultdict(lambda: defaultdict(list))
     for name, entry in catalog.tensors.items():
-        found = parse_moment(name)
-        if found is None or state_category(entry) != "optimizer":
+        of = StateName.of(name)
+        if not of.is_moment or state_category(entry) != "optimizer":
             continue
-        parameter = found[1]
-        if parameter.isdigit():
-            numbered[StateName.of(name).optimizer][parameter].append(entry)
+        if of.parameter.isdigit():
+            numbered[of.optimizer][of.parameter].append(entry)
         else:
-            named[parameter].append(entry)
+            named[of.parameter].append(entry)
     if named:
         models = models_by_tail(catalog.tensors)
         known = {parameter: _of_model(parameter, models) for parameter in named}

@@ -17,9 +17,9 @@ from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED
 from ckptool.commands.verify.checks.meaning.moments_of_layers import Layers, WeightOf
 from ckptool.commands.verify.checks.meaning.numbered import states_by_name
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slices
+from ckptool.commands.verify.checks.optimizer_names import StateName
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.keymap.model import abstract
-from ckptool.core.quantization.master_names import parameter_of_moment, parse_moment
 from ckptool.core.state_category import state_category
 from ckptool.core.text import plural
 from ckptool.engine.check.spans import Probe
@@ -70,12 +70,11 @@ class Moments:
         models = catalog.tensors if model is None else model.located
         self._slices = Slices(moments, states_by_name(moments, models))
         for name in self._slices.names:
-            if (parsed := parse_moment(name)) is not None:
+            if (of := StateName.of(name)).is_moment:
                 from ckptool.commands.verify.checks.meaning.moment_bits import Moment
 
-                kind, parameter = parsed
-                self._names[parameter][kind] = name
-                self._found[name] = Moment(is_square=kind == _SQUARE)
+                self._names[of.parameter][of.kind] = name
+                self._found[name] = Moment(is_square=of.kind == _SQUARE)
 
     @property
     def probes(self) -> Mapping[str, Probe]:
@@ -203,7 +202,7 @@ def _lost_ranks(seen: Seen, located: Located) -> Iterator[Problem]:
 
 def _kind_of(name: str, entry: TensorEntry) -> str:
     """Return the kind of layer that a moment is of: by its shape where parameters have numbers."""
-    parameter = parameter_of_moment(name)
+    parameter = StateName.of(name).parameter
     return str(entry.shape) if parameter.isdigit() else abstract(parameter)[0]
 
 

@@ -21,17 +21,17 @@ from msgspec import Struct
 from ckptool.commands.verify.checks.elements import Elements
 from ckptool.commands.verify.checks.meaning.stacks import Slices
 from ckptool.commands.verify.checks.meaning.weights import are_of_a_branch, is_matrix, layers_of
+from ckptool.commands.verify.checks.optimizer_names import MOMENTS, StateName
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.keymap.model import abstract
-from ckptool.core.quantization.master_names import keys_of, parameter_of_moment, parse_moment
+from ckptool.core.quantization.master_names import keys_of
 from ckptool.core.views import part_at
 from ckptool.errors import Problem
 
 if TYPE_CHECKING:
     from ckptool.commands.verify.checks.meaning.moment_bits import Moment
 
-_BOTH = {"exp_avg", "exp_avg_sq"}
 _LAYERS = 4
 """Layers besides one that are alike by no chance, if they are not stacked."""
 _FEWEST = 2
@@ -75,7 +75,7 @@ class Layers(Struct, dict=True):
     def _place_of(self, moment: str) -> tuple[str, Sequence[int]]:
         """Return the parameter of a moment, and its index if both are stacked."""
         each = self.slices[moment]
-        return parameter_of_moment(each.name if each.at else each.numbered), each.at
+        return StateName.of(each.name if each.at else each.numbered).parameter, each.at
 
     def _find(
         self, parameter: str, index: Sequence[int]
@@ -98,7 +98,7 @@ class Layers(Struct, dict=True):
         zero = {
             parameter: all(self.seen[name].is_zero for name in kinds.values())
             for parameter, kinds in self.names.items()
-            if kinds.keys() == _BOTH and self.seen.keys() >= {*kinds.values()}
+            if kinds.keys() == MOMENTS and self.seen.keys() >= {*kinds.values()}
         }
         if not any(zero.values()):
             return
@@ -223,9 +223,9 @@ class Layers(Struct, dict=True):
 
 def _spot(moment: str) -> tuple[tuple[str, str], Numbers]:
     """Return the kind of a moment and of its parameter, and the numbers in the parameter's name."""
-    kind, parameter = parse_moment(moment) or ("", moment)
-    of_parameter, numbers = abstract(parameter)
-    return (kind, of_parameter), numbers
+    of = StateName.of(moment)
+    of_parameter, numbers = abstract(of.parameter)
+    return (of.kind, of_parameter), numbers
 
 
 def _are_alike(one: TensorEntry, other: TensorEntry) -> bool:

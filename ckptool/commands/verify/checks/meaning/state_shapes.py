@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 
 from msgspec import Struct
 
+from ckptool.commands.verify.checks.optimizer_names import MOMENTS, StateName
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.keymap.model import abstract
@@ -18,11 +18,7 @@ from ckptool.core.state_category import state_category
 from ckptool.errors import Problem
 
 _MEAN, _BUFFER = "exp_avg", "momentum_buffer"
-_KINDS = f"{_MEAN}|exp_avg_sq|max_exp_avg_sq|{_BUFFER}"
-_BY_KIND = re.compile(rf"(?s)(?:(?:.+\.)?state\.)?(?:{_KINDS})\.(.+)")
-"""State as DeepSpeed and Megatron name it; a run of as many elements is that of a flat buffer."""
-_BY_PARAMETER = re.compile(rf"(?s)(?=.*\.(?:{_KINDS})\Z)((?:(?:.+\.)?state\.)?(.+))\.(?:{_KINDS})")
-"""State as torch names it; the parameter may be a number, then its first state says the shape."""
+_KINDS = MOMENTS | {"max_exp_avg_sq", _BUFFER}
 _SQUARES = "exp_avg_sq"
 _DIMS = 2
 """What is projected are matrices."""
@@ -81,6 +77,8 @@ def shape_problems(catalog: Catalog) -> Iterator[Problem]:
 def _pairs(catalog: Catalog) -> Iterator[_Pair]:
     """Yield the state of parameters whose shape is known.
 
+    Where the kind comes first in names, a run of as many elements is that of a flat buffer. Else
+    the parameter may be a number: then its first state says the shape.
     DeepSpeed's universal checkpoints had moments of one rank's experts beside masters of all
     (AutoEP).
     """
@@ -96,16 +94,18 @@ def _pairs(catalog: Catalog) -> Iterator[_Pair]:
         if entry.source_dtype.kind == "bool"
     }
     for entry in states:
-        if by_kind := _BY_KIND.fullmatch(entry.name):
-            shapes = shapes_of(by_kind[1])
+        _, parameter, kind, by_kind, _ = StateName.of(entry.name)
+        if kind in _KINDS and by_kind:
+            shapes = shapes_of(parameter)
             fits = entry.shape in shapes.values() or entry.shape in map(_flat, shapes.values())
             if shapes:
                 said_by, shape = next(iter(shapes.items()))
-                yield _Pair(entry, by_kind[1], said_by, entry.shape if fits else shape)
-        elif found := _BY_PARAMETER.fullmatch(entry.name):
-            first = firsts.setdefault(found[1], entry)
-            of = first if found[2].isdigit() else models.get(found[2], first)
-            yield _Pair(entry, found[2], of.name, of.shape, masks.get(found[1]))
+                yield _Pair(entry, parameter, said_by, entry.shape if fits else shape)
+        elif kind in _KINDS:
+            head = entry.name.removesuffix(f".{kind}")
+            first = firsts.setdefault(head, entry)
+            of = first if parameter.isdigit() else models.get(parameter, first)
+            yield _Pair(entry, parameter, of.name, of.shape, masks.get(head))
 
 
 def _is_state(entry: TensorEntry) -> bool:

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.checks.elements import Elements
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slice, Slices
+from ckptool.commands.verify.checks.optimizer_names import StateName
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.keymap.model import abstract
-from ckptool.core.quantization.master_names import keys_of, parameter_of, parse_moment
+from ckptool.core.quantization.master_names import keys_of, parameter_of
 from ckptool.core.state_category import is_master, state_category
 from ckptool.engine.check.spans import Probe
 from ckptool.errors import Problem
@@ -200,9 +201,9 @@ def _is_difference(zero: Iterable[str], elements: Elements) -> bool:
 
 def _with_moments(located: Mapping[str, TensorEntry]) -> set[str]:
     """Return the weights that an optimizer has moments of."""
-    moments = [found for found in map(parse_moment, located) if found]
-    models = models_by_tail(located) if moments else {}
-    return {models[parameter].name for _, parameter in moments if parameter in models}
+    parameters = {of.parameter for of in map(StateName.of, located) if of.is_moment}
+    models = models_by_tail(located) if parameters else {}
+    return {models[parameter].name for parameter in parameters if parameter in models}
 
 
 def _rightly_zero(seen: Seen, trained: Collection[str]) -> set[str]:
