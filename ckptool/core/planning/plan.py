@@ -201,8 +201,6 @@ class Plan:
 
     def files_with(self, entry: TensorEntry, box: Box) -> list[int]:
         """Return the files, by index in the layout, that contain part of a box."""
-        if self.layout.tables is None and len(self._holders.get(entry.name, ())) == 1:
-            return self._holders[entry.name]
         written = (found.chunk.at for found in self._cut_of(entry).find(box))
         return sorted({self.numbers[at.file] for place in written for at in stored_places(place)})
 
@@ -212,8 +210,6 @@ class Plan:
         A run is adjoining elements in row-major order, such as some of the rows. That chunk has
         whole rows of it, too: only such are read as runs.
         """
-        if self.layout.tables is None and len(self._holders.get(entry.name, ())) == 1:
-            return True
         return all(
             is_run(part, box) and chunk.box.shape[1:] == part.shape[1:]
             for chunk, part, _, _ in self._cut_of(entry).find(box)
@@ -226,16 +222,6 @@ class Plan:
         if cut not in self._cuts:
             self._cuts[cut] = ChunkIndex(self.written[entry.name])
         return self._cuts[cut]
-
-    @cached_property
-    def _holders(self) -> dict[str, list[int]]:
-        """The parts' files, by their places in the layout, of each tensor by name."""
-        holders: dict[str, list[int]] = {}
-        for number, file in enumerate(self.layout.files):
-            for part in file.parts:
-                if isinstance(part, Data):
-                    holders.setdefault(part.name, []).append(number)
-        return holders
 
     @cached_property
     def written(self) -> dict[str, TensorEntry]:
