@@ -137,7 +137,8 @@ class PlanReader:
             entry, parts = some[0].entry, [*islice(read, len(rows))]
             for (_, offset, _, record, _), data in zip(rows, parts, strict=True):
                 if record is not None:
-                    self._records.read(record, entry.name, offset, data)
+                    self._records.touch(record, entry.name)
+                    self._records.note(record, offset, data)
             found += _cut_small(some, join(parts))
         yield from sorted(found, key=lambda each: (each[0].file, each[0].part))
         for some in others:
