@@ -39,7 +39,7 @@ from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.core.state_category import state_category
 from ckptool.core.subscript import Pick, picks, split_subscript, take, without_other_chunks
 from ckptool.core.text import list_some, plural
-from ckptool.engine.read.gather import unit
+from ckptool.engine.read.gather import part_of, unit
 from ckptool.engine.read.numbers import decode
 from ckptool.engine.read.tensors import ArrayMemory, FillRequest, fill
 from ckptool.engine.read.tiles import require_unchanged
@@ -312,8 +312,7 @@ def read_values(taken: Extraction, most: int = _FULL) -> list[Values]:
         shape = [sum(hi - lo for lo, hi in dim) for dim in edges]
         bits: Array = np.empty(shape, unit(entry.dtype.itemsize))
         for box, at in _boxes(edges):
-            inside: Any = (..., *map(slice, at.lo, at.hi))
-            requests.append(FillRequest(entry, box, ArrayMemory(bits[inside])))
+            requests.append(FillRequest(entry, box, ArrayMemory(part_of(bits, at))))
         read.append(Values(each, bits, full))
     fill(requests, taken.opened.source, taken.opened.source.policy.workers)
     require_unchanged(taken.opened.catalog, taken.opened.source)

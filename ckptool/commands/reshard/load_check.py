@@ -25,7 +25,7 @@ from ckptool.core.layout import Data, tiles
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import LocalShard
 from ckptool.engine.ranks import Ranks
-from ckptool.engine.read.gather import Array, unit
+from ckptool.engine.read.gather import Array, part_of, unit
 from ckptool.engine.read.tensors import TensorReader
 from ckptool.errors import TransferError, Unsupported
 from ckptool.storage.place import on_disk
@@ -167,8 +167,7 @@ class Check:
             shift = tuple(g - l for g, l in zip(piece.box.lo, piece.local.lo, strict=True))
             for box in tiles(piece.box, entry.dtype.itemsize, _TILE):
                 wanted = self._reader.elements.gather(entry, box)
-                where = box.relative_to(shift)
-                part = bits[tuple(map(slice, where.lo, where.hi))] if where.lo else bits
+                part = part_of(bits, box.relative_to(shift))
                 at = _first_difference(wanted, part)
                 if at is not None:
                     place = [low + step for low, step in zip(box.lo, at, strict=True)]

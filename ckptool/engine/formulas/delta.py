@@ -15,6 +15,7 @@ from ckptool.core.catalog import Computed, Gather, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
 from ckptool.engine.formulas.delta_changes import CHANGES, DECODER, Change
+from ckptool.engine.read.gather import part_of
 from ckptool.engine.read.numbers import Array
 from ckptool.engine.read.rounding import cast
 from ckptool.errors import Damaged, Unsupported
@@ -131,11 +132,11 @@ class ChangedBits:
             first = sum(i * stride for i, stride in zip(tile.lo, strides, strict=True))
             data = memory[: tile.volume * bits.itemsize]
             values = data.view(bits.dtype).reshape(tile.shape)
-            inside, own = _slices(part, tile), _slices(part, box)
-            values[inside] = bits[own]
+            inside, own = part.relative_to(tile.lo), part.relative_to(box.lo)
+            part_of(values, inside)[...] = part_of(bits, own)
             for change in self._changes_from(first, at):
                 change.apply(gather, first, data)
-            made[own] = values[inside]
+            part_of(made, own)[...] = part_of(values, inside)
         return made
 
     def _changes_from(self, first: int, at: Computed) -> Sequence[Change]:
@@ -205,7 +206,3 @@ def _tiles_around(box: Box, shape: tuple[int, ...], itemsize: int) -> Iterator[t
     for tile in tiles(rows, itemsize, _SPAN):
         if (part := tile.intersect(box)) is not None:
             yield tile, part
-
-
-def _slices(part: Box, box: Box) -> Any:
-    return (..., *map(slice, *part.relative_to(box.lo)))

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -190,8 +190,9 @@ class ArrayMemory(Struct, frozen=True):
 
     def part(self, where: Box) -> AbstractContextManager[Array]:
         """Return the array's own elements."""
-        inside: Any = (..., *map(slice, where.lo, where.hi))
-        return nullcontext(self.values[inside])
+        from ckptool.engine.read.gather import part_of
+
+        return nullcontext(part_of(self.values, where))
 
 
 class FillRequest(NamedTuple):
