@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from operator import ge, le, lt, sub
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 
 class Box(NamedTuple):
@@ -85,13 +85,7 @@ class BoxTable(Sequence[Box]):
     def __len__(self) -> int:
         return len(self.lows)
 
-    @overload
-    def __getitem__(self, at: int) -> Box: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Box]: ...
-
-    def __getitem__(self, at: int | slice) -> Box | Sequence[Box]:
+    def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return BoxTable(self.lows[at], self.highs[at])
         return Box(tuple(self.lows[at].tolist()), tuple(self.highs[at].tolist()))

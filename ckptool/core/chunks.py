@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, starmap
 from operator import eq
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ckptool.core.box import Box, BoxTable, row_major_strides
 from ckptool.core.catalog import Chunk, Container, Extent, Place, Record, TensorEntry
@@ -89,13 +89,7 @@ class LazyChunks(Chunks):
         """The boxes of chunks, with the rank that wrote each."""
         return Spans(self.boxes, tuple(self.ranks))
 
-    @overload
-    def __getitem__(self, at: int) -> Chunk: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Chunk]: ...
-
-    def __getitem__(self, at: int | slice) -> Chunk | Sequence[Chunk]:
+    def __getitem__(self, at: Any) -> Any:
         return tuple(self)[at] if isinstance(at, slice) else self.make(at)
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -151,13 +145,7 @@ class ItemTable(Sequence[Container]):
     def __len__(self) -> int:
         return len(self.offsets)
 
-    @overload
-    def __getitem__(self, at: int) -> Container: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Container]: ...
-
-    def __getitem__(self, at: int | slice) -> Container | Sequence[Container]:
+    def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             columns = (self.file_numbers[at], self.offsets[at], self.lengths[at])
             return ItemTable(self.files, *columns)
@@ -176,26 +164,19 @@ class ItemTable(Sequence[Container]):
 class ChunkTable(LazyChunks):
     """Chunks with their boxes and items in columns; each becomes a ``Chunk`` on access.
 
-    ``file_ranks`` are the ranks that wrote the items' files. No two chunks have the same box.
+    Tensors that are cut alike share ``boxes``. ``file_ranks`` are the ranks that wrote the items'
+    files. No two chunks have the same box.
     """
 
-    __slots__ = ("_boxes", "file_ranks", "items")
+    __slots__ = ("boxes", "file_ranks", "items")
+    boxes: BoxTable
     alone = True
+    located = False
 
     def __init__(self, boxes: BoxTable, items: ItemTable, file_ranks: Sequence[int | None]) -> None:
-        self._boxes = boxes
+        self.boxes = boxes
         self.items = items
         self.file_ranks = file_ranks
-
-    @property
-    def boxes(self) -> BoxTable:
-        """The boxes of all chunks, a table that tensors which are cut alike share."""
-        return self._boxes
-
-    @property
-    def located(self) -> bool:
-        """Whether it is known where elements are: not of items that stay closed."""
-        return False
 
     @property
     def cut(self) -> object:
@@ -235,17 +216,13 @@ class RecordTable(ChunkTable, RunChunks):
     """
 
     __slots__ = ("crcs", "itemsize", "offsets")
+    located = True
 
     def __init__(self, closed: ChunkTable, offsets: Any, crcs: Any, itemsize: int) -> None:
         super().__init__(closed.boxes, closed.items, closed.file_ranks)
         self.offsets = offsets
         self.crcs = crcs
         self.itemsize = itemsize
-
-    @property
-    def located(self) -> bool:
-        """Whether it is known where elements are."""
-        return True
 
     def runs(self) -> Iterator[Run]:
         """Yield the file, the offset and the bytes of each chunk, and the record that it is."""
@@ -273,6 +250,7 @@ class LateChunks(ChunkTable):
     """
 
     __slots__ = ("_opened", "open_chunk")
+    located = True
 
     def __init__(self, closed: ChunkTable, open_chunk: Callable[[Chunk], Chunk]) -> None:
         super().__init__(closed.boxes, closed.items, closed.file_ranks)
@@ -283,11 +261,6 @@ class LateChunks(ChunkTable):
     def opened(self) -> Iterable[Chunk]:
         """The chunks that are open so far."""
         return self._opened.values()
-
-    @property
-    def located(self) -> bool:
-        """Whether it is known where elements are: it will be on access."""
-        return True
 
     def make(self, at: int) -> Chunk:
         """Return the chunk of this number, opened; the same one to all threads."""
@@ -307,23 +280,19 @@ class WholeTensor(LazyChunks):
     Tensors of one shape share ``boxes``, the one box that each of them is.
     """
 
-    __slots__ = ("_boxes", "_chunk", "file", "offset", "strides")
+    __slots__ = ("_chunk", "boxes", "file", "offset", "strides")
+    boxes: tuple[Box]
     plain = True
     bare = True
     alone = True
     located = True
 
     def __init__(self, boxes: tuple[Box], file: str, offset: int, strides: tuple[int, ...]) -> None:
-        self._boxes = boxes
+        self.boxes = boxes
         self.file = file
         self.offset = offset
         self.strides = strides
         self._chunk: Chunk | None = None
-
-    @property
-    def boxes(self) -> tuple[Box]:
-        """The box of the tensor, which those of one shape share."""
-        return self._boxes
 
     @property
     def extent(self) -> tuple[str, int, tuple[int, ...]]:
@@ -362,13 +331,7 @@ class Joined(Sequence[_T], Generic[_T]):
     def __len__(self) -> int:
         return sum(map(len, self._parts))
 
-    @overload
-    def __getitem__(self, at: int) -> _T: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[_T]: ...
-
-    def __getitem__(self, at: int | slice) -> _T | Sequence[_T]:
+    def __getitem__(self, at: Any) -> Any:
         return tuple(self)[at]
 
     def __iter__(self) -> Iterator[_T]:

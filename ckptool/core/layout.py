@@ -141,39 +141,36 @@ class WrittenCut(Struct, frozen=True, eq=False, dict=True):
 class WrittenChunks(RunChunks):
     """Where one tensor is written: ``offsets`` is a numpy array of the byte where each box begins.
 
-    A box is C-ordered, of elements of ``itemsize`` bytes. Each becomes a ``Chunk`` on access.
+    Tensors that are written alike share the ``cut``. A box is C-ordered, of elements of
+    ``itemsize`` bytes. Each becomes a ``Chunk`` on access.
     """
 
-    __slots__ = ("_cut", "itemsize", "offsets")
+    __slots__ = ("cut", "itemsize", "offsets")
+    cut: WrittenCut
     alone = True
 
     def __init__(self, cut: WrittenCut, offsets: Any, itemsize: int) -> None:
-        self._cut = cut
+        self.cut = cut
         self.offsets = offsets
         self.itemsize = itemsize
 
     @property
-    def cut(self) -> WrittenCut:
-        """How the tensor is cut, which those that are written alike share."""
-        return self._cut
-
-    @property
     def boxes(self) -> Sequence[Box]:
         """The boxes of all chunks."""
-        return self._cut.boxes
+        return self.cut.boxes
 
     def __len__(self) -> int:
-        return len(self._cut.boxes)
+        return len(self.cut.boxes)
 
     def runs(self) -> Iterator[Run]:
         """Yield the file, the offset and the bytes of each chunk; none is a record."""
-        cut, size = self._cut, self.itemsize
+        cut, size = self.cut, self.itemsize
         for (path, _), at, count in zip(cut.files, self.offsets.tolist(), cut.volumes, strict=True):
             yield path, at, count * size, None
 
     def make(self, at: int) -> Chunk:
         """Return the chunk of this number."""
-        box, (path, rank) = self._cut.boxes[at], self._cut.files[at]
+        box, (path, rank) = self.cut.boxes[at], self.cut.files[at]
         strides = row_major_strides(box.shape, self.itemsize)
         return Chunk(box, Extent(path, int(self.offsets[at]), strides), rank)
 
