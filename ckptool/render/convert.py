@@ -13,14 +13,13 @@ from rich.text import Text
 from ckptool.commands.inspect.fold import (
     Numbers,
     fold_names,
-    natural,
     split_numbers,
     with_numbers,
 )
 from ckptool.core.dtype import short_name
 from ckptool.core.layout import FileLayout
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
-from ckptool.core.text import free, plural, size, visible
+from ckptool.core.text import free, natural_key, plural, size, visible
 from ckptool.render.text import columns, console, emit, escaped, first_lines
 
 if TYPE_CHECKING:
@@ -212,7 +211,7 @@ def _group(moves: Iterable[Move]) -> list[list[Move]]:
     groups: dict[object, list[Move]] = defaultdict(list)
 
     def order(move: Move) -> tuple[int, object]:
-        return STATE_CATEGORIES.index(state_category(move.entry)), natural(move.sources[0])
+        return STATE_CATEGORIES.index(state_category(move.entry)), natural_key(move.sources[0])
 
     for move in sorted(moves, key=order):
         words = tuple(dict.fromkeys(split_numbers(name)[0] for name in move.sources))

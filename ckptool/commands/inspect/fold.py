@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.state_category import STATE_CATEGORIES, state_category
-from ckptool.core.text import ranges
+from ckptool.core.text import natural_key, ranges
 
 _NUMBER = re.compile(r"([0-9](?:(?<![^.][0-9])|(?<=@rank[0-9]))(?:(?<!0)[0-9]{1,8})?(?![^.@]))")
 """A number between dots. It begins with a digit, and all else is looked at from there: re searches
@@ -62,7 +62,7 @@ def fold_names(kinds: Mapping[str, Kind]) -> list[tuple[str, str, Kind, int]]:
         for axes in products(members):
             first = members[tuple(axis[0] for axis in axes)]
             lines.append((with_numbers(words, axes), first, kind, math.prod(map(len, axes))))
-    return sorted(lines, key=lambda line: natural(line[1]))
+    return sorted(lines, key=lambda line: natural_key(line[1]))
 
 
 def _looks(entry: TensorEntry) -> tuple[object, ...]:
@@ -95,12 +95,6 @@ def products(tuples: Collection[Numbers]) -> list[tuple[Numbers, ...]]:
     for head in sorted(tails):
         heads.setdefault(frozenset(tails[head]), []).append(head)
     return [(tuple(axis), *rest) for tail, axis in heads.items() for rest in products(tail)]
-
-
-def natural(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key under which layer 2 comes before layer 10."""
-    pieces = _NUMBER.split(name)
-    return [(0, int(p), "") if i % 2 else (1, 0, p) for i, p in enumerate(pieces)]
 
 
 def _fold_scalars(lines: list[TensorLine], names: list[str], looks: Looks) -> list[TensorLine]:

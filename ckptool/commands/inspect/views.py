@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from ckptool.commands.document import plain
-from ckptool.commands.inspect.fold import natural
 from ckptool.commands.inspect.report import InspectReport, ModuleShare, modules_of
 from ckptool.commands.options.inspect import OVERVIEW, InspectOptions
 from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import Catalog, Computed, Container, EncodedBlob, Place, TensorEntry
 from ckptool.core.selection import is_used, tensors_named
+from ckptool.core.text import natural_key
 
 if TYPE_CHECKING:
     from ckptool.commands.reshard.holdings import MeshHoldings
@@ -84,14 +84,14 @@ def parted(catalog: Catalog, patterns: Sequence[str]) -> tuple[list[str], list[s
 
 def in_order(entries: Iterable[TensorEntry], sort: str) -> list[TensorEntry]:
     """Sort tensors by ``name``, layer 2 before layer 10, or by ``size``, the largest first."""
-    by_name = sorted(entries, key=lambda entry: natural(entry.name))
+    by_name = sorted(entries, key=lambda entry: natural_key(entry.name))
     return sorted(by_name, key=lambda entry: -entry.nbytes) if sort == "size" else by_name
 
 
 def sorted_modules(report: InspectReport, depth: int, sort: str) -> list[ModuleShare]:
     """Return the modules by name, layer 2 before layer 10, or the largest first."""
     modules = modules_of(report.catalog.tensors.values(), depth)
-    modules.sort(key=lambda each: natural(each.module))
+    modules.sort(key=lambda each: natural_key(each.module))
     return sorted(modules, key=lambda each: -each.nbytes) if sort == "size" else modules
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from ckptool.commands.inspect.fold import TensorLine, natural
+from ckptool.commands.inspect.fold import TensorLine
 from ckptool.commands.inspect.records import content_of, simple_value, unwrap
 from ckptool.commands.inspect.views import in_order
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -18,7 +18,7 @@ from ckptool.core.chunks import chunks_of
 from ckptool.core.dtype import short_name
 from ckptool.core.mesh import Placement
 from ckptool.core.selection import tensors_named
-from ckptool.core.text import list_some, plural, ranges, visible
+from ckptool.core.text import list_some, natural_key, plural, ranges, visible
 from ckptool.render.inspect.values import preview
 from ckptool.render.text import Cell, cell_width, columns
 from ckptool.serialization.pickle.records import Call
@@ -82,7 +82,9 @@ def value_lines(catalog: Catalog, screen: Console) -> list[Text]:
     """List every non-tensor value with its type, in natural order."""
     if not catalog.objects:
         return [Text("  no non-tensor values", style="dim")]
-    values = {name: catalog.objects[name].value for name in sorted(catalog.objects, key=natural)}
+    values = {
+        name: catalog.objects[name].value for name in sorted(catalog.objects, key=natural_key)
+    }
     rows = [
         (name, (type_name(value), "yellow"), (shown, "cyan"))
         for head, whole in values.items()
