@@ -28,6 +28,7 @@ from ckptool.commands.model.records import (
     CONFIG,
     DTYPE_KEYS,
     Record,
+    object_in,
     parse_object,
     read_beside,
     read_file,
@@ -320,10 +321,9 @@ def read_object(opened: OpenedCheckpoint, part: Part) -> dict[str, Any]:
         return parse_json_object(part.data, CONFIG)
     if not isinstance(part, Verbatim):
         return {}
-    file, nbytes = part.file, part.nbytes
-    if Path(file).is_absolute():
-        return parse_object(file, nbytes, partial(_read_bytes, Path(file)))
-    return parse_object(file, nbytes, lambda: opened.source.read(file, 0, nbytes))
+    if Path(part.file).is_absolute():
+        return parse_object(part.file, part.nbytes, partial(_read_bytes, Path(part.file)))
+    return object_in(opened.source, part.file)
 
 
 def _read_bytes(path: Path) -> bytes:

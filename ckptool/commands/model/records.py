@@ -75,10 +75,7 @@ def records(source: Files, catalog: Catalog, assets: Path | None) -> list[Record
 
 def read_beside(source: Files, name: str) -> Record:
     """Read a JSON file of the checkpoint; empty if there is no such file."""
-    if not is_there(source, name):
-        return {}
-    size = source.files[name]
-    return _parse(name, size, lambda: source.read(name, 0, size))
+    return _merged(object_in(source, name)) if is_there(source, name) else {}
 
 
 def _read_file(path: Path) -> Record:
@@ -86,18 +83,17 @@ def _read_file(path: Path) -> Record:
     try:
         if not is_file_there(path):
             return {}
-        return _parse(str(path), path.stat().st_size, path.read_bytes)
+        return _merged(parse_object(str(path), path.stat().st_size, path.read_bytes))
     except OSError as error:
         raise unreadable(str(path), error) from None
 
 
-def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
-    """Parse an object of JSON or YAML, merging its ``text_config`` into it.
+def _merged(content: dict[str, Any]) -> Record:
+    """Return a config with its ``text_config`` merged into it.
 
     Its own ``dtype`` stays, and both model types do. Keys of ``vision_config`` become
     ``vision_config.NAME``.
     """
-    content = parse_object(path, nbytes, read)
     inner, vision = content.get("text_config"), content.get("vision_config")
     if isinstance(vision, dict):
         content |= {f"vision_config.{name}": value for name, value in vision.items()}
@@ -106,6 +102,12 @@ def _parse(path: str, nbytes: int, read: Callable[[], bytes]) -> Record:
     kinds = [part["model_type"] for part in (content, inner) if part.get("model_type")]
     own = {key: content[key] for key in DTYPE_KEYS if content.get(key)}
     return {**content, **inner, **own, MODEL_TYPES: kinds}
+
+
+def object_in(source: Files, name: str) -> dict[str, Any]:
+    """Read an object of JSON or YAML, a file of a source. Raises as ``parse_object`` does."""
+    nbytes = source.files[name]
+    return parse_object(name, nbytes, lambda: source.read(name, 0, nbytes))
 
 
 def parse_object(path: str, nbytes: int, read: Callable[[], bytes]) -> dict[str, Any]:
@@ -305,7 +307,7 @@ def _read_stored(path: RemotePath) -> Record:
         data = path.read_bytes()
     except NotFound:
         return {}
-    return _parse(str(path), len(data), lambda: data)
+    return _merged(parse_object(str(path), len(data), lambda: data))
 
 
 def _read_unless(skipped: tuple[type[Exception], ...], path: Location) -> Record:

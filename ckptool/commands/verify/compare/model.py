@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.commands.model.architectures import HEAD, class_of, is_tied, shapes_of
-from ckptool.commands.model.records import CONFIG, DTYPE_KEYS, Record, parse_object
+from ckptool.commands.model.records import CONFIG, DTYPE_KEYS, Record, object_in
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -77,9 +77,7 @@ def open_model(config: Path, names: Collection[str]) -> OpenedCheckpoint:
 
 def _read(config: Path) -> Record:
     """Return the content of a config; Damaged if it is no JSON object."""
-    source, name = LocalSource.file(config), config.name
-    nbytes = source.files[name]
-    return parse_object(name, nbytes, lambda: source.read(name, 0, nbytes))
+    return object_in(LocalSource.file(config), config.name)
 
 
 _OF_CONFIG = "config"

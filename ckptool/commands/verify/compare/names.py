@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.commands.model.assets import QUANTIZATION_FILES, QUANTIZATION_KEYS, assets_in
-from ckptool.commands.model.records import CONFIG, DTYPE_KEYS, parse_object
+from ckptool.commands.model.records import CONFIG, DTYPE_KEYS, object_in
 from ckptool.commands.open import OpenedCheckpoint, Opens
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.verify import CompareOptions
@@ -303,9 +303,7 @@ class _Companion(Struct, frozen=True):
     def _config(self, besides: tuple[str, ...]) -> str | None:
         """Return a model's config without some keys, None if it is none."""
         try:
-            config = parse_object(
-                self.file, self.nbytes, lambda: self.source.read(self.file, 0, self.nbytes)
-            )
+            config = object_in(self.source, self.file)
         except Damaged:
             return None
         inner = config.get("text_config")

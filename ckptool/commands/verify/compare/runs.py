@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from ckptool.commands.detect import detect_checkpoint
-from ckptool.commands.model.records import parse_object
+from ckptool.commands.model.records import object_in
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.assessment import Assessor
@@ -35,7 +35,7 @@ class StepPair(Struct, frozen=True):
         names = (n for n in one.source.files if "/" not in n and n.endswith(_CONFIGS))
         for name in (name for name in names if name in other.source.files):
             try:
-                both = [_content(run, name) for run in self.runs]
+                both = [object_in(run.source, name) for run in self.runs]
             except Damaged:
                 continue
             if value_text(both[0], name) != value_text(both[1], name):
@@ -87,8 +87,3 @@ def _keys(step: Step, run: Run) -> list[object]:
     position = step.position
     numbers = (position.stage, position.epoch, position.step)
     return [within(step.path, run.path), *([numbers] if position else [])]
-
-
-def _content(run: Run, name: str) -> dict[str, object]:
-    nbytes = run.source.files[name]
-    return parse_object(name, nbytes, lambda: run.source.read(name, 0, nbytes))
