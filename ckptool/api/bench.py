@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptool.api.arguments import AnyPath, Keywords, with_keywords
 from ckptool.api.keywords import BenchKeywords
+from ckptool.commands.options import SHARE
 from ckptool.commands.options.bench import BenchOptions
 
 if TYPE_CHECKING:
@@ -42,8 +43,9 @@ def bench_changes(
     Raises NotFound or UsageError if there is no such file, Unsupported if it measured something
     else.
     """
-    from ckptool.commands.bench.baseline import Baseline, parse_tolerance
+    from ckptool.commands.bench.baseline import Baseline
 
-    baseline, allowed = Baseline.read(Path(compare)), parse_tolerance(str(tolerance))
+    baseline = Baseline.read(Path(compare))
+    allowed = SHARE.parse(tolerance, "tolerance")
     baseline.require_comparable(report.settings)
     return baseline.changes(report, allowed)

@@ -33,13 +33,12 @@ def _measure(
     options: BenchCommand, *, quiet: bool
 ) -> tuple[BenchReport | None, list[Change] | None]:
     """Return the report and the changes since an earlier run; wrong options fail before the run."""
-    from ckptool.commands.bench.baseline import Baseline, parse_tolerance
+    from ckptool.commands.bench.baseline import Baseline
     from ckptool.commands.bench.run import prepare_bench
     from ckptool.render.bench.bars import require_plottable
     from ckptool.render.bench.report import bench_progress
 
     baseline = Baseline.read(options.compare) if options.compare else None
-    allowed = parse_tolerance(options.tolerance)
     if options.plot is not None:
         require_plottable(options.plot)
     prepared = prepare_bench(options.bench)
@@ -49,7 +48,7 @@ def _measure(
         report = prepared.run(on_event)
     if report is None or baseline is None:
         return report, None
-    return report, baseline.changes(report, allowed)
+    return report, baseline.changes(report, options.tolerance)
 
 
 def _show(

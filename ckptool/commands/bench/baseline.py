@@ -90,15 +90,3 @@ class Baseline(Struct, frozen=True):
             yield Change(name, value, old, new[value], regressed)
         if name in self.consistent and not result.is_consistent:
             yield Change(name, "check", None, None, True, result.consistency.verdict)
-
-
-def parse_tolerance(text: str) -> float:
-    """Read ``10%`` or ``0.1`` as 0.1; UsageError if it is neither."""
-    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
-    try:
-        value = float(number) / (100 if percent else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise UsageError(f"invalid --tolerance '{text}': not a fraction", hint="such as 10% or 0.1")
-    return value

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,10 @@ def _interval(value: Any, name: str) -> Any:
     return parse_interval(value, name)
 
 
+def _share(value: Any, name: str, *, is_part: bool = False) -> float:
+    return parse_share(str(value), name, is_part=is_part)
+
+
 def _part(value: Any, name: str) -> Any:
     from ckptool.engine.share import parse_part
 
@@ -118,7 +123,8 @@ def _storage_options(value: Any, name: str) -> Mapping[str, Any]:
 FILE = Kind(str, "AnyPath", _file, metavar="FILE")
 PLACE = Kind(str, "AnyPath", parse_place)
 PART = Kind(str, "str", _part, metavar="K/N")
-SHARE = Kind(str, "float | str", lambda v, name: parse_share(str(v), name), metavar="SHARE")
+PART_OF_ALL = Kind(str, "float | str", partial(_share, is_part=True), metavar="SHARE")
+SHARE = Kind(str, "float | str", _share, metavar="SHARE")
 DURATION = Kind(str, "float | str", _duration, metavar="TIME")
 INTERVAL = Kind(str, "float | str", _interval, metavar="TIME|STEPS")
 TP_RULES = Kind(list[str], "Strings", _tp_rules, (), "NAME=RULE")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptool.commands.options import DURATION, FILE, INTERVAL, PLACE
+from ckptool.commands.options import DURATION, FILE, INTERVAL, PLACE, SHARE
 from ckptool.commands.options.choices import strategy_names
 from ckptool.commands.options.declaration import COUNT, FLAG, LIST, SIZE, OptionSet, group, option
 from ckptool.commands.options.screen import HTML
@@ -89,8 +89,8 @@ class BenchCommand(OptionSet):
     compare: Path | None = option(
         "--compare", FILE, metavar="OLD.json", help="Exit 1 if this earlier run was faster."
     )
-    tolerance: str = option(
-        "--tolerance", default="10%", metavar="SHARE", help="Allowed slowdown for --compare."
+    tolerance: float = option(
+        "--tolerance", SHARE, default=0.1, shown="10%", help="Allowed slowdown for --compare."
     )
     recommend: bool = option(
         "--recommend", FLAG, help="Print only the recommended strategy and why."

@@ -47,11 +47,11 @@ def parse_size(text: str, option: str) -> int:
     return int(size)
 
 
-def parse_share(text: str, option: str) -> float:
-    """Return 0.05 for ``5%`` or ``0.05``; UsageError if it is not a share between 0 and 1."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", text)
-    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
-    if not 0 < share <= 1:
+def parse_share(text: str, option: str, *, is_part: bool = False) -> float:
+    """Return 0.05 for ``5%`` or ``0.05``; UsageError if it is no share, or no part of a whole."""
+    match = re.fullmatch(r"\s*(\d*\.?\d+(?:e-?\d+)?)\s*(%?)\s*", text)
+    share = float(match[1]) / (100 if match[2] else 1) if match else math.inf
+    if not (0 < share <= 1 if is_part else share < math.inf):
         raise UsageError(f"invalid {option} {text!r}: not a fraction", hint="such as 5% or 0.05")
     return share
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptool.commands.options import PART, PLACE, SHARE
+from ckptool.commands.options import PART, PART_OF_ALL, PLACE
 from ckptool.commands.options.choices import code_names, format_names
 from ckptool.commands.options.declaration import (
     COUNT,
@@ -55,7 +55,7 @@ class VerifyOptions(OptionSet):
     read: ReadOptions = group(ReadOptions)
     quick: bool = option("--quick", FLAG, help="Read metadata only, not the data.")
     sample: float = option(
-        "--sample", SHARE, default=1.0, help="Read a share of the data, e.g. 5%."
+        "--sample", PART_OF_ALL, default=1.0, help="Read a share of the data, e.g. 5%."
     )
     seed: int = option(
         "--seed", COUNT, default=0, help="Seed that selects the --sample.", panel=RARE

@@ -12,7 +12,8 @@ from bench.bench_samples import FAST, GIB, QUICKEST, SYNC, dirty, measured, repo
 
 import ckptool
 from ckptool.cli.bench import _show
-from ckptool.commands.bench.baseline import Baseline, parse_tolerance
+from ckptool.commands.bench.baseline import Baseline
+from ckptool.commands.options import SHARE
 from ckptool.commands.options.bench import BenchCommand
 from ckptool.commands.options.screen import Screen
 from ckptool.errors import CkptoolError, NotFound, Unsupported, UsageError
@@ -129,13 +130,13 @@ def test_what_is_not_an_earlier_run_is_refused(
 
 @pytest.mark.parametrize(("text", "value"), [("10%", 0.1), ("0.25", 0.25), (" 0 % ", 0.0)])
 def test_tolerance(text: str, value: float) -> None:
-    assert parse_tolerance(text) == pytest.approx(value)
+    assert SHARE.parse(text, "--tolerance") == pytest.approx(value)
 
 
 @pytest.mark.parametrize("text", ["", "ten", "-1%", "nan", "inf"])
 def test_no_tolerance(text: str) -> None:
     with pytest.raises(UsageError, match="not a fraction"):
-        parse_tolerance(text)
+        SHARE.parse(text, "--tolerance")
 
 
 @pytest.mark.parametrize(("blocked", "code"), [(0.5, 0), (0.6, 1)])
