@@ -166,8 +166,8 @@ def find_rewriting(
         if best.score(wanted) == (len(wanted), 0):
             break
     if 2 * best.score(wanted)[0] < len(wanted):
-        mapped = _mapped(opened, theirs, assets, whole=whole)
-        best = max([best, *mapped], key=lambda each: each.score(wanted))
+        by_map = mapped(opened, theirs, assets, whole=whole)
+        best = max([best, *by_map], key=lambda each: each.score(wanted))
     common, _ = best.score(wanted)
     few = 2 * common < min(len(best.names), len(wanted))
     return None if not common or few else best
@@ -230,7 +230,7 @@ def _renamed_in_steps(
         yield Candidate(names, RewriteOptions(replace(selection, rename=rules)))
 
 
-def _mapped(
+def mapped(
     opened: OpenedCheckpoint, theirs: Catalog, assets: Path | None, *, whole: bool
 ) -> Iterator[Candidate]:
     """Yield the model's names under the key map that gives most of the others, if there is one."""

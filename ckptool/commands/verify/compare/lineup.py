@@ -14,7 +14,7 @@ from ckptool.commands.model.records import CONFIG, records
 from ckptool.commands.open import OpenedCheckpoint, require_sound
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.rewrite import dequantized, only_model, rewrite
-from ckptool.commands.verify.compare.fit import Candidate, find_rewriting
+from ckptool.commands.verify.compare.fit import Candidate, find_rewriting, mapped
 from ckptool.core.catalog import Catalog, TensorEntry, tied_names
 from ckptool.core.quantization.master_names import NORMS
 from ckptool.core.quantization.names import is_plain
@@ -55,6 +55,11 @@ class LineUp(NamedTuple):
         smaller = min(len(self.mine.tensors), len(self.theirs.tensors))
         return not self.common or 2 * len(self.common) < smaller
 
+    @property
+    def differs_in_names(self) -> bool:
+        """Return whether each has names that the other has not."""
+        return len(self.common) < min(len(self.mine.tensors), len(self.theirs.tensors))
+
     def tied_to(self, name: str) -> set[str]:
         """Return the names that are the same tensor as this one."""
         return {each for names in self.ties if name in names for each in names} - {name}
@@ -78,21 +83,28 @@ def line_up(mine: OpenedCheckpoint, theirs: OpenedCheckpoint, rewriting: Rewrite
     ways = [LineUp(own, bare, "", [])]
     if own.tensors.keys() != bare.tensors.keys() and all(map(_is_of_megatron, (own, bare))):
         ways.append(_of_megatron(own, bare))
-    if ways[0].is_unlike:
-        assets = config_folder(theirs) or config_folder(mine)
-        for made, how in _renamed(theirs, bare, own, assets):
+    if ways[0].is_unlike or ways[0].differs_in_names:
+        assets, some = config_folder(theirs) or config_folder(mine), not ways[0].is_unlike
+        for made, how in _renamed(theirs, bare, own, assets, some=some):
             ways.append(LineUp(own, made, f"{theirs.path} with {how}", []))
-        for made, how in _renamed(mine, own, bare, assets):
+        for made, how in _renamed(mine, own, bare, assets, some=some):
             ways.append(LineUp(made, bare, f"{mine.path} with {how}", []))
     return _with_ties(max(ways, key=lambda way: way.likeness), mine, theirs)
 
 
 def _renamed(
-    opened: OpenedCheckpoint, bare: Catalog, wanted: Catalog, assets: Path | None
+    opened: OpenedCheckpoint, bare: Catalog, wanted: Catalog, assets: Path | None, *, some: bool
 ) -> Iterator[tuple[Catalog, str]]:
-    """Yield a model under the names of another, and the options that make it, if any do."""
+    """Yield a model under the names of another, and the options that make it, if any do.
+
+    If ``some`` are alike, a key map alone may: experts are packed, where all else has its names.
+    """
     found = Candidate(list(bare.tensors), _MODEL)
-    best = find_rewriting(opened, found, bare, wanted, assets, whole=False)
+    if some:
+        candidates = mapped(opened, wanted, assets, whole=False)
+        best = max(candidates, key=lambda each: each.score(wanted.tensors), default=None)
+    else:
+        best = find_rewriting(opened, found, bare, wanted, assets, whole=False)
     if best is not None and best is not found:
         try:
             yield _model(rewrite(opened, best.rewriting, check=require_sound).catalog), best.option

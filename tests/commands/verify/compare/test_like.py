@@ -240,6 +240,23 @@ def test_a_model_whose_tensors_another_trainer_fuses(llama: Path, tmp_path: Path
         }
 
 
+def test_packed_experts_are_those_of_the_base(mixtral: Path, tmp_path: Path) -> None:
+    """As FSDP saves them with transformers 5: all but the experts and gates has its name."""
+    packed = tmp_path / "packed.pt"
+    ckptool.convert(mixtral, packed, map="transformers-mixtral")
+    whole = torch.load(packed, weights_only=True)
+    for one, other in ((packed, mixtral), (packed, mixtral / "config.json"), (mixtral, packed)):
+        report = ckptool.verify(one, like=other)
+        assert not found(report), (one, other)
+        assert "transformers-mixtral" in report.summary
+    torch.save(without(whole, "layers.1.mlp.experts"), tmp_path / "lost.pt")
+    lost = found(ckptool.verify(tmp_path / "lost.pt", like=mixtral))
+    assert {(finding.code, finding.tensor) for finding in lost} == {
+        ("like-missing", f"model.layers.1.mlp.experts.{part}")
+        for part in ("gate_up_proj", "down_proj")
+    }
+
+
 def test_another_model_is_one_finding(llama: Path, tmp_path: Path) -> None:
     save_file({f"fc{i}.weight": torch.ones(2) for i in range(9)}, tmp_path / "m.safetensors")
     report = ckptool.verify(tmp_path / "m.safetensors", like=llama)
