@@ -72,6 +72,7 @@ class Settings(Struct, frozen=True):
     ensure_weight_tying: bool = False
     bias: Literal["none", "all", "lora_only"] = "none"
     target_parameters: tuple[str, ...] = ()
+    target_modules: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()
     trainable_token_indices: Mapping[str, tuple[int, ...]] | tuple[int, ...] = ()
     base: str = ""
@@ -204,6 +205,9 @@ def _settings(record: Record, where: str) -> Settings:
         said[key] = record.get(key) or False
     for key in ("target_parameters", "modules_to_save"):
         said[key] = record.get(key) or ()
+    chosen = any(record.get(key) is not None for key in ("exclude_modules", "layers_to_transform"))
+    targets = record.get("target_modules")
+    said["target_modules"] = targets if isinstance(targets, list) and not chosen else ()
     from msgspec import ValidationError, convert
 
     try:

@@ -185,6 +185,11 @@ class _Folding:
                 f"{settings.place} names {settings.base} as its base: whether"
                 f" {self._base.opened.path} is that one cannot be told"
             )
+        if bare := self._without_lora():
+            yield (
+                f"{plural(len(bare), 'module')} that target_modules names without a LoRA:"
+                f" {list_some(bare, _FEW)}"
+            )
         if self._added:
             yield (
                 f"{plural(len(self._added), 'tensor')} ({list_some(self._added, _FEW)}) of"
@@ -193,6 +198,14 @@ class _Folding:
         if self._cast:
             names = list_some(self._cast, _FEW)
             yield f"rounded to the base's type: {plural(len(self._cast), 'tensor')} ({names})"
+
+    def _without_lora(self) -> list[str]:
+        """Return the base's modules of names that have LoRAs, but not these: PEFT only warns."""
+        ends = tuple(f".{target}" for target in self._adapter.settings.target_modules)
+        adapted = {f"{self._name(lora.module)}.weight" for lora in self._adapter.loras}
+        weights = (name for name in self._tensors if name.endswith(".weight"))
+        modules = [name.removesuffix(".weight") for name in weights if name not in adapted]
+        return [module for module in modules if f".{module}".endswith(ends)]
 
     def _require_new(self, own: str, entry: TensorEntry) -> None:
         """Raise Unsupported for a tensor that is neither in the base nor of a new module."""

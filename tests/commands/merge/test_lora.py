@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -312,3 +313,26 @@ def test_another_base_than_the_adapter_names_is_noted(tmp_path: Path) -> None:
         code, said = run(tmp_path / f"{name}-o.safetensors", "--lora", adapter, "--onto", base)
         assert code == 0, said
         assert ("names some/Model-7B as its base" in said) == is_noted
+
+
+@pytest.mark.parametrize(
+    ("config", "is_noted"),
+    [
+        ({"target_modules": ["q"]}, True),
+        ({"target_modules": ["0.q"]}, False),
+        ({"target_modules": ".*q"}, False),
+        ({"target_modules": ["q"], "layers_to_transform": [0]}, False),
+        ({}, False),
+    ],
+)
+def test_a_target_without_a_lora_is_noted(
+    config: dict[str, Any], is_noted: bool, tmp_path: Path
+) -> None:
+    """PEFT loads an adapter that lost some of its LoRAs, with a warning, as if these were zeros."""
+    tensors = {f"model.layers.{at}.{name}.weight": some(5, 6) for at in (0, 1) for name in "qk"}
+    base = save_base(tmp_path / "base.safetensors", tensors)
+    adapter = save_adapter(tmp_path / "adapter", pair("model.layers.0.q", 5, 6), **config)
+    code, said = run(tmp_path / "out.safetensors", "--lora", adapter, "--onto", base)
+    assert code == 0, said
+    note = "1 module that target_modules names without a LoRA: model.layers.1.q"
+    assert (note in said) == is_noted
