@@ -6,15 +6,14 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
 from ckptool.core.layout import Data, FileLayout, Literal, Part, Verbatim
 from ckptool.core.planning.groups import Tile
-from ckptool.engine.checksum import CrcPiece, crc32, join_crcs
+from ckptool.engine.checksum import CrcPiece, crc32, crc32_combine, join_crcs
 from ckptool.errors import TransferError
 from ckptool.storage.disk import begin_sync, open_unfollowed
 
@@ -31,41 +30,48 @@ _MOST_OPEN = 32
 _PUT_UINT4 = struct.Struct("<I").pack_into
 
 
-Written = dict[int, list[CrcPiece]]
-"""What is written of each part of a file, by the part's number."""
-
-
 class WrittenRun(Struct, frozen=True):
-    """Parts of a file of the layout that were written at once: so many bytes of either kind."""
+    """Parts of a file of the layout that were written at once, with the CRC-32 of each.
+
+    So many bytes are of ``tensors``, so many of ``literals``.
+    """
 
     file: int
-    written: Written
+    crcs: Mapping[int, int]
     tensors: int
     literals: int
 
 
 class UnfinishedFile:
-    """A file that is being written: bytes ``left`` of its tensors, and what is written of it."""
+    """A file that is being written: bytes ``left`` of its tensors, and what is written of it.
+
+    ``crcs`` are those of parts that were written whole, ``tiles`` what is written of others.
+    """
 
     def __init__(self, parts: tuple[Part, ...]) -> None:
         self.parts = parts
         self.left = sum([part.nbytes for part in parts if isinstance(part, Data)])
-        self.written: Written = {}
+        self.crcs: dict[int, int] = {}
+        self.tiles: dict[int, list[CrcPiece]] = {}
 
     def part_crc(self, part: int) -> int:
         """Return the CRC-32 of a part that is written."""
-        return join_crcs(self.written.get(part, []))
+        crc = self.crcs.get(part)
+        return join_crcs(self.tiles.get(part, [])) if crc is None else crc
 
     @property
     def crc(self) -> int:
-        """The CRC-32 of all that is written."""
-        return join_crcs([*chain.from_iterable(self.written.values())])
+        """The CRC-32 of a file of which all parts are written."""
+        total = 0
+        for at, part in enumerate(self.parts):
+            total = crc32_combine(total, self.part_crc(at), part.nbytes)
+        return total
 
     def unwritten(self) -> Iterator[tuple[int, int, Literal | Verbatim]]:
         """Yield position, offset and content of each part that is no tensor's, unless written."""
         offset = 0
         for at, part in enumerate(self.parts):
-            if isinstance(part, (Literal, Verbatim)) and at not in self.written:
+            if isinstance(part, (Literal, Verbatim)) and at not in self.crcs:
                 yield at, offset, part
             offset += part.nbytes
 
@@ -78,7 +84,7 @@ class _Run:
         self.start = 0
         self.data = bytearray()
         self.literals = 0
-        self.written: Written = {}
+        self.crcs: dict[int, int] = {}
         self._parts = parts
         self._next = 0
 
@@ -88,7 +94,7 @@ class _Run:
             self.start, self._next = tile.offset, tile.part
         elif not self._go_on_to(tile.part) or self.start + len(self.data) != tile.offset:
             return False
-        self.written[tile.part] = [(tile.offset, len(data), crc)]
+        self.crcs[tile.part] = crc
         self.data += data
         self._next += 1
         return True
@@ -100,12 +106,12 @@ class _Run:
             data: bytes | bytearray = b""
             if isinstance(literal, Literal) and literal.nbytes <= _RUN:
                 try:
-                    data = apply_patches(literal, at, lambda at: self.written[at][0][2])
+                    data = apply_patches(literal, at, self.crcs.__getitem__)
                 except KeyError:
                     return False
             elif literal.nbytes:
                 return False
-            self.written[at] = [(self.start + len(self.data), len(data), crc32(data))]
+            self.crcs[at] = crc32(data)
             self.data += data
             self.literals += len(data)
             self._next += 1
@@ -146,8 +152,7 @@ class OutputFiles:
         """Write a small part of a file of ``parts`` soon; TransferError if writing fails."""
         if len(data) >= _RUN:
             self.write(self._files[tile.file].path, tile.offset, data)
-            span = tile.offset, len(data), crc
-            self._written(WrittenRun(tile.file, {tile.part: [span]}, len(data), 0))
+            self._written(WrittenRun(tile.file, {tile.part: crc}, len(data), 0))
             return
         runs: dict[int, _Run] | None = getattr(self._local, "runs", None)
         if runs is None:
@@ -173,7 +178,7 @@ class OutputFiles:
     def _flush(self, run: _Run) -> None:
         self.write(self._files[run.file].path, run.start, memoryview(run.data))
         tensors = len(run.data) - run.literals
-        self._written(WrittenRun(run.file, run.written, tensors, run.literals))
+        self._written(WrittenRun(run.file, run.crcs, tensors, run.literals))
 
     def _descriptor(self, path: str) -> int:
         descriptors: dict[str, int] | None = getattr(self._local, "descriptors", None)

@@ -172,7 +172,7 @@ class _PlanWriter:
             done.append((tile, (tile.offset, tile.nbytes, crc)))
         with self._lock:
             for tile, written in done:
-                self._unfinished[tile.file].written.setdefault(tile.part, []).append(written)
+                self._unfinished[tile.file].tiles.setdefault(tile.part, []).append(written)
         for tile, _ in done:
             self._count(tile.file, tile.nbytes)
 
@@ -184,7 +184,7 @@ class _PlanWriter:
         """Note a run of small parts that was written."""
         file = self._unfinished[run.file]
         with self._lock:
-            file.written.update(run.written)
+            file.crcs.update(run.crcs)
         self._progress.add(run.literals)
         self._count(run.file, run.tensors)
 
@@ -210,10 +210,9 @@ class _PlanWriter:
                 if isinstance(part, Literal):
                     data = apply_patches(part, at, file.part_crc)
                     literals += data
-                    crc = crc32(data)
+                    file.crcs[at] = crc32(data)
                 else:
-                    crc = self._copy_file(part, descriptor, path, offset)
-                file.written[at] = [(offset, part.nbytes, crc)]
+                    file.crcs[at] = self._copy_file(part, descriptor, path, offset)
             self._write_literals(descriptor, path, start, literals)
             if self._fsync:
                 os.fsync(descriptor)
