@@ -124,11 +124,9 @@ def _prepare(
     opened = OpenedCheckpoint(FilePath("memory"), source, row, catalog)
     with ranks.together():
         one = prepare_save(opened, target, options)
-        planned = ShardsTransfer(
-            opened, one.plan, one.target, one.options, one.report, one.decided, world=ranks.size
-        )
-        planned.require_possible(ranks)
-    return planned
+    return ShardsTransfer(
+        opened, one.plan, one.target, one.options, one.report, one.decided, world=ranks.size
+    )
 
 
 def _find_holders(of_ranks: Sequence[Mapping[str, TensorEntry]]) -> Holders:

@@ -110,11 +110,6 @@ class Reshard(Transfer[ReshardReport], frozen=True, kw_only=True):
     placed: PlacedTensors
     check: bool
 
-    def open_stage(self, ranks: Ranks) -> Stage | None:
-        """Create the stage as a transfer does, if these ranks can do what is requested."""
-        self.require_possible(ranks)
-        return Transfer.open_stage(self, ranks)
-
     def run_on(self, stage: Stage | None, progress: Progress, ranks: Ranks) -> ReshardReport:
         """Write the target as a transfer does, and load it if requested."""
         report = Transfer.run_on(self, stage, progress, ranks)

@@ -146,9 +146,10 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
     def open_stage(self, ranks: Ranks) -> Stage | None:
         """Create the stage of this rank; None if an earlier run wrote all that is requested.
 
-        Raises Damaged if replicas differ or files of ranks are identical, Unsupported if plans
-        differ or the target is taken.
+        Raises Damaged if replicas differ or files of ranks are identical, Unsupported if these
+        ranks cannot do what was requested, their plans differ, or the target is taken.
         """
+        self.require_possible(ranks)
         if ranks.size > 1 and self.options.part is not None:
             raise UsageError("--part: torchrun shares the work among its ranks by itself")
         with ranks.together():
