@@ -16,7 +16,7 @@ from typing import NamedTuple
 from rich.text import Text
 
 from ckptool.core.text import plural
-from ckptool.render.text import console, emit, header_table
+from ckptool.render.text import columns, console, emit
 
 _WIDEST = 120
 """Columns of the pages: longer lines are hard to read."""
@@ -40,11 +40,8 @@ def show_topics(pages: Mapping[str, str], commands: Mapping[str, str]) -> None:
     width = max(map(len, [*pages, *commands]))
     sentences = {topic: first_sentence(page) for topic, page in pages.items()}
     for heading, rows in (("topic", sentences), ("command", commands)):
-        table = header_table(heading, folded=["description"], width=width)
-        for name, text in rows.items():
-            table.add_row(name, text)
-        screen.print(table, markup=False)
-        screen.print()
+        cells = [(f"{name:<{width}}", text) for name, text in rows.items()]
+        emit(screen, [*columns(screen, cells, "ll", heads=(heading, "description")), Text()])
     screen.print("ckptool help TOPIC shows a page, ckptool COMMAND --help the options of a command")
 
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.console import ConsoleOptions
     from rich.segment import Segment
     from rich.style import Style
-    from rich.table import Table
 
 Cell = str | tuple[str, str] | Text
 """A cell: untrusted text, alone or with its style, or a finished text."""
@@ -252,18 +251,6 @@ def _before_ellipsis(text: str, kept: int, head: float) -> int:
 def say(screen: Console, markup: str) -> None:
     """Print lines of rich markup, however long; untrusted text in it must be ``escaped``."""
     emit(screen, Text.from_markup(markup, emoji=False).split(allow_blank=True))
-
-
-def header_table(*fixed: str, folded: Sequence[str], width: int | None = None) -> Table:
-    """Return an empty table: columns at least ``width`` cells wide, then folded ones."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in fixed:
-        table.add_column(heading, no_wrap=True, min_width=width)
-    for heading in folded:
-        table.add_column(heading, overflow="fold")
-    return table
 
 
 def emit(screen: Console, lines: Iterable[Text]) -> None:

@@ -49,7 +49,7 @@ def on_terminal(*words: str, **changes: str) -> str:
 
 
 def test_the_list_has_every_page_and_every_command() -> None:
-    lines = dict(re.findall(r"^(\S+) {2,}(.+?) *$", run(), re.M))
+    lines = dict(re.findall(r"^  (\S+) {2,}(.+?) *$", run(), re.M))
     assert lines.pop("topic") == lines.pop("command") == "description"
     assert lines.keys() == PAGES.keys() | SUMMARIES.keys()
     assert lines["stores"].startswith("Every command takes URLs wherever it takes a path")
