@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -307,3 +308,15 @@ def test_masters_that_nemo_joins_from_remainders_of_apex(
     dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
     assert len(found(tmp_path / "c")) == count
     assert not found(tmp_path / "c", "weights-rounded-otherwise")
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__1_1.distcp"])
+def test_weights_of_which_a_file_lost_a_part_are_not_compared(
+    file: str, copy_of: Callable[[str], Path]
+) -> None:
+    root = copy_of("megatron_torch_dist")
+    (path,) = root.rglob(file)
+    os.truncate(path, path.stat().st_size // 3)
+    codes = {finding.code for finding in checked(root).findings}
+    assert "file-truncated" in codes
+    assert not {code for code in codes if code.startswith(("weights-", "moments-"))}

@@ -98,7 +98,7 @@ class Elements(Struct, frozen=True):
     def are_sound(self, *names: str) -> bool:
         """Return whether tensors are there, in no damaged file, and whole in this part."""
         located = self.located
-        if not all(name in located and self._is_whole(located[name]) for name in names):
+        if not all(name in located and _is_whole(located[name]) for name in names):
             return False
         return not any(
             chunk.at.file in self.damaged for name in names for chunk in located[name].chunks
@@ -111,8 +111,10 @@ class Elements(Struct, frozen=True):
         steps.add(posixpath.basename(self.source.root))
         return next((step for step in sorted(steps) if words.search(step)), None)
 
-    def _is_whole(self, entry: TensorEntry) -> bool:
-        return self.is_all or sum(c.box.volume for c in entry.chunks) == entry.elements
+
+def _is_whole(entry: TensorEntry) -> bool:
+    """Return whether all elements are there: not in a part, nor where a file has lost its end."""
+    return sum(chunk.box.volume for chunk in entry.chunks) >= entry.elements
 
 
 class Sense(Protocol):
