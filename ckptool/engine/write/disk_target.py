@@ -26,8 +26,7 @@ from ckptool.engine.write.existing import (
     stamps,
     statuses,
 )
-from ckptool.engine.write.journal import Journal
-from ckptool.engine.write.journals import Journals
+from ckptool.engine.write.journal import Journal, Journals
 from ckptool.engine.write.parts import PartState, run_head, unfinished_parts
 from ckptool.engine.write.run import run
 from ckptool.engine.write.schemas import (
