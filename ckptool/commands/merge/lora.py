@@ -23,7 +23,7 @@ from ckptool.core.casts import as_type, can_cast
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.selection import rename_entry
 from ckptool.core.text import list_some, plural
-from ckptool.engine.formulas.replaced_rows import ReplacedRows
+from ckptool.engine.formulas.rows import ReplacedRows
 from ckptool.engine.formulas.weighted import WeightedSum, same_box
 from ckptool.errors import Unsupported
 

@@ -1,4 +1,4 @@
-"""More rows of a tensor: of a vocabulary that has grown, for embeddings and output heads."""
+"""Other rows of a tensor: those of tokens that were trained apart, and of a larger vocabulary."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import numpy as np
+from msgspec import Struct
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Computed, Gather, TensorEntry
@@ -19,6 +20,34 @@ from ckptool.engine.read.rounding import cast
 MEAN, ZEROS = "mean", "zeros"
 _PIECE = 1 << 20
 """Bytes of the rows that are added up at a time."""
+
+
+class ReplacedRows(Struct, frozen=True):
+    """The first tensor, with row ``rows[i]`` replaced by row ``i`` of the second."""
+
+    rows: tuple[int, ...]
+
+    def __call__(self, gather: Gather, at: Computed, box: Box, dtype: DType) -> Array:
+        """Copy a box, as bits of a type, each number cast at most once."""
+        whole = at.stored[0]
+        result: Array = cast(gather(whole, box), whole.source_dtype, dtype).copy()
+        entry = at.stored[1]
+        for row, part in self._parts(box):
+            numbers = cast(gather(entry, part), entry.source_dtype, dtype)
+            result[row - box.lo[0]] = numbers[0]
+        return result
+
+    def reads(self, at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:
+        """Yield that a box is made of the same box, and of the rows that replace some of its."""
+        yield at.stored[0], box
+        for _, part in self._parts(box):
+            yield at.stored[1], part
+
+    def _parts(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """Yield each replaced row that a box has, and what of the second tensor replaces it."""
+        for index, row in enumerate(self.rows):
+            if box.lo[0] <= row < box.hi[0]:
+                yield row, Box((index, *box.lo[1:]), (index + 1, *box.hi[1:]))
 
 
 class MoreRows:

@@ -20,7 +20,7 @@ from ckptool.engine.formulas.low_rank import (
     magnitude_reads,
     rows_of_cell,
 )
-from ckptool.engine.formulas.replaced_rows import ReplacedRows
+from ckptool.engine.formulas.rows import ReplacedRows
 from ckptool.engine.read.numbers import Array
 
 
