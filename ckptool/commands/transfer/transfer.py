@@ -17,8 +17,7 @@ from ckptool.commands.transfer.plan_digest import plan_digest
 from ckptool.commands.transfer.report import Part, TransferReport, standing_note
 from ckptool.core.casts import RangeCounts, beyond_notes
 from ckptool.core.planning.plan import Plan
-from ckptool.engine.check.copies import copied_files
-from ckptool.engine.check.replicas import differing_replicas
+from ckptool.engine.check.replicas import copied_files, differing_replicas
 from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.ranks import Ranks, begin_output
 from ckptool.engine.read.sums import ReadSums

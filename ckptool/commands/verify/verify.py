@@ -49,7 +49,7 @@ from ckptool.commands.verify.side_state import with_side_state
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.quantization.names import packed_names
 from ckptool.engine.check.content import check_spans, planned
-from ckptool.engine.check.copies import copied_files
+from ckptool.engine.check.replicas import copied_files
 from ckptool.engine.check.spans import ByteSpan
 from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.ranks import Ranks

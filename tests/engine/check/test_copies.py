@@ -14,7 +14,7 @@ from ckptool.commands.verify.verify import verify
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.core.dtype import parse_dtype
-from ckptool.engine.check.copies import copied_files
+from ckptool.engine.check.replicas import copied_files
 from ckptool.errors import Damaged
 from ckptool.storage.local import LocalSource
 
