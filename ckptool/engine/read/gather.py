@@ -23,14 +23,13 @@ from ckptool.core.codec import Bytes
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, Overlap
-from ckptool.engine.read.blobs import Blobs
 from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.computed import fill_computed, tensors_behind
 from ckptool.engine.read.containers import opened
+from ckptool.engine.read.kept import Blobs, Windows
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.rounding import cast, may_have_lost
 from ckptool.engine.read.segments import by_stride, run_at, strided_reads
-from ckptool.engine.read.window import Windows
 from ckptool.errors import Damaged
 from ckptool.storage.files import SPAN
 

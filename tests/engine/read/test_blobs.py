@@ -21,7 +21,7 @@ from zstandard import ZstdCompressor
 from ckptool.core import codec
 from ckptool.core.catalog import EncodedBlob
 from ckptool.core.sharding.index import ChunkIndex
-from ckptool.engine.read import blobs, gather
+from ckptool.engine.read import gather, kept
 from ckptool.storage.local import LocalSource
 
 ROWS, COUNT = 3000, 6
@@ -57,7 +57,7 @@ def test_each_blob_is_decoded_once(
         indexed[f"{entry.chunks[0].at.file} {entry.name}"] += 1
         return ChunkIndex(entry)
 
-    monkeypatch.setattr(blobs, "decode", decode)
+    monkeypatch.setattr(kept, "decode", decode)
     monkeypatch.setattr(gather, "ChunkIndex", index)
     out = tmp_path / "out.safetensors"
     code, said = run(out, "--average", *packed, "--workers", "1")
@@ -94,7 +94,7 @@ def test_a_blob_takes_no_more_memory_than_is_counted(tmp_path: Path) -> None:
     with closing(LocalSource(tmp_path, {}).reader()) as reader:
         tracemalloc.start()
         try:
-            data = blobs.Blobs(reader).decoded(at, None)
+            data = kept.Blobs(reader).decoded(at, None)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()

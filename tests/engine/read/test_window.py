@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.engine.read import window
+from ckptool.engine.read import kept
 from ckptool.engine.read.gather import Array
 
 SHAPES = ((3, 10, 12, 2), (3, 10, 12))
@@ -32,13 +32,13 @@ class Reads:
 @pytest.fixture(scope="module", autouse=True)
 def _small_span() -> object:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(window, "SPAN", 2 * 10 * 6 * 2 * 2)
+        patch.setattr(kept, "SPAN", 2 * 10 * 6 * 2 * 2)
         yield
 
 
 def test_boxes_beside_each_other_are_read_at_once() -> None:
     reads = Reads()
-    windows = window.Windows()
+    windows = kept.Windows()
     for expert in range(3):
         for low in range(0, 12, 2):
             for entry, values in zip(ENTRIES, VALUES, strict=True):
@@ -52,7 +52,7 @@ def test_boxes_beside_each_other_are_read_at_once() -> None:
 
 def test_columns_of_all_tensors_that_are_read_by_turns_are_kept() -> None:
     """Each has its share of the memory, so that it is as much as for two."""
-    windows, boxes = window.Windows(), list[Box]()
+    windows, boxes = kept.Windows(), list[Box]()
     values = np.arange(120, dtype="u2").reshape(10, 12)
     entries = [TensorEntry(f"t{n}", (f"t{n}",), BY_NAME["int16"], (10, 12), ()) for n in range(8)]
 
@@ -72,7 +72,7 @@ def test_columns_of_all_tensors_that_are_read_by_turns_are_kept() -> None:
 @given(st.data())
 @settings(max_examples=40)
 def test_any_boxes_in_any_order_are_right(data: st.DataObject) -> None:
-    windows, reads = window.Windows(), Reads()
+    windows, reads = kept.Windows(), Reads()
     for _ in range(8):
         which = data.draw(st.integers(0, 1))
         shape = SHAPES[which]

@@ -1,0 +1,112 @@
+"""What a thread keeps of what it read: decoded blobs, and boxes read wider than requested."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from ckptool.core.box import Box
+from ckptool.core.catalog import EncodedBlob, TensorEntry
+from ckptool.core.codec import Bytes, decode
+from ckptool.engine.read.numbers import Array
+from ckptool.errors import Damaged
+from ckptool.storage.files import SPAN, FileReader
+
+Read = Callable[[TensorEntry, Box], Array]
+
+
+class Blobs:
+    """Decodes blobs for one thread, and keeps the last one of each tensor that is read by turns.
+
+    Unless several are, only the last one of all is kept.
+    """
+
+    def __init__(self, reader: FileReader) -> None:
+        self._reader = reader
+        self._by_turns: frozenset[int] = frozenset()
+        self._kept: dict[int, tuple[EncodedBlob, Bytes]] = {}
+
+    def read_by_turns(self, entries: Iterable[TensorEntry]) -> None:
+        """Keep a blob of each of some tensors from now on, and none of others."""
+        self._by_turns = frozenset(map(id, entries))
+        self._kept = {key: kept for key, kept in self._kept.items() if key in self._by_turns}
+
+    def decoded(self, at: EncodedBlob, entry: TensorEntry | None) -> Bytes:
+        """Return the decoded bytes of a blob of a tensor; Damaged if they are not what they were.
+
+        What would take their place is forgotten before they are read.
+        """
+        key = id(entry)
+        if key not in self._kept or self._kept[key][0] != at:
+            kept = self._kept if key in self._by_turns else {}
+            self._kept = {other: each for other, each in kept.items() if other != key}
+            self._kept[key] = at, self._decode(at)
+        return self._kept[key][1]
+
+    def _decode(self, at: EncodedBlob) -> Bytes:
+        stored = bytearray(at.nbytes)
+        self._reader.read_into(at.file, at.offset, memoryview(stored))
+        what = f"{at.file} at byte {at.offset:,}"
+        blob = decode(stored, at.codec, at.size, what=what)
+        if len(blob) != at.size:
+            raise Damaged(f"{what}: decodes to {len(blob):,} bytes, not {at.size:,}")
+        _require_crc(at, blob, what)
+        return blob
+
+
+def _require_crc(at: EncodedBlob, blob: Bytes, what: str) -> None:
+    """Raise Damaged if a decoded blob does not match its writer's checksum."""
+    record = at.record
+    if record is None:
+        return
+    crc = zlib.crc32(memoryview(blob)[record.offset : record.offset + record.nbytes])
+    if crc != record.crc32:
+        message = f"{what}: decodes to bytes of CRC-32 {crc:08x}, recorded {record.crc32:08x}"
+        raise Damaged(message, "crc-mismatch", file=at.file)
+
+
+class Windows:
+    """Reads boxes of some columns of many rows, as reading these passes all others.
+
+    From the second box of a tensor on, as many columns are kept as fit its share of SPAN: half of
+    it, as of values and scales, or less if more tensors are read by turns.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[TensorEntry, Box, Array]] = {}
+        self._most = 2
+
+    def read_by_turns(self, count: int) -> None:
+        """Keep columns of so many tensors from now on."""
+        self._most = max(2, count)
+
+    def gather(self, read: Read, entry: TensorEntry, box: Box) -> Array:
+        """Return a box of a whole tensor, with its elements as stored; it is read-only."""
+        dim = _cut_dim(entry, box)
+        if dim is None:
+            return read(entry, box)
+        kept = self._kept.get(id(entry))
+        if kept is None or not kept[1].contains(box):
+            wide = box if kept is None else _widened(entry, box, dim, SPAN // self._most)
+            others = [item for item in self._kept.values() if item[0] is not entry]
+            kept = entry, wide, read(entry, wide)
+            self._kept = {id(item[0]): item for item in (*others[1 - self._most :], kept)}
+        where = box.relative_to(kept[1].lo)
+        return np.ascontiguousarray(kept[2][tuple(map(slice, where.lo, where.hi))])
+
+
+def _cut_dim(entry: TensorEntry, box: Box) -> int | None:
+    """Return the last dim of which a box has only a part; None if that has few rows."""
+    cut = [d for d, n in enumerate(box.shape) if n < entry.shape[d]]
+    has_rows = bool(cut) and math.prod(box.shape[: cut[-1]]) > 1
+    return cut[-1] if has_rows else None
+
+
+def _widened(entry: TensorEntry, box: Box, dim: int, most: int) -> Box:
+    """Return a box that goes on along a dim until it has so many bytes."""
+    each = box.volume // max(1, box.shape[dim]) * entry.source_dtype.itemsize
+    stop = max(box.hi[dim], box.lo[dim] + most // max(1, each))
+    return Box(box.lo, (*box.hi[:dim], min(stop, entry.shape[dim]), *box.hi[dim + 1 :]))
