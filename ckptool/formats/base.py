@@ -167,9 +167,9 @@ class Recovery(Struct, frozen=True):
 class Detection(Struct, frozen=True):
     """How checkpoints of a format are found.
 
-    ``probe`` says from names and first bytes whether a source is of this format; None if its
-    checkpoints are detected as another format's. ``files`` say what files are by their names;
-    those of all formats come second. ``suffixes`` are those of a file that is a checkpoint by
+    ``probe`` returns what is true if names and first bytes are of a source of this format; it is
+    None if its checkpoints are detected as another format's. ``files`` say what files are by
+    their names; those of all formats come second. ``suffixes`` are those of a file that is one by
     itself, ``folder`` names the format of a folder of such files, where that is another.
 
     ``other_saves`` returns the files of all saves but that of one file, where several may lie in
@@ -178,7 +178,7 @@ class Detection(Struct, frozen=True):
     then. ``latest`` is how a run says which of its checkpoints is the latest.
     """
 
-    probe: Callable[[Source], bool] | None = None
+    probe: Callable[[Source], object] | None = None
     files: tuple[FileRule, ...] = ()
     suffixes: tuple[str, ...] = ()
     folder: str | None = None
@@ -269,7 +269,7 @@ class Format(Struct, frozen=True):
 
     def matches(self, source: Source) -> bool:
         """Return whether a source is detected as this format."""
-        return self.detection.probe is not None and self.detection.probe(source)
+        return self.detection.probe is not None and bool(self.detection.probe(source))
 
     def lay_out(self, catalog: Catalog, request: Request) -> Layout:
         """Lay out a catalog whole, or cut for the mesh on which ``request`` places it.

@@ -164,10 +164,6 @@ def _parts(source: Source) -> dict[str, str]:
     return families
 
 
-def _probe(source: Source) -> bool:
-    return bool(_parts(source))
-
-
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     parts = _parts(source)
     if not parts:
@@ -249,6 +245,6 @@ def _lost_extra_state(files: Mapping[int, str], world: int) -> list[Problem]:
 FORMAT = Format(
     "bytecheckpoint",
     "ByteCheckpoint folder (model, optimizer, extra_state)",
-    Detection(_probe),
+    Detection(_parts),
     Reading(_scan),
 )

@@ -190,10 +190,6 @@ def _files(source: Source) -> dict[int, str]:
     return {int(match[1]): match.string for match in matches}
 
 
-def _probe(source: Source) -> bool:
-    return bool(_files(source)) and (_PARAMS in source.files or len(_files(source)) > 1)
-
-
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     files = _files(source)
     world = max(files) + 1
@@ -359,7 +355,7 @@ def _require_cut(entry: TensorEntry, placement: object, ranks: int) -> None:
 FORMAT = Format(
     "llama",
     "Meta llama: consolidated.NN.pth and params.json",
-    Detection(_probe),
+    Detection(lambda source: len(_files(source)) > (0 if _PARAMS in source.files else 1)),
     Reading(_scan, checks=_lost_ranks, takes_tp_rules=True),
     Writing(reshard=lay_out),
     Loading(rules=lambda: RULES),

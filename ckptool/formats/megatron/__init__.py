@@ -46,25 +46,18 @@ from ckptool.serialization.source import Source, read_metadata
 
 _LATEST = LatestMarker(MEGATRON, r"iter_[0-9]{7,}|release")
 """Megatron-LM resumes only by this file (megatron-core 0.20)."""
-_FOLDER = re.compile(r"mp_rank_[0-9]{2,6}(_[0-9]{3,6}){0,2}/model_optim_rng\.pt")
-
-
-def _probe_torch(source: Source) -> bool:
-    return any(_FOLDER.fullmatch(name) for name in source.files)
-
+FOLDER = re.compile(r"mp_rank_([0-9]{2,6})(?:_([0-9]{3,6}))?(?:_([0-9]{3,6}))?/model_optim_rng\.pt")
+"""A rank's state, and its tensor-, pipeline- and expert-parallel rank."""
 
 TORCH_FORMAT = Format(
     "megatron-torch",
     "Megatron's own format, one folder per model-parallel rank (mp_rank_00/model_optim_rng.pt)",
-    Detection(_probe_torch, latest=_LATEST),
+    Detection(lambda source: any(map(FOLDER.fullmatch, source.files)), latest=_LATEST),
     Reading(Deferred("ckptool.formats.megatron.torch:scan"), takes_tp_rules=True),
 )
 
-
-_CONFIG, _COMMON = "metadata.json", "common.pt"
+CONFIG, COMMON = "metadata.json", "common.pt"
 _LARGEST_CONFIG = 1 << 16
-
-
 _METADATA = ".metadata"
 _HEAD = 1 << 20
 _SHARDED_OBJECT = re.compile(rb"/shard_[0-9]+(\.[0-9]+)*_[0-9]")
@@ -77,11 +70,11 @@ def _probe_torch_dist(source: Source) -> bool:
         return True
     if _METADATA not in source.files:
         return False
-    if _COMMON in source.files:
+    if COMMON in source.files:
         return True
     head = _read_head(source)
     return _COMMON_STATE in head or (
-        _CONFIG in source.files and _SHARDED_OBJECT.search(head) is not None
+        CONFIG in source.files and _SHARDED_OBJECT.search(head) is not None
     )
 
 
@@ -92,20 +85,16 @@ def _read_head(source: Source) -> bytes:
 
 def _read_config(source: Source) -> dict[str, Any] | None:
     """Return the backend in ``metadata.json``; None if it is not one of Megatron's."""
-    if not 0 < source.files.get(_CONFIG, 0) <= _LARGEST_CONFIG:
+    if not 0 < source.files.get(CONFIG, 0) <= _LARGEST_CONFIG:
         return None
     try:
-        value = json.loads(read_metadata(source, _CONFIG))
+        value = json.loads(read_metadata(source, CONFIG))
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and "sharded_backend" in value else None
 
 
-def _scan_torch_dist(source: Source, options: ScanOptions) -> Catalog:
-    from ckptool.formats.megatron.torch_dist import scan
-
-    return scan(source, _read_config(source), options)
-
+_SCAN_TORCH_DIST = Deferred("ckptool.formats.megatron.torch_dist:scan")
 
 TORCH_DIST_FORMAT = Format(
     "megatron-torch_dist",
@@ -114,7 +103,7 @@ TORCH_DIST_FORMAT = Format(
         _probe_torch_dist, files=(FileRule(r"metadata\.json", FileRole.JSON),), latest=_LATEST
     ),
     Reading(
-        _scan_torch_dist,
+        lambda source, options: _SCAN_TORCH_DIST(source, _read_config(source), options),
         locate=Deferred("ckptool.formats.dcp:locate"),
         trim=Deferred("ckptool.formats.megatron.optimizer.buckets:drop_padding"),
     ),
@@ -155,15 +144,10 @@ FSDP_DTENSOR_FORMAT = Format(
 LOCAL_FILE = re.compile(r"([0-9]{1,9})/iter_([0-9]{7,18})_([0-9]{1,9})_local(\.dirty)?\.pt")
 """A rank's folder, the iteration, the rank that it is of, and whether it is being written."""
 
-
-def _probe_local(source: Source) -> bool:
-    return any(LOCAL_FILE.fullmatch(name) for name in source.files)
-
-
 LOCAL_FORMAT = Format(
     "nvrx-local",
     "nvidia-resiliency-ext local checkpoint (0/iter_0000100_0_local.pt)",
-    Detection(_probe_local),
+    Detection(lambda source: any(map(LOCAL_FILE.fullmatch, source.files))),
     Reading(
         Deferred("ckptool.formats.megatron.nvrx:scan"), takes_tp_rules=True, takes_world_size=True
     ),

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from ckptool.core.catalog import Index, Path, flat_name
 from ckptool.errors import Damaged, Refusal, refused
+from ckptool.formats.megatron import FOLDER
 from ckptool.formats.megatron.model import Arguments, count_experts, count_layers, read_arguments
 from ckptool.formats.megatron.tensor_parallel import Rank
 from ckptool.serialization.archive.read import TorchFile, read_torch_file
@@ -21,9 +22,6 @@ from ckptool.serialization.state_dict.leaves import Leaf, PlainLeaf, read_leaves
 STATE = "model_optim_rng.pt"
 OPTIMIZER = "distrib_optim.pt"
 _LAYER_WISE = re.compile(r"mp_rank_[0-9_]+/layer_wise_optimizer_[0-9]+\.pt")
-_FOLDER = re.compile(
-    rf"mp_rank_([0-9]{{2,6}})(?:_([0-9]{{3,6}}))?(?:_([0-9]{{3,6}}))?/{re.escape(STATE)}"
-)
 _MODEL = re.compile(r"model([0-9]{0,4})")
 _AXES = ("tensor", "pipeline", "expert")
 _DEGREES = ("TP", "PP", "EP")
@@ -59,7 +57,7 @@ def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
 
     Raises Damaged if a rank is missing, or names do not distinguish pipeline from expert ranks.
     """
-    names = sorted(name for name in source.files if _FOLDER.fullmatch(name))
+    names = sorted(name for name in source.files if FOLDER.fullmatch(name))
     expect_archives(source, names)
     files = {name: read_torch_file(source, name) for name in names}
     stated = {name: _read_arguments(file) for name, file in files.items()}
@@ -80,7 +78,7 @@ def _read_arguments(file: TorchFile) -> Arguments:
 
 
 def _parse_rank(name: str, args: Arguments) -> Rank:
-    match = _FOLDER.fullmatch(name)
+    match = FOLDER.fullmatch(name)
     numbers = [int(part) for part in match.groups() if part] if match else []
     require_rank(max(numbers), name)
     if len(numbers) == 3:

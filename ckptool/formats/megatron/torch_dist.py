@@ -35,6 +35,7 @@ from ckptool.formats.base import Request, ScanOptions
 from ckptool.formats.companions import MEGATRON, RELEASE
 from ckptool.formats.dcp import FORMAT as DCP
 from ckptool.formats.dcp import DcpMetadata, read_folder
+from ckptool.formats.megatron import COMMON, CONFIG
 from ckptool.formats.megatron.model import find_arguments
 from ckptool.formats.megatron.optimizer.torch_dist import name_state
 from ckptool.formats.writing import lay_out_companions, select_plain
@@ -46,8 +47,6 @@ from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.serialization.state_dict.tree import StateDictWalk, assign_names, nest
 
 FORMAT_NAME = "megatron-torch_dist"
-CONFIG = "metadata.json"
-COMMON = "common.pt"
 _COMMON_STATE = "common_state"
 _SHARD = re.compile(r"(.+)/shard_([0-9]+(?:\.[0-9]+)*)(?:_([0-9.]*))?")
 _ARGUMENTS = "args"

@@ -39,10 +39,6 @@ def _parts(source: Source) -> dict[str, str]:
     }
 
 
-def _probe(source: Source) -> bool:
-    return bool(_parts(source)) or _whole_model(source) is not None
-
-
 def _whole_model(source: Source) -> Format | None:
     """Return the reader of the model if it is not in DCP folders, but in Hugging Face's shards.
 
@@ -85,7 +81,7 @@ def _in_family(catalog: Catalog, family: str) -> Catalog:
 FORMAT = Format(
     "accelerate",
     "accelerate's folder: model, optimizer, and the files next to them",
-    Detection(_probe),
+    Detection(lambda source: _parts(source) or _whole_model(source)),
     Reading(_scan, locate=Deferred("ckptool.formats.dcp:locate"), takes_world_size=True),
     Writing(
         reshard=Deferred("ckptool.formats.rank_files.accelerate_write:lay_out"),

@@ -58,10 +58,6 @@ def _shards(source: Source) -> list[re.Match[str]]:
     return [match for name in source.files if (match := _SHARD.fullmatch(name))]
 
 
-def _probe(source: Source) -> bool:
-    return bool(_shards(source))
-
-
 class _ShardContents(Struct):
     """The joint content of all shards, by tensor: chunks, and element types with dim counts.
 
@@ -266,7 +262,7 @@ def _shard_file(
 FORMAT = Format(
     "dcp-safetensors",
     "safetensors shards with DCP sharding info (HuggingFaceStorageWriter)",
-    Detection(_probe),
+    Detection(_shards),
     Reading(_scan),
     Writing(convert=_lay_out, reshard=_lay_out, of_ranks=True, has_metadata=True, has_values=False),
     Loading(config="optional"),

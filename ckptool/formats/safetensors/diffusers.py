@@ -53,10 +53,6 @@ def _is_folder(name: str) -> bool:
     return "/" not in name and "\\" not in name and not name.startswith((".", "_"))
 
 
-def _probe(source: Source) -> bool:
-    return PIPELINE in source.files
-
-
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     parts: list[Catalog] = []
     problems: list[str] = []
@@ -127,7 +123,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
 FORMAT = Format(
     "diffusers",
     "diffusers' pipeline: model_index.json and one folder per component",
-    Detection(_probe),
+    Detection(lambda source: PIPELINE in source.files),
     Reading(_scan),
     Writing(convert=lay_out, has_metadata=True, has_values=False),
 )

@@ -9,20 +9,17 @@ from __future__ import annotations
 import re
 
 from ckptool.formats.base import Detection, Format, refusing
-from ckptool.serialization.source import Source
 
 _METADATA = "checkpoint_metadata.json"
 _TENSOR = re.compile(r"model/(?:.+/)?model_[^/]+\.safetensors")
 
 
-def _probe(source: Source) -> bool:
-    return _METADATA in source.files and any(map(_TENSOR.fullmatch, source.files))
-
-
 FORMAT = Format(
     "nanotron",
     "nanotron's checkpoint, recognized but not read",
-    Detection(_probe),
+    Detection(
+        lambda source: _METADATA in source.files and any(map(_TENSOR.fullmatch, source.files))
+    ),
     refusing(
         "a checkpoint of nanotron: ranks' parts of each tensor in files of their own, which ckptool"
         " does not put together",

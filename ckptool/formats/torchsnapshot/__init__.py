@@ -237,10 +237,6 @@ _DATA = re.compile(r"(replicated|sharded|batched|[0-9]{1,9})/.+")
 _SURE = ("replicated/", "sharded/", "batched/")
 
 
-def _probe(source: Source) -> bool:
-    return METADATA in source.files or _is_uncommitted(source)
-
-
 def _is_uncommitted(source: Source) -> bool:
     """Return whether all files are placed like those of a snapshot without its metadata.
 
@@ -298,6 +294,6 @@ def _unlisted_files(source: Source, used: Collection[str]) -> list[Problem]:
 FORMAT = Format(
     "torchsnapshot",
     "TorchSnapshot folder (.snapshot_metadata)",
-    Detection(_probe),
+    Detection(lambda source: METADATA in source.files or _is_uncommitted(source)),
     Reading(_scan),
 )

@@ -55,10 +55,6 @@ _RULES = tuple(
 _FILE = re.compile(r"model-rank-([0-9]{1,9})-part-([0-9]{1,9})\.safetensors")
 
 
-def _probe(source: Source) -> bool:
-    return any(_FILE.fullmatch(name) for name in source.files)
-
-
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     files = [match for name in source.files if (match := _FILE.fullmatch(name))]
     world = max(int(match[1]) for match in files) + 1
@@ -300,7 +296,7 @@ def _part_file(
 FORMAT = Format(
     "sharded-state",
     "vLLM sharded state: model-rank-R-part-P.safetensors",
-    Detection(_probe),
+    Detection(lambda source: any(map(_FILE.fullmatch, source.files))),
     Reading(_scan, takes_tp_rules=True),
     Writing(reshard=lay_out, has_metadata=True, has_values=False),
     Loading(rules=lambda: _RULES, is_model_folder=True),
