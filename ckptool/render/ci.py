@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.answer import Suite
-from ckptool.commands.verify.codes import ALWAYS, CHECKS, CODES, Severity
+from ckptool.commands.verify.codes import ALWAYS, CODES, Severity
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.core.text import plural, visible
 from ckptool.render.text import console
@@ -42,7 +42,7 @@ def _suite(suite: Suite, *, strict: bool) -> ElementTree.Element:
     failing = {id(finding) for finding in report.fails(strict)}
     found: dict[str, list[Finding]] = {check: [] for check in (*ALWAYS, *suite.asked)}
     for finding in report.findings:
-        found.setdefault(CHECKS[finding.code], []).append(finding)
+        found.setdefault(CODES[finding.code].check, []).append(finding)
     made = ElementTree.Element("testsuite", name=path)
     failures = 0
     for check, findings in found.items():

@@ -258,6 +258,6 @@ def show_codes() -> None:
 
 def codes_json() -> dict[str, Any]:
     """Return the codes as ``ckptool.codes/2``."""
-    return document(
-        "codes", codes=[{"code": name} | code._asdict() for name, code in CODES.items()]
-    )
+    shown = ("severity", "meaning", "hint")
+    rows = [{"code": n} | {key: getattr(c, key) for key in shown} for n, c in CODES.items()]
+    return document("codes", codes=rows)

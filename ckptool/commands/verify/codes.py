@@ -25,19 +25,16 @@ class Severity(Enum):
 
 
 class Code(NamedTuple):
-    """The severity of a code, what it means, and the next step."""
+    """What a code says: its severity, its meaning, the next step, and the check that reports it.
+
+    ``joined_by`` is what problems have in common that are one finding: a ``file``, all but the name
+    if they are ``alike``, or the ``cause``.
+    """
 
     severity: Severity
     meaning: str
-    hint: str | None = None
-
-
-class _Row(NamedTuple):
-    """A code's row in the table: the check that reports it, and what joins its problems."""
-
+    hint: str | None
     check: str
-    name: str
-    code: Code
     joined_by: frozenset[str]
 
 
@@ -47,7 +44,7 @@ _STEPS = {
 }
 
 
-def _rows() -> Iterator[_Row]:
+def _codes() -> Iterator[tuple[str, Code]]:
     lines = Path(__file__).with_name("codes.txt").read_text("utf-8").splitlines()
     check = ""
     for line, below in zip(lines, [*lines[1:], ""], strict=True):
@@ -55,18 +52,12 @@ def _rows() -> Iterator[_Row]:
             check = line.strip("[]")
         elif line and not line.startswith(("#", " ")):
             name, severity, joined_by, meaning = line.split(None, 3)
-            hint = below.strip() if below.startswith(" ") else None
-            code = Code(Severity(severity), meaning, _STEPS.get(hint, hint) if hint else None)
-            yield _Row(check, name, code, frozenset(joined_by.split("+")))
+            hint = _STEPS.get(below.strip(), below.strip()) if below.startswith(" ") else None
+            joins = frozenset(joined_by.split("+"))
+            yield name, Code(Severity(severity), meaning, hint, check, joins)
 
 
-_ROWS = tuple(_rows())
-CODES = {row.name: row.code for row in _ROWS}
-CHECKS = {row.name: row.check for row in _ROWS}
-"""The check that reports each code."""
-JOINED_BY = {row.name: row.joined_by for row in _ROWS}
-"""What the problems of a code have in common that are one finding: a ``file``, all but the name if
-they are ``alike``, or the ``cause``."""
+CODES = dict(_codes())
 ALWAYS = ("files", "save", "structure", "tensors", "pickles", "limits")
 """The checks that are always made."""
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.document import Report
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.verify.codes import CODES, JOINED_BY, Severity, is_error
+from ckptool.commands.verify.codes import CODES, Severity, is_error
 from ckptool.core.catalog import Catalog, places
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Problem
@@ -320,7 +320,7 @@ def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Pro
     of_files = {(p.code, p.file, str(p)) for p in problems if p.file and not p.tensor}
     groups: dict[object, list[Problem]] = defaultdict(list)
     for number, problem in enumerate(problems):
-        file, joined_by = problem.file, JOINED_BY[problem.code]
+        file, joined_by = problem.file, CODES[problem.code].joined_by
         is_of_file = (problem.code, file, _detail(problem)) in of_files
         if problem.code == "chunk-gap" and unread is not None:
             groups[unread].append(problem)
