@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.commands.verify.checks.elements import Elements
-from ckptool.commands.verify.checks.meaning.stacks import probes_of
+from ckptool.commands.verify.checks.meaning.stacks import Slice, probes_of
 from ckptool.core.box import Box, is_run
 from ckptool.core.catalog import Catalog, Place, TensorEntry
 from ckptool.core.quantization.master_names import Mastered, mastered
@@ -32,14 +32,10 @@ _AVERAGE = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])", re.IGNORECASE)
 
 
 class _Pair(Struct, frozen=True):
-    """The names of a weight and of its master, and what takes their fingerprints.
+    """A weight, which may be stacked, the name of its master, and what takes their fingerprints."""
 
-    The weight is the part at ``index`` of a stacked tensor; all of it if that is empty.
-    """
-
-    weight: str
+    weight: Slice
     master: str
-    index: tuple[int, ...]
     printers: tuple[Printer | RunPrinter, Printer | RunPrinter]
 
     @classmethod
@@ -50,12 +46,8 @@ class _Pair(Struct, frozen=True):
         are_runs = _has_runs(found.weight, depth) and _has_runs(found.master, 0)
         kind = RunPrinter if are_runs else Printer
         printers = kind(found.weight.dtype), kind(found.weight.dtype)
-        return cls(found.weight.name, found.master.name, found.at, printers)
-
-    @property
-    def name(self) -> str:
-        """The name of the weight; one of a stack is named after its index."""
-        return f"{self.weight}{list(self.index)}" if self.index else self.weight
+        weight = Slice(found.weight.name, found.weight.name, found.at)
+        return cls(weight, found.master.name, printers)
 
     @property
     def is_equal(self) -> bool:
@@ -64,8 +56,8 @@ class _Pair(Struct, frozen=True):
 
     def find(self, located: Mapping[str, TensorEntry]) -> tuple[TensorEntry, TensorEntry]:
         """Return the weight and its master."""
-        weight = part_at(located[self.weight], self.index)
-        return replace(weight, name=self.name), located[self.master]
+        weight = part_at(located[self.weight.name], self.weight.at)
+        return replace(weight, name=self.weight.label), located[self.master]
 
 
 class Masters:
@@ -82,7 +74,7 @@ class Masters:
     def probes(self) -> dict[str, Probe]:
         """What looks at each of the tensors while they are read."""
         masters: dict[str, Probe] = {pair.master: pair.printers[1] for pair in self._pairs}
-        weights = ((pair.weight, pair.index, pair.printers[0]) for pair in self._pairs)
+        weights = ((pair.weight.name, pair.weight.at, pair.printers[0]) for pair in self._pairs)
         return masters | probes_of(weights)
 
     def problems(self, elements: Elements) -> Iterator[Problem]:
@@ -95,7 +87,7 @@ class Masters:
         odd = [
             pair.find(located)
             for pair in self._pairs
-            if not pair.is_equal and elements.are_sound(pair.weight, pair.master)
+            if not pair.is_equal and elements.are_sound(pair.weight.name, pair.master)
         ]
         if not odd:
             return
@@ -122,7 +114,7 @@ class Masters:
     def _without_another(self, found: list[Difference]) -> list[Difference]:
         """Leave out the weights whose master has another: they may be averages beside the model."""
         differing = {each.weight.name for each in found}
-        settled = {pair.master for pair in self._pairs if pair.name not in differing}
+        settled = {pair.master for pair in self._pairs if pair.weight.label not in differing}
         return [each for each in found if each.master.name not in settled]
 
 
