@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptool.commands.detect import require_known
 from ckptool.commands.document import Report
 from ckptool.commands.open import Survey, open_checkpoint, survey_readable
 from ckptool.commands.options.verify import VerifyOptions
@@ -115,7 +114,6 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     if a store does not answer.
     """
     require_codes(options.ignore)
-    require_known(options.read.from_format)
     opened = as_one_step(open_run(run, options.read))
     assessor = Assessor(opened, options, thorough=every)
     reports, chosen = [], ""

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
+from ckptool.commands.detect import require_known
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.contents import saved
 from ckptool.commands.runs.names import Position
@@ -32,8 +33,10 @@ Key = tuple[float, ...]
 def open_run(place: Location, options: ReadOptions = AS_DETECTED) -> Run:
     """Return a run with its steps, oldest first. Raises as ``find_run`` does, and NoAnswer.
 
-    Steps that neither a name, a pointer nor a record places come before the others.
+    Steps that neither a name, a pointer nor a record places come before the others. Raises
+    UsageError for an unknown format.
     """
+    require_known(options.from_format)
     run = find_run(place)
     named = [step for step in run.steps if step.position]
     others = [step for step in run.steps if not step.position]

@@ -9,7 +9,6 @@ from typing import ClassVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptool.commands.detect import require_known
 from ckptool.commands.document import Report
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.verify import VerifyOptions
@@ -109,7 +108,6 @@ def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: No
             hint="--keep-every 1 keeps all: the newest as they are, older ones without optimizer",
         )
     require_codes(options.verify.ignore)
-    require_known(options.verify.read.from_format)
     opened = open_run(run, options.verify.read)
     if options.yes:
         for folder in {entry.parent for step in opened.steps for entry in step.entries}:

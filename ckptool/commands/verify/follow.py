@@ -10,7 +10,6 @@ from shutil import which
 
 from msgspec.structs import replace
 
-from ckptool.commands.detect import require_known
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.assessment import Assessor, StepReport
 from ckptool.commands.runs.contents import print_of
@@ -37,7 +36,6 @@ def follow(
     seconds between two looks.
     """
     require_codes(options.ignore)
-    require_known(options.read.from_format)
     require_there(run)
     follower = _Follower(run, options)
     while True:

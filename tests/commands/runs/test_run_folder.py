@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from ckptool.cli.app import app
 from ckptool.commands import detect as detect_checkpoint
+from ckptool.commands.inspect.steps import list_steps
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs import assessment, search
@@ -298,6 +299,13 @@ def test_options_that_make_no_sense_are_not_a_fault_of_a_step(
 ) -> None:
     with pytest.raises(UsageError, match=r"no such|unknown format"):
         verify_run(saved(tmp_path, *STEPS), options, every=True)
+
+
+@pytest.mark.parametrize("command", [list_steps, open_run])
+def test_no_run_is_of_an_unknown_format(command: Callable[..., object], tmp_path: Path) -> None:
+    run = saved(tmp_path, "step_1.pt", "step_2.pt")
+    with pytest.raises(UsageError, match="unknown format"):
+        command(run, ReadOptions("nothing"))
 
 
 @pytest.mark.parametrize("point", ["listed", "detected", "verified"])
