@@ -28,7 +28,8 @@ _NOT_WHOLE = frozenset(
 )
 """Codes of a file that is not all there; what else is in it is its trainer's own."""
 ANOTHER = frozenset(
-    "weights-differ-from-masters moments-negative moments-zero moments-copied counts-differ".split()
+    "weights-differ-from-masters moments-negative moments-zero moments-copied counts-differ"
+    " optimizer-incomplete optimizer-extra optimizer-shape".split()
 )
 """The warnings after which a resume would go on with something else than what was trained."""
 _NOT_FINITE = "not-finite"

@@ -96,6 +96,7 @@ def test_state_of_numbers_in_no_group(tmp_path: Path) -> None:
     (found,) = (f for f in ckptool.verify(tmp_path / "c").findings if f.severity.value != "info")
     assert found.code == "optimizer-extra"
     assert found.message.startswith("optimizer.pt: state.2.exp_avg, state.2.exp_avg_sq: ")
+    assert ckptool.verify_run(tmp_path).latest_good is None
 
 
 def test_a_sound_one_is_no_warning(tmp_path: Path) -> None:
