@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from math import inf
@@ -24,7 +24,7 @@ from ckptool.commands.runs.contents import (
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.order import open_run, written_after
 from ckptool.commands.runs.pointers import find_pointers, is_for_that, latest_source
-from ckptool.commands.runs.records import has_optimizer
+from ckptool.commands.runs.records import Models, has_optimizer
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoiling
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
@@ -39,6 +39,8 @@ from ckptool.errors import CkptoolError, Empty, NoAnswer, NotFound, TransferErro
 from ckptool.serialization.file_roles import may_be_empty, role_of
 from ckptool.storage.place import is_gone
 from ckptool.storage.url import Location, within
+
+_LOST = "like-missing"
 
 
 class StepReport(Report, frozen=True):
@@ -186,6 +188,7 @@ class Assessor:
         self._options = options
         self._thorough = thorough
         self._completeness = Completeness(run)
+        self._models = Models(run, options.read)
         self._contents: dict[Location, Contents] = {}
         self._good: set[object] = set()
         self._first_filled: dict[object, float] = {}
@@ -225,7 +228,7 @@ class Assessor:
         if not reasons:
             self._contents[step.path] = Contents.of(surveys)
             export = export or self._is_state_beside(step)
-            reasons += () if export else self._by_contents(step)
+            reasons += () if export else self._by_contents(step, surveys)
         if not reasons:
             self._good.add(step.series)
         found = tuple(reports), tuple(reasons)
@@ -333,13 +336,15 @@ class Assessor:
             elif finding.code in ANOTHER:
                 yield f"{_text_of(finding, report)} (--ignore {finding.code} counts it as good)"
 
-    def _by_contents(self, step: Step) -> Iterator[str]:
+    def _by_contents(self, step: Step, surveys: Sequence[Survey]) -> Iterator[str]:
         """Yield what a whole checkpoint lacks that training needs."""
         mine = self._contents[step.path]
         if not mine.either:
             yield "has nothing of a model or an optimizer"
         elif not mine.model and any(self.contents_of(each).model for each in self._run.steps):
             yield "has no tensors of a model, which other steps have"
+        elif _LOST not in self._options.ignore and (lost := self._models.lost(step, surveys)):
+            yield f"{_LOST}: {lost} (--ignore {_LOST} counts it as good)"
         if not mine.optimizer and step.series not in self._good:
             older = reversed(self._run.steps[: self._run.steps.index(step)])
             alike = (s for s in older if s.series == step.series and not [*self._by_names(s)])

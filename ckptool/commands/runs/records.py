@@ -1,17 +1,19 @@
-"""What a checkpoint records about its place in a run, in its values."""
+"""What a checkpoint tells of its place in a run: by its values, and its model by earlier ones."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.names import Position
-from ckptool.commands.runs.steps import Step
+from ckptool.commands.runs.steps import Run, Step
+from ckptool.commands.verify.checks.meaning.weights import is_matrix
 from ckptool.core.catalog import Catalog
-from ckptool.core.state_category import state_category
+from ckptool.core.state_category import state_category, weights
+from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError
 from ckptool.formats.companions import TRAINER_STATE, read_json_object, trainer_optimizer
 
@@ -71,6 +73,56 @@ def has_optimizer(each: Survey) -> bool:
     parts = {state_category(entry) for entry in each.catalog.tensors.values()}
     parts |= {state_category(entry) for entry in each.catalog.objects.values()}
     return "optimizer" in parts
+
+
+Matrices = Mapping[str, tuple[int, ...]]
+"""The shapes of a model's matrices, by name: of buffers, versions of a library save others."""
+_PART, _SHOWN = 4, 2
+"""The share of a model, one in so many, of which more is not lost but left out."""
+
+
+class Models:
+    """Compares each step's model with that of the first step of its series, by names and shapes."""
+
+    def __init__(self, run: Run, options: ReadOptions) -> None:
+        self._run = run
+        self._options = options
+        self._first: dict[object, tuple[str, Matrices]] = {}
+
+    def lost(self, step: Step, surveys: Iterable[Survey]) -> str | None:
+        """Return what a step's model has lost; None if nothing, or if it is another model.
+
+        What has other names or shapes, or lacks much, is that on purpose. Raises NoAnswer.
+        """
+        if step.series not in self._first:
+            self._first[step.series] = self._find_first(step.series)
+        name, first = self._first[step.series]
+        mine = _matrices_in(surveys)
+        lost = first.keys() - mine.keys()
+        if not 0 < _PART * len(lost) <= len(first) or any(first.get(n) != mine[n] for n in mine):
+            return None
+        apart = {shape for each, shape in mine.items() if not re.search(r"\d", each)}
+        sure = (each for each in lost if re.search(r"\d", each) or first[each] not in apart)
+        names = sorted(sure)  # a head and an embedding may have been tied since
+        return f"{list_some(names, _SHOWN)}: missing, {name} has it" if names else None
+
+    def _find_first(self, series: object) -> tuple[str, Matrices]:
+        for step in self._run.steps:
+            if step.series == series:
+                found = [survey_readable(part, self._options) for part in step.parts]
+                if matrices := _matrices_in(filter(None, found)):
+                    return step.path.name, matrices
+        return "", {}
+
+
+def _matrices_in(surveys: Iterable[Survey]) -> Matrices:
+    catalogs = [each.catalog for each in surveys if each.catalog is not None]
+    found = ((name, catalog.tensors.get(name)) for catalog in catalogs for name in weights(catalog))
+    return {
+        name: entry.shape
+        for name, entry in found
+        if entry and entry.source_dtype.kind == "float" and is_matrix(entry.shape)
+    }
 
 
 def _count(catalog: Catalog, names: tuple[str, ...]) -> int | None:

@@ -1,0 +1,86 @@
+"""A step whose model has lost a matrix of earlier ones is not the newest good one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from prune_runs import fates, pruned
+from safetensors.torch import save_file
+
+import ckptool
+
+Model = dict[str, torch.Tensor]
+Change = Callable[[Model], object]
+LOST = "blocks.2.up.weight"
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    kinds = {"up": (16, 8), "down": (8, 16)}
+    found = {f"blocks.{n}.{k}.weight": torch.randn(*kinds[k]) for n in range(5) for k in kinds}
+    found |= {f"blocks.{n}.bias": torch.zeros(8) for n in range(5)}
+    return found | {"embed.weight": torch.randn(24, 8), "head.weight": torch.randn(24, 8)}
+
+
+def without(*parts: str) -> Change:
+    def lose(model: Model) -> None:
+        for name in [name for name in model if any(part in name for part in parts)]:
+            del model[name]
+
+    return lose
+
+
+WRITERS: dict[str, Callable[[Model, Path], object]] = {
+    "safetensors": lambda model, path: save_file(model, path / "model.safetensors"),
+    "dcp": lambda model, path: dcp.save({"model": model}, checkpoint_id=path, no_dist=True),
+}
+
+
+def run_of(tmp_path: Path, change: Change, write: str = "safetensors") -> Path:
+    for step in (1, 2, 3):
+        made = model()
+        if step > 1:
+            change(made)
+        (tmp_path / f"step-{step}").mkdir()
+        WRITERS[write](made, tmp_path / f"step-{step}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_steps_that_lost_one_are_passed_over_and_kept_for_none(write: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, without(LOST), write)
+    report = ckptool.verify_run(run, quick=True)
+    assert report.latest_good is not None
+    assert report.latest_good.path.name == "step-1"
+    accepts = "(--ignore like-missing counts it as good)"
+    for passed in report.steps[:2]:
+        (reason,) = passed.reasons
+        assert reason.startswith("like-missing: ")
+        assert reason.endswith(f"{LOST}: missing, step-1 has it {accepts}")
+    assert fates(pruned(run))["step-1"] == "keep"
+    accepted = ckptool.verify_run(run, ignore=["like-missing"]).latest_good
+    assert accepted is not None
+    assert accepted.path.name == "step-3"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(without("bias"), id="buffers that a version does not save"),
+        pytest.param(without("head"), id="a head that was tied since"),
+        pytest.param(without("down", "embed"), id="what is left out on purpose"),
+        pytest.param(lambda m: m.update({"x.weight": m.pop(LOST)}), id="another name"),
+        pytest.param(
+            lambda m: m.update({"head.weight": torch.ones(24, 9), LOST: m.pop(LOST)[:8]}),
+            id="another model",
+        ),
+    ],
+)
+def test_what_is_no_loss(change: Change, tmp_path: Path) -> None:
+    found = ckptool.verify_run(run_of(tmp_path, change)).latest_good
+    assert found is not None
+    assert found.path.name == "step-3"
