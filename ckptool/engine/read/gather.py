@@ -74,8 +74,11 @@ def part_of(values: Array, box: Box) -> Array:
 
 
 def cut(values: Array, tile: Tile, buffer: memoryview) -> memoryview:
-    """Return the bytes of a tile of a band, in ``buffer``; Damaged if its pieces do not fill it."""
-    pieces, shape = tile.pieces, tile.shape
+    """Return the bytes of a tile of a band, in ``buffer``; Damaged if its pieces do not fill it.
+
+    Or those of each of some bands, which are alike, if these are stacked along a dim before others.
+    """
+    pieces, shape = tile.pieces, (*values.shape[: values.ndim - len(tile.shape)], *tile.shape)
     part = part_of(values, pieces[0].box) if len(pieces) == 1 else None
     if part is not None and part.nbytes <= _LITTLE:
         filled, data = part.size, memoryview(part.tobytes())

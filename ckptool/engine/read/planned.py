@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -121,7 +121,8 @@ class PlanReader:
     def _small(self, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, memoryview]]:
         """Read small tensors, and cut tiles from each, each valid until the next.
 
-        Those that are stored as rows of the type to be written are read together.
+        Those that are stored as rows of the type to be written are read together, and cut together
+        if their tiles are the same parts of them.
         """
         straight, others = list[tuple[list[Tile], list[Segment]]](), list[list[Tile]]()
         for some in (list(of_one) for _, of_one in groupby(tiles, _NAME_OF)):
@@ -132,14 +133,16 @@ class PlanReader:
             else:
                 straight.append((some, rows))
         read = iter(self._bytes.read_close(row[:3] for _, rows in straight for row in rows))
-        found = list[tuple[Tile, memoryview]]()
+        alike = dict[object, list[tuple[list[Tile], memoryview]]]()
         for some, rows in straight:
             entry, parts = some[0].entry, [*islice(read, len(rows))]
             for (_, offset, _, record, _), data in zip(rows, parts, strict=True):
                 if record is not None:
                     self._records.touch(record, entry.name)
                     self._records.note(record, offset, data)
-            found += _cut_small(some, join(parts))
+            kind = entry.shape, entry.dtype.name, *(id(tile.pieces) for tile in some)
+            alike.setdefault(kind, []).append((some, join(parts)))
+        found = chain.from_iterable(map(_cut_alike, alike.values()))
         yield from sorted(found, key=lambda each: (each[0].file, each[0].part))
         for some in others:
             yield from self._cut(some, Box.whole(some[0].entry.shape))
@@ -207,17 +210,25 @@ class PlanReader:
             lost = ()
 
 
-def _cut_small(tiles: Sequence[Tile], whole: memoryview) -> Iterator[tuple[Tile, memoryview]]:
-    """Yield the tiles of a small tensor; those of whole rows without numpy."""
-    for tile in tiles:
+def _cut_alike(
+    tensors: Sequence[tuple[Sequence[Tile], memoryview]],
+) -> Iterator[tuple[Tile, memoryview]]:
+    """Yield the tiles of small tensors that are cut alike; those of whole rows without numpy."""
+    (first, whole), stack = tensors[0], None
+    for at, tile in enumerate(first):
         rows = _rows_of(tile, len(whole))
         if rows is not None:
-            yield tile, whole[rows]
+            yield from ((tiles[at], data[rows]) for tiles, data in tensors)
             continue
         from ckptool.engine.read.gather import array, cut
 
-        values = array(tile.entry.shape, tile.entry.dtype, whole)
-        yield tile, cut(values, tile, memoryview(bytearray(tile.nbytes)))
+        if stack is None:
+            joined = memoryview(b"".join([data for _, data in tensors]))
+            stack = array((len(tensors), *tile.entry.shape), tile.entry.dtype, joined)
+        size = tile.nbytes
+        parts = cut(stack, tile, memoryview(bytearray(size * len(tensors))))
+        for (tiles, _), start in zip(tensors, range(0, len(parts), size), strict=True):
+            yield tiles[at], parts[start : start + size]
 
 
 def _rows_of(tile: Tile, nbytes: int) -> slice | None:
