@@ -51,6 +51,8 @@ from ckptool.storage.files import Files, ReadSpan
 
 _MOST = 512
 """Runs that are read at once."""
+_SMALL = 64 << 10
+"""Bytes of a tensor up to which it is read with others that are cut alike."""
 _BAND = 8 << 20
 """Bytes of rows that are read at once to cut columns out of them."""
 
@@ -81,7 +83,8 @@ class _Run(Struct, frozen=True):
 class _Task(NamedTuple):
     """Runs that are proved by what is read of the output at once: ``extents``, or ``boxes``.
 
-    There are several only of one box; a run that has extents needs no boxes.
+    There are several only of one box; a run that has extents needs no boxes. A small tensor has
+    both: its one box, and the extents that its chunks are.
     """
 
     pair: TensorPair
@@ -154,9 +157,12 @@ def _needs(tasks: Iterable[_Task], block: int) -> Iterator[Need]:
 def _tasks_of(pair: TensorPair, runs: Iterable[_Run], *, by_request: bool) -> Iterator[_Task]:
     """Yield the tasks of a pair: for each run that the output has as runs, else for bands.
 
-    Each read of a store is announced by itself, as elements.
+    All runs of a small tensor are one. Each read of a store is announced by itself, as elements.
     """
     written = None if by_request else segments_of_tensor(pair.other)
+    if written is None and not by_request and (chunks := _chunks_of_small(pair)):
+        yield _Task(pair, tuple(runs), [Box.whole(pair.other.shape)], chunks)
+        return
     scattered = list[_Run]()
     for run in runs:
         extents = None if written is None else _extents_of(pair, run, written)
@@ -165,6 +171,16 @@ def _tasks_of(pair: TensorPair, runs: Iterable[_Run], *, by_request: bool) -> It
         else:
             yield _Task(pair, (run,), (), extents)
     yield from _bands(pair, scattered)
+
+
+def _chunks_of_small(pair: TensorPair) -> list[ReadSpan] | None:
+    """Return the extent that each written chunk of a small tensor is; None if it has others."""
+    if pair.boxes or pair.other.nbytes > _SMALL or not 0 < len(pair.other.chunks) <= _MOST:
+        return None
+    runs = runs_of_chunks(chunks_of(pair.other), pair.other.dtype.itemsize)
+    if runs is None or sum([run[2] for run in runs]) != pair.other.nbytes:
+        return None
+    return [run[:3] for run in runs]
 
 
 def _extents_of(pair: TensorPair, run: _Run, written: Sequence[Segment]) -> list[ReadSpan] | None:
@@ -271,7 +287,7 @@ def _prove(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[PairTile]:
     straight = [task for task in tasks if task.extents]
     elements = [task for task in tasks if not task.extents]
     try:
-        unequal = list(_unequal_runs(straight, readers))
+        unequal = [*_unequal_runs(straight, readers), *_unequal_stacks(straight, readers)]
     except CkptoolError:
         straight, unequal, elements = [], [], [*tasks]
     nbytes = sum([task.nbytes for task in straight])
@@ -289,14 +305,42 @@ def _prove(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[PairTile]:
         yield from _difference(pair, run, readers)
 
 
-def _unequal_runs(
-    tasks: Sequence[_Task], readers: SideReaders
-) -> Iterator[tuple[TensorPair, _Run]]:
-    """Yield the runs that the output has otherwise; extents close in a file are read together."""
+_Found = tuple[TensorPair, _Run]
+"""A run that the output has otherwise."""
+_Read = tuple[_Task, Sequence[memoryview]]
+"""A task, and the bytes of each of its extents."""
+
+
+def _read_back(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[_Read]:
+    """Yield tasks with what the output has of each; those close in a file are read together."""
     read = iter(readers.other.read_close(extent for task in tasks for extent in task.extents))
-    for pair, (run,), _, extents in tasks:
-        if checksum(join([*islice(read, len(extents))])) != run.checksum:
+    return ((task, [*islice(read, len(task.extents))]) for task in tasks)
+
+
+def _unequal_runs(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_Found]:
+    """Yield the runs that the output has otherwise, of those whose extents follow each other."""
+    for (pair, (run,), _, _), parts in _read_back([t for t in tasks if not t.boxes], readers):
+        if checksum(join(parts)) != run.checksum:
             yield pair, run
+
+
+def _unequal_stacks(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_Found]:
+    """Yield the same of small tensors: those that are written alike are one array."""
+    alike = dict[object, list[_Read]]()
+    for task, parts in _read_back([task for task in tasks if task.boxes], readers):
+        other = task.pair.other
+        key = chunks_of(other).cut, other.shape, other.dtype
+        alike.setdefault(key, []).append((task, parts))
+    for some in alike.values():
+        from ckptool.engine.read.gather import part_of, stacked
+
+        other = some[0][0].pair.other
+        stack = stacked([parts for _, parts in some], chunks_of(other).boxes, other)
+        for (task, _), values in zip(some, stack, strict=True):
+            for run in task.runs:
+                data = b"".join([part_of(values, box).tobytes() for box in run.boxes])
+                if checksum(data) != run.checksum:
+                    yield task.pair, run
 
 
 def _unequal(task: _Task, readers: SideReaders) -> list[_Run]:

@@ -97,6 +97,17 @@ def cut(values: Array, tile: Tile, buffer: memoryview) -> memoryview:
     return data
 
 
+def stacked(
+    tensors: Sequence[Sequence[memoryview]], boxes: Sequence[Box], like: TensorEntry
+) -> Array:
+    """Return an array of tensors, along its first dim, from the bytes of each of their boxes."""
+    whole = array((len(tensors), *like.shape), like.dtype, memoryview(b""))
+    for box, each in zip(boxes, zip(*tensors, strict=True), strict=True):
+        part = part_of(whole, box)
+        part[...] = np.frombuffer(b"".join(each), whole.dtype).reshape(part.shape)
+    return whole
+
+
 class Gatherer:
     """Reads boxes of chunks for one thread.
 
