@@ -138,8 +138,7 @@ class PlanReader:
             entry, parts = some[0].entry, [*islice(read, len(rows))]
             for (_, offset, _, record, _), data in zip(rows, parts, strict=True):
                 if record is not None:
-                    self._records.touch(record, entry.name)
-                    self._records.note(record, offset, data)
+                    self._records.read(record, entry.name, offset, data)
             kind = entry.shape, entry.dtype.name, *(id(tile.pieces) for tile in some)
             alike.setdefault(kind, []).append((some, join(parts)))
         found = chain.from_iterable(map(_cut_alike, alike.values()))
