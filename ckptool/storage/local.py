@@ -60,9 +60,9 @@ class LocalSource(Files):
         self.root = str(root)
         self.files = files
         self.unlisted = unlisted or {}
-        self._listed = listed or {}
+        self.listed = listed or {}
         self._places = places or {}
-        self._ahead = ReadAhead()
+        self.ahead = ReadAhead()
 
     @classmethod
     def of(
@@ -103,12 +103,12 @@ class LocalSource(Files):
 
     def narrowed(self, folder: str) -> LocalSource:
         """Return the part below a subfolder, as a source of its own."""
-        listed = within_folder(self._listed, folder)
+        listed = within_folder(self.listed, folder)
         return LocalSource.of(Path(self.root, folder), listed, within_folder(self.unlisted, folder))
 
     def subfolders(self) -> dict[str, LocalSource]:
         """Return every folder below, at any depth, as a source of its own."""
-        listed, unlisted = by_folder(self._listed), by_folder(self.unlisted)
+        listed, unlisted = by_folder(self.listed), by_folder(self.unlisted)
         root = Path(self.root)
         return {
             name: LocalSource.of(root / name, listed.get(name, {}), unlisted.get(name, {}))
@@ -132,11 +132,11 @@ class LocalSource(Files):
             with closing(self.reader()) as reader, suppress(CkptoolError, OSError):
                 yield from chain.from_iterable(starmap(reader.ask, runs))
 
-        return ask_aside(asked(), self._ahead)
+        return ask_aside(asked(), self.ahead)
 
     def reader(self) -> LocalReader:
         """Return a reader for one thread."""
-        return LocalReader(self.root, self._listed, self._places, ahead=self._ahead)
+        return LocalReader(self)
 
     def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:
         """Return a SHA-256 (hex) over names, sizes and modification times of some files.
@@ -146,21 +146,22 @@ class LocalSource(Files):
         import hashlib
 
         names = sorted(files)
-        digest = version_digest(self._listed, names)
-        changed = [self._listed[name].changed for name in names]
+        digest = version_digest(self.listed, names)
+        changed = [self.listed[name].changed for name in names]
         return hashlib.sha256(repr((digest, changed)).encode()).hexdigest() if exact else digest
 
     def changed(self, files: Iterable[str]) -> list[str]:
         """Return those files that were written, replaced or removed since listed."""
-        listed = [(name, self._listed[name]) for name in files if name in self._listed]
-        now = ((name, before, status_now(self._path(name))) for name, before in listed)
+        listed = [(name, self.listed[name]) for name in files if name in self.listed]
+        now = ((name, before, status_now(self.path(name))) for name, before in listed)
         return [n for n, before, s in now if s is None or not s.has_content_of(before)]
 
     def modified(self, file: str) -> float:
         """Return when a file was last modified, in seconds since the epoch."""
-        return _status(Path(self._path(file))).modified / 1e9
+        return _status(Path(self.path(file))).modified / 1e9
 
-    def _path(self, file: str) -> str:
+    def path(self, file: str) -> str:
+        """Return where a file is."""
         return f"{self.root}/{self._places.get(file, file)}"
 
 
@@ -193,22 +194,10 @@ def _open(path: str, file: str, listed: FileStatus | None) -> int:
 
 
 class LocalReader:
-    """Positioned reads for one thread, with a bounded number of open files.
+    """Positioned reads of a source for one thread, with a bounded number of open files."""
 
-    A file that is not as ``listed`` is not read.
-    """
-
-    def __init__(
-        self,
-        root: str,
-        listed: Mapping[str, FileStatus] | None = None,
-        places: Mapping[str, str] | None = None,
-        ahead: ReadAhead | None = None,
-    ) -> None:
-        self._ahead = ahead or ReadAhead()
-        self._root = root
-        self._listed = listed or {}
-        self._places = places or {}
+    def __init__(self, source: LocalSource) -> None:
+        self._source = source
         self._descriptors: OrderedDict[str, int] = OrderedDict()
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
@@ -223,7 +212,7 @@ class LocalReader:
     def read_some(self, file: str, offset: int, buffer: memoryview) -> int:
         """Fill ``buffer`` from ``offset`` up to the end of the file; return how many bytes."""
         descriptor = self._descriptor(file)
-        self._ahead.begin(descriptor, file, offset, len(buffer))
+        self._source.ahead.begin(descriptor, file, offset, len(buffer))
         try:
             return os.preadv(descriptor, [buffer], offset)
         except OSError as error:
@@ -231,7 +220,7 @@ class LocalReader:
 
     def expect(self, file: str, offset: int, nbytes: int) -> None:
         """Request the read of a few bytes that are needed soon."""
-        self._ahead.expect(self._descriptor(file), file, offset, nbytes)
+        self._source.ahead.expect(self._descriptor(file), file, offset, nbytes)
 
     def ask(self, file: str, offset: int, nbytes: int) -> Iterator[int]:
         """Request reads of bytes that are needed soon; yield how many at a time."""
@@ -265,6 +254,6 @@ class LocalReader:
             return descriptor
         if len(self._descriptors) >= _MOST_OPEN:
             os.close(self._descriptors.popitem(last=False)[1])
-        path = f"{self._root}/{self._places.get(file, file)}"
-        descriptor = self._descriptors[file] = _open(path, file, self._listed.get(file))
+        path, listed = self._source.path(file), self._source.listed.get(file)
+        descriptor = self._descriptors[file] = _open(path, file, listed)
         return descriptor

@@ -56,11 +56,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     def read_some(self: LocalReader, file: str, offset: int, buffer: memoryview) -> int:
         count = some(self, file, offset, buffer)
-        found[self._root] = found.get(self._root, 0) + count
+        found[self._source.root] = found.get(self._source.root, 0) + count
         return count
 
     def read_runs(self: LocalReader, file: str, offset: int, step: int, wanted: Any) -> None:
-        found[self._root] = found.get(self._root, 0) + sum(map(len, wanted))
+        found[self._source.root] = found.get(self._source.root, 0) + sum(map(len, wanted))
         runs(self, file, offset, step, wanted)
 
     monkeypatch.setattr(LocalReader, "read_some", read_some)

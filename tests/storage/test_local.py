@@ -11,7 +11,7 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.errors import CkptoolError, Damaged, NotFound, Unrecognized
 from ckptool.storage import file_status as walk
 from ckptool.storage import read_ahead
-from ckptool.storage.local import LocalReader, LocalSource
+from ckptool.storage.local import LocalSource
 
 
 def tree(root: Path, *names: str) -> Path:
@@ -79,7 +79,7 @@ def test_a_pipe_in_the_place_of_a_file_does_not_block(tmp_path: Path) -> None:
     with pytest.raises(CkptoolError):
         source.read("x", 0, 1)
     with pytest.raises(CkptoolError):
-        LocalReader(str(tmp_path)).read_into("x", 0, memoryview(bytearray(1)))
+        LocalSource(tmp_path, {}).reader().read_into("x", 0, memoryview(bytearray(1)))
 
 
 @pytest.mark.parametrize("link", [False, True])
@@ -113,7 +113,7 @@ def test_metadata_of_a_hundred_gigabytes_is_not_read(
 def test_runs_that_lie_apart(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(bytes(range(100)))
     runs = [memoryview(bytearray(3)) for _ in range(4)]
-    reader = LocalReader(str(tmp_path))
+    reader = LocalSource(tmp_path, {}).reader()
     reader.read_runs("f", 5, 30, runs)
     assert [bytes(run) for run in runs] == [bytes(range(n, n + 3)) for n in (5, 35, 65, 95)]
     with pytest.raises(Damaged, match="truncated"):
@@ -129,7 +129,7 @@ def test_runs_that_lie_apart_are_requested_unless_they_are_cached(
     monkeypatch.setattr(read_ahead, "will_need", lambda _, *span: asked.append(span))
     for cached in (None, 0, 3 * 4096, 1 << 20):
         monkeypatch.setattr(read_ahead, "cached_bytes", lambda *_, cached=cached: cached)
-        reader = LocalReader(str(tmp_path))
+        reader = LocalSource(tmp_path, {}).reader()
         reader.read_runs("f", 0, 1 << 18, [memoryview(bytearray(4096)) for _ in range(3)])
         reader.close()
     assert asked == [(0, (2 << 18) + 4096)] * 3

@@ -102,7 +102,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     def read_some(self: LocalReader, file: str, offset: int, buffer: memoryview) -> int:
         count = real(self, file, offset, buffer)
-        reads.append((self._root, count))
+        reads.append((self._source.root, count))
         return count
 
     monkeypatch.setattr(LocalReader, "read_some", read_some)
