@@ -20,7 +20,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers
 import ckptool
 from ckptool.engine.write.disk_target import DiskTarget
 from ckptool.errors import NotVerified, TransferError, Unsupported, UsageError
-from ckptool.storage.virtual.memory import MemoryFiles, MemoryReader
+from ckptool.storage.virtual.memory import MemoryFiles
 
 
 @pytest.fixture
@@ -203,16 +203,16 @@ def test_a_tensor_that_is_trained_on_while_it_is_saved_is_not_committed(
 ) -> None:
     """Nothing tells of changes of memory but to look at it again."""
     weight, reads = torch.zeros(1 << 20), 0
-    real = MemoryReader.read_into
+    real = MemoryFiles.read_into
 
-    def read_into(self: MemoryReader, file: str, offset: int, buffer: memoryview) -> None:
+    def read_into(self: MemoryFiles, file: str, offset: int, buffer: memoryview) -> None:
         nonlocal reads
         real(self, file, offset, buffer)
         reads += 1
         if reads == 2:
             weight.add_(1)
 
-    monkeypatch.setattr(MemoryReader, "read_into", read_into)
+    monkeypatch.setattr(MemoryFiles, "read_into", read_into)
     with pytest.raises(NotVerified, match="differ between source"):
         ckptool.save({"w": weight}, tmp_path / "w.safetensors")
     assert not list(tmp_path.iterdir())

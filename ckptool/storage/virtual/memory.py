@@ -9,24 +9,7 @@ from ckptool.storage.file_status import within_folder
 from ckptool.storage.files import FileReader, Files, ReadPolicy, too_short
 
 
-class MemoryReader(FileReader):
-    """A reader for one thread."""
-
-    def __init__(self, buffers: Mapping[str, memoryview]) -> None:
-        self._buffers = buffers
-
-    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset``; Damaged if the file ends before."""
-        data = self._buffers[file]
-        if offset < 0 or offset + buffer.nbytes > len(data):
-            raise too_short(file, offset, buffer.nbytes, len(data))
-        buffer.cast("B")[:] = data[offset : offset + buffer.nbytes]
-
-    def close(self) -> None:
-        """Do nothing: the memory is its owner's."""
-
-
-class MemoryFiles(Files):
+class MemoryFiles(Files, FileReader):
     """Buffers by the names of the files that they represent; they must not change meanwhile.
 
     ``token`` is their identity: a transfer from memory cannot be resumed.
@@ -65,6 +48,16 @@ class MemoryFiles(Files):
         """Return 0: it is unknown."""
         return 0.0
 
-    def reader(self) -> MemoryReader:
-        """Return a reader for one thread."""
-        return MemoryReader(self._buffers)
+    def reader(self) -> MemoryFiles:
+        """Return itself: nothing is open."""
+        return self
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from ``offset``; Damaged if the file ends before."""
+        data = self._buffers[file]
+        if offset < 0 or offset + buffer.nbytes > len(data):
+            raise too_short(file, offset, buffer.nbytes, len(data))
+        buffer.cast("B")[:] = data[offset : offset + buffer.nbytes]
+
+    def close(self) -> None:
+        """Do nothing: the memory is its owner's."""
