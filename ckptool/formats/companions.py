@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -91,17 +91,15 @@ def relocate(catalog: Catalog, folder: str) -> Catalog:
         catalog,
         tensors={name: _relocated_entry(entry, folder) for name, entry in catalog.tensors.items()},
         files={f"{folder}/{name}": size for name, size in catalog.files.items()},
-        notes=tuple(n.in_folder(folder) if _names_a_file(n) else n for n in catalog.notes),
+        notes=tuple(
+            n.in_folder(folder) if isinstance(n, Problem) and n.file else n for n in catalog.notes
+        ),
         copies=frozenset(f"{folder}/{name}" for name in catalog.copies),
         bare=frozenset(f"{folder}/{name}" for name in catalog.bare),
         archives=tuple(replace(at, file=f"{folder}/{at.file}") for at in catalog.archives),
         named={f"{folder}/{name}": classes for name, classes in catalog.named.items()},
         metadata={f"{folder}/{name}": texts for name, texts in catalog.metadata.items()},
     )
-
-
-def _names_a_file(note: str) -> TypeGuard[Problem]:
-    return isinstance(note, Problem) and bool(note.file)
 
 
 def _relocated_entry(entry: TensorEntry, folder: str) -> TensorEntry:

@@ -147,7 +147,4 @@ class RemoteSource(Files, FileReader):
     def _version_of(self, file: str) -> ObjectVersion:
         """Return a file in the version that was listed; any version of one that was not."""
         info = self._infos.get(file)
-        return ObjectVersion(self._key(file), info.version if info is not None else "")
-
-    def _key(self, file: str) -> str:
-        return (self._place / file).key
+        return ObjectVersion((self._place / file).key, info.version if info is not None else "")

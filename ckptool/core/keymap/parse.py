@@ -45,7 +45,7 @@ def parse_map(content: Mapping[str, Any], where: str, included: Included) -> Key
     names = _texts(content.get("include", []), where)
     key_map = _bounded(_parse_own(content, where, has_more=bool(names)), where)
     without = _texts(content.get("without", []), where)
-    within = _within(content, where)
+    within = _starts(_table(content, "within", where), f"{where}: [within]", _PLAIN)
     others = [moved(included(name), within) for name in names]
     rules = [rule for other in others for rule in other.rules]
     for glob in without:
@@ -69,11 +69,6 @@ def _bounded(key_map: KeyMap, where: str) -> KeyMap:
     if len(key_map.sizes) > _MOST_SIZES:
         raise UsageError(f"{where}: more than {_MOST_SIZES} sizes in [dims]")
     return key_map
-
-
-def _within(content: Mapping[str, Any], where: str) -> list[Mapping[str, str]]:
-    """Return the prefixes of included names, there and here, by side."""
-    return _starts(_table(content, "within", where), f"{where}: [within]", _PLAIN)
 
 
 def _starts(

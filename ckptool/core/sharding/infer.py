@@ -57,7 +57,7 @@ def infer(tensors: Iterable[TensorEntry], world_size: int) -> Inference:
     ragged ShardedTensor or one of Megatron's, leaves no mesh: the chunks of the others may fit one
     by chance.
     """
-    signatures = {entry.name: _signature(entry) for entry in tensors}
+    signatures = {entry.name: (entry.shape, chunks_of(entry).spans) for entry in tensors}
     known = {signature: _evidence(*signature) for signature in set(signatures.values())}
     grids = {signature: grid for signature, grid in known.items() if grid is not None}
     world = _world(known, world_size)
@@ -70,11 +70,6 @@ def infer(tensors: Iterable[TensorEntry], world_size: int) -> Inference:
     return Inference(Mesh.of(shapes[0]), {name: fits[s] for name, s in signatures.items()})
 
 
-def _signature(entry: TensorEntry) -> _Signature:
-    """Return a tensor's shape, and its boxes with the ranks that wrote each (None if unknown)."""
-    return entry.shape, chunks_of(entry).spans
-
-
 def _world(signatures: Iterable[_Signature], seen: int) -> int:
     writers = (rank for _, stored in signatures for rank in stored.ranks if rank is not None)
     return max(seen, 1 + max(writers, default=0))
@@ -83,6 +78,7 @@ def _world(signatures: Iterable[_Signature], seen: int) -> int:
 _Shape = tuple[int, ...]
 _Span = tuple[int, int]
 _Signature = tuple[_Shape, Spans]
+"""A tensor's shape, and its boxes with the ranks that wrote each (None if unknown)."""
 
 
 class _CutDim(Struct, frozen=True):

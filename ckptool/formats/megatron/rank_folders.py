@@ -60,7 +60,8 @@ def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
     names = sorted(name for name in source.files if FOLDER.fullmatch(name))
     expect_archives(source, names)
     files = {name: read_torch_file(source, name) for name in names}
-    stated = {name: _read_arguments(file) for name, file in files.items()}
+    values = {name: f.inert if isinstance(f.inert, dict) else {} for name, f in files.items()}
+    stated = {name: read_arguments(inside.get("args")) for name, inside in values.items()}
     args = stated[names[0]]
     ranks = {_parse_rank(name, args): name for name in names}
     _require_all(ranks, args)
@@ -71,10 +72,6 @@ def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
         _read_folder(source, rank, number, files[ranks[rank]], ranks[rank])
         for number, rank in enumerate(ordered)
     ], args
-
-
-def _read_arguments(file: TorchFile) -> Arguments:
-    return read_arguments(file.inert.get("args") if isinstance(file.inert, dict) else None)
 
 
 def _parse_rank(name: str, args: Arguments) -> Rank:

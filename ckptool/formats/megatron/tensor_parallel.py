@@ -37,10 +37,6 @@ Rank = tuple[int, int, int]
 _GROUPED = re.compile(r"((?:.*\.)?experts\.weight)([12])")
 
 
-def _use_stated(match: re.Match[str], facts: ParameterRules) -> TpRule | None:
-    return facts.stated.get(match[0])
-
-
 def _cut_rows(match: re.Match[str], facts: ParameterRules) -> TpRule:
     return ROW if len(facts.shapes[match[0]]) > 1 else REPLICATED
 
@@ -137,7 +133,7 @@ RULES: RuleTable[ParameterRules] = RuleTable(
             ),
             _cut_mixer,
         ),
-        (re.compile(".*"), _use_stated),
+        (re.compile(".*"), lambda match, facts: facts.stated.get(match[0])),
         (
             re.compile(
                 r"(.*\.)?(word_embeddings|word_embeddings_for_head|output_layer|linear_qkv|linear_q|linear_kv"

@@ -79,7 +79,9 @@ class WebClient(ObstoreClient):
         except (Answer, FileNotFoundError, Unsupported) as error:
             if isinstance(error, Answer) and error.status is None:
                 raise
-        return self._ask(key, _info_by_read)
+        return self._ask(  # of which nothing is read
+            key, lambda obstore, store, name: info_of(obstore.get(store, name).meta)
+        )
 
     def read(self, file: ObjectVersion, start: int, end: int) -> memoryview:
         """Return the bytes from ``start`` to ``end``, of a small file also if it is sent whole."""
@@ -90,10 +92,6 @@ class WebClient(ObstoreClient):
             if whole is None:
                 raise
         return whole[start:end]
-
-
-def _info_by_read(obstore: Any, store: Any, name: str) -> ObjectInfo:
-    return info_of(obstore.get(store, name).meta)  # of which nothing is read
 
 
 def _read_small(obstore: Any, store: Any, name: str) -> memoryview | None:
