@@ -37,7 +37,11 @@ from ckptool.commands.verify.checks.meaning.table import (
     senses_of,
 )
 from ckptool.commands.verify.checks.pickles import odd_values
-from ckptool.commands.verify.checks.recorded_hashes import SHA256, RecordedHashes
+from ckptool.commands.verify.checks.recorded_hashes import (
+    SHA256,
+    hash_problems,
+    recorded_hashes,
+)
 from ckptool.commands.verify.checks.sample import DataPart, DataSample
 from ckptool.commands.verify.checks.training import (
     differing_step_values,
@@ -128,9 +132,9 @@ class Verification:
         self._of_files: list[Problem] | None = None
         self._of_pickles: list[Problem] | None = None
         self.content = Content()
-        self._hashes = RecordedHashes()
-        if not options.quick:
-            self._hashes = RecordedHashes.at(surveyed.path, surveyed.source, self._own_files)
+        place = surveyed.path, surveyed.source, self._own_files
+        unusable = self._problems if self._sample.checks_whole else []
+        self._hashes = [] if options.quick else recorded_hashes(*place, unusable)
 
     @property
     def _own_files(self) -> Mapping[str, int]:
@@ -180,7 +184,7 @@ class Verification:
             whole = catalog.files | catalog.companions if self._sample.is_all else {}
             runs = [(f, 0, n) for f, n in whole.items() if f in source.files]
             with planned(source, runs if source.policy.by_request else []):
-                recorded = self._hashes.files(SHA256)
+                recorded = {each.file for each in self._hashes if each.algorithm == SHA256}
                 hashed = {f: n for f, n in whole.items() if digest or f in recorded}
                 self._check_part(catalog, content, progress, hashed)
         else:
@@ -200,8 +204,7 @@ class Verification:
         self.content, digests = content, content.read.digests
         self._nbytes = content.read.nbytes
         if self._sample.checks_whole:
-            self._problems += self._hashes.problems
-            self._problems += self._hashes.compare(digests, hashed, source)
+            self._problems += hash_problems(self._hashes, digests, hashed, source)
         self._check_elements(content)
 
     def _check_part(
@@ -277,7 +280,8 @@ class Verification:
             steps = optimizer_step_problems(self.surveyed, self._catalog, content.counters.taken)
             self._problems += self._unless_damaged(steps)
         unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
-        self._unchecked = unchecked - (self._hashes.files() if self._sample.leaves_none else set())
+        covered = (each.file for each in self._hashes if self._sample.leaves_none)
+        self._unchecked = unchecked.difference(covered)
 
     def _read_again(self, content: Content) -> set[str]:
         """Check elements, which bytes do not show; return the tensors with NaN or infinity."""

@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from ckptool.errors import CkptoolError, Damaged, Problem
 from ckptool.serialization.source import (
@@ -76,54 +76,48 @@ class RecordedHash(Struct, frozen=True):
         return Problem(message, self.mismatch, file=self.file).with_hint(f"{_AGAIN}{edited}")
 
 
-class RecordedHashes(Struct):
-    """All that is recorded ``of`` a checkpoint's files, and ``problems`` of lists of hashes."""
+def recorded_hashes(
+    path: Location, source: Source, own: Iterable[str], problems: list[Problem]
+) -> list[RecordedHash]:
+    """Return what is recorded at ``path``: of every file in lists, of its ``own`` by the Hub.
 
-    of: list[RecordedHash] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    Why a list cannot be used is added to ``problems``.
+    """
+    found: list[RecordedHash] = []
+    for name in LISTS:
+        try:
+            found += [*_listed(source, name)] if name in source.files else ()
+        except CkptoolError as error:
+            problems += error.problems
+    return [*found, *_sent(path, own)]
 
-    @classmethod
-    def at(cls, path: Location, source: Source, own: Iterable[str]) -> RecordedHashes:
-        """Return what is recorded at ``path``: of every file in lists, of its ``own`` by the Hub.
 
-        A remark if a list names an unknown algorithm is among the problems.
-        """
-        found = cls()
-        for name in LISTS:
-            try:
-                found.of += _listed(source, name) if name in source.files else ()
-            except CkptoolError as error:
-                found.problems += error.problems
-        found.of += _sent(path, own)
-        return found
+def hash_problems(
+    recorded: Iterable[RecordedHash],
+    digests: Mapping[str, str],
+    hashed: Collection[str],
+    source: Source,
+) -> Iterator[Problem]:
+    """Yield the files that are missing, or not what was recorded.
 
-    def files(self, algorithm: str | None = None) -> set[str]:
-        """Return the files of which a hash is recorded, of an algorithm if it is given."""
-        return {each.file for each in self.of if algorithm in (None, each.algorithm)}
-
-    def compare(
-        self, digests: Mapping[str, str], hashed: Collection[str], source: Source
-    ) -> Iterator[Problem]:
-        """Yield the files that are missing, or not what was recorded.
-
-        ``digests`` are SHA-256 of files that were read, as far as they could be of those
-        ``hashed``; all others are read here.
-        """
-        for each in self.of:
-            is_read = each.algorithm == SHA256 and each.file in hashed
-            if is_read and each.file not in digests:
-                continue  # the reader reports on it
-            try:
-                size = require(source, each.file, wanted_by=each.where)
-                # before what git hashes
-                head = f"blob {size}\0".encode() if each.algorithm == "sha1" else b""
-                digits = digests[each.file] if is_read else None
-                digits = digits or file_digest(source, each.file, each.algorithm, head)
-            except CkptoolError as error:
-                yield from error.problems
-                continue
-            if (problem := each.problem(digits)) is not None:
-                yield problem
+    ``digests`` are SHA-256 of files that were read, as far as they could be of those ``hashed``;
+    all others are read here.
+    """
+    for each in recorded:
+        is_read = each.algorithm == SHA256 and each.file in hashed
+        if is_read and each.file not in digests:
+            continue  # the reader reports on it
+        try:
+            size = require(source, each.file, wanted_by=each.where)
+            # before what git hashes
+            head = f"blob {size}\0".encode() if each.algorithm == "sha1" else b""
+            digits = digests[each.file] if is_read else None
+            digits = digits or file_digest(source, each.file, each.algorithm, head)
+        except CkptoolError as error:
+            yield from error.problems
+            continue
+        if (problem := each.problem(digits)) is not None:
+            yield problem
 
 
 def _listed(source: Source, name: str) -> Iterator[RecordedHash]:

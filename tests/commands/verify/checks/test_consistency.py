@@ -120,7 +120,9 @@ def test_a_file_of_the_checklist_that_is_gone(checklist: Path) -> None:
     assert ("file-missing", "params.json") in errors(checklist)
 
 
-@pytest.mark.parametrize("text", ["no digest\n", "0123  params.json\n"])
+@pytest.mark.parametrize(
+    "text", ["no digest\n", "0123  params.json\n", f"{'0' * 32}  params.json\nno digest\n"]
+)
 def test_a_checklist_that_is_none(checklist: Path, text: str) -> None:
     (checklist / "checklist.chk").write_text(text)
     assert errors(checklist) == [("index-unreadable", "checklist.chk")]
