@@ -21,6 +21,7 @@ from ckptool.core.catalog import (
 )
 from ckptool.core.codec import Bytes
 from ckptool.core.dtype import BY_NAME, DType
+from ckptool.core.layout import tiles
 from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, Overlap
 from ckptool.engine.read.byte_reader import ByteReader
@@ -71,6 +72,11 @@ def part_of(values: Array, box: Box) -> Array:
     inside: Any = (..., *map(slice, box.lo, box.hi))
     part: Array = values[inside]
     return part
+
+
+def _as_floats(values: Array, dtype: DType) -> Array:
+    """Return numbers, or the parts of complex ones, as a flat array."""
+    return values.reshape(-1).view(unit(dtype.itemsize))
 
 
 def cut(values: Array, tile: Tile, buffer: memoryview) -> memoryview:
@@ -219,17 +225,21 @@ class Gatherer:
     def _count_computed(
         self, beyond: RangeCheck, entry: TensorEntry, at: Computed, made: tuple[Array, Box]
     ) -> None:
-        """Count the computed numbers that exceed the range of their type; complex ones by parts."""
+        """Count the computed numbers that exceed the range of their type; complex ones by parts.
+
+        They are computed again, in the widest type, a part of the box at a time.
+        """
         (values, local), is_complex = made, entry.source_dtype.kind == "complex"
         dtype, wide = entry.source_dtype.part, widest_type(at)
-        parts = values.reshape(-1).view(unit(dtype.itemsize)) if is_complex else values
-        if dtype.kind != "float" or not may_have_lost(parts, dtype):
-            return
         pair = BY_NAME["complex128"] if is_complex else wide
-        numbers: Array = np.empty(values.shape, unit(pair.itemsize))
-        self.fill_from(at, numbers, local, pair)
-        found = numbers.reshape(-1).view(unit(pair.part.itemsize)) if is_complex else numbers
-        beyond.note(entry.name, found, pair.part, parts, dtype)
+        if dtype.kind != "float" or not may_have_lost(_as_floats(values, dtype), dtype):
+            return
+        for box in tiles(local, pair.itemsize, SPAN):
+            parts = _as_floats(part_of(values, box.relative_to(local.lo)), dtype)
+            if may_have_lost(parts, dtype):
+                numbers: Array = np.empty(box.shape, unit(pair.itemsize))
+                self.fill_from(at, numbers, box, pair)
+                beyond.note(entry.name, _as_floats(numbers, pair.part), pair.part, parts, dtype)
 
     def _read_run(self, out: Array, at: Extent, start: int) -> None:
         """Read one run of bytes of a place, and note it."""

@@ -14,6 +14,11 @@ from merge_adapters import Tensors, pair, run, save_adapter, save_base, some
 from safetensors.torch import load_file
 
 import ckptool
+from ckptool.core.box import Box
+from ckptool.core.catalog import Computed, Gather
+from ckptool.core.dtype import DType
+from ckptool.engine.formulas.low_rank import LowRank
+from ckptool.storage.files import SPAN
 
 OPTIONS = {
     "experts": ("--experts", "packed"),
@@ -336,3 +341,21 @@ def test_a_target_without_a_lora_is_noted(
     assert code == 0, said
     note = "1 module that target_modules names without a LoRA: model.layers.1.q"
     assert (note in said) == is_noted
+
+
+def test_what_is_not_finite_is_counted_a_part_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it was beyond the range of its type is seen in wider numbers, of few at a time."""
+    compute, largest = LowRank.__call__, []
+
+    def measured(self: LowRank, gather: Gather, at: Computed, box: Box, dtype: DType) -> Any:
+        largest.append(box.volume * dtype.itemsize)
+        return compute(self, gather, at, box, dtype)
+
+    monkeypatch.setattr(LowRank, "__call__", measured)
+    weight = torch.full((2048, 2048), torch.nan, dtype=torch.bfloat16)
+    base = save_base(tmp_path / "base.safetensors", {"model.q.weight": weight})
+    adapter = save_adapter(tmp_path / "adapter", pair("model.q", 2048, 2048))
+    ckptool.merge(tmp_path / "out.safetensors", lora=adapter, onto=base)
+    assert max(largest) <= SPAN
