@@ -47,6 +47,14 @@ _TAKES = (
 _FEW = 3
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to initialize that subtract what they put into the adapter from the base's weights."""
+_CONVERTS = (
+    "PEFT's save_pretrained(path_initial_model_for_weight_conversion=...) writes the adapter for"
+    " the base as it was"
+)
+_QUANTIZES = (
+    "--onto takes the base that LoftQ left, saved after it, if adapter_config.json says"
+    " init_lora_weights true"
+)
 _INITIALIZED = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 _KNOWN = frozenset(
     "peft_type task_type base_model_name_or_path revision inference_mode auto_mapping peft_version"
@@ -178,8 +186,7 @@ def _require_understood(record: Record, where: str) -> None:
     if isinstance(initialized, str) and initialized.startswith(_CHANGE_THE_BASE):
         raise Unsupported(
             f"{where} says init_lora_weights {initialized!r}, which changes the base's weights",
-            hint="PEFT's save_pretrained(path_initial_model_for_weight_conversion=...) writes the"
-            " adapter for the base as it was",
+            hint=_QUANTIZES if initialized == "loftq" else _CONVERTS,
         )
     if initialized not in _INITIALIZED:
         raise Unsupported(f"{where} says init_lora_weights {_short(initialized)}: not known")

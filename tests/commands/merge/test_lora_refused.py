@@ -39,6 +39,7 @@ Q = pair("model.q", 5, 6)
         ({"init_lora_weights": "olora"}, Q, "'olora', which changes the base"),
         ({"init_lora_weights": "corda"}, Q, "'corda', which changes the base"),
         ({"init_lora_weights": "loftq"}, Q, "'loftq', which changes the base"),
+        ({"init_lora_weights": "loftq"}, Q, "--onto takes the base that LoftQ left"),
         ({"init_lora_weights": "another"}, Q, "init_lora_weights 'another': not known"),
         ({"layer_replication": [[0, 2], [1, 2]]}, Q, "says layer_replication [[0, 2], [1, 2]]"),
         ({"use_qalora": True}, Q, "says use_qalora True: not supported"),
