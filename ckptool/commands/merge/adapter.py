@@ -84,6 +84,7 @@ class Settings(Struct, frozen=True):
     modules_to_save: tuple[str, ...] = ()
     trainable_token_indices: Mapping[str, tuple[int, ...]] | tuple[int, ...] = ()
     base: str = ""
+    peft_version: str = ""
 
     def rank_of(self, key: str) -> int:
         """Return the rank of a module or parameter, as PEFT finds it by its name."""
@@ -91,8 +92,21 @@ class Settings(Struct, frozen=True):
 
     def scale_of(self, key: str) -> float:
         """Return what the product of a module's matrices is multiplied by."""
-        alpha, rank = next(_matching(self.alpha_pattern, key), self.lora_alpha), self.rank_of(key)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        rank = self.rank_of(key)
+        return self._alpha_of(key) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def may_be_scaled_otherwise(self, key: str) -> bool:
+        """Return whether PEFT before 0.14, which wrote no version, has another scale.
+
+        It looked for rank and alpha under the first pattern of either that fits.
+        """
+        patterns = {each: each for each in (*self.rank_pattern, *self.alpha_pattern)}
+        first = next(_matching(patterns, key), "")
+        former = self.alpha_pattern.get(first, self.lora_alpha)
+        return not self.peft_version and former != self._alpha_of(key)
+
+    def _alpha_of(self, key: str) -> float:
+        return next(_matching(self.alpha_pattern, key), self.lora_alpha)
 
     def tokens_of(self, module: str) -> tuple[int, ...]:
         """Return the rows of an embedding that were trained apart; none if that is not said."""
@@ -207,6 +221,7 @@ def _settings(record: Record, where: str) -> Settings:
         "bias": record.get("bias", "none"),
         "trainable_token_indices": tokens,
         "base": record.get("base_model_name_or_path") or "",
+        "peft_version": record.get("peft_version") or "",
     }
     for key in ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying"):
         said[key] = record.get(key) or False

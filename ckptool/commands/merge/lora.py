@@ -65,6 +65,7 @@ class _Folding:
         self.changes: dict[str, Change] = {}
         self._cast: list[str] = []
         self._added: list[str] = []
+        self._scaled_otherwise: list[str] = []
 
     def replace_whole(self) -> None:
         """Replace the tensors that the adapter has whole; those of a new head are added."""
@@ -87,6 +88,8 @@ class _Folding:
         for target in targets:
             before = self._before(target.name)
             product = product_of(target, before.entry, self._adapter.settings)
+            if self._adapter.settings.may_be_scaled_otherwise(target.key):
+                self._scaled_otherwise.append(target.name)
             text = _text(product, before.text, self._adapter.operand.label)
             self.changes[target.name] = Change(product.entry, text)
             if target.lora.bias is not None:
@@ -184,6 +187,11 @@ class _Folding:
             yield (
                 f"{settings.place} names {settings.base} as its base: whether"
                 f" {self._base.opened.path} is that one cannot be told"
+            )
+        if self._scaled_otherwise:
+            yield (
+                f"{list_some(self._scaled_otherwise, _FEW)}: scaled as since PEFT 0.14, which"
+                " before took the alpha of the pattern that names the rank"
             )
         if bare := self._without_lora():
             yield (

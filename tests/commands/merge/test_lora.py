@@ -359,3 +359,27 @@ def test_what_is_not_finite_is_counted_a_part_at_a_time(
     adapter = save_adapter(tmp_path / "adapter", pair("model.q", 2048, 2048))
     ckptool.merge(tmp_path / "out.safetensors", lora=adapter, onto=base)
     assert max(largest) <= SPAN
+
+
+@pytest.mark.parametrize(
+    ("config", "is_noted"),
+    [
+        ({"rank_pattern": {"q": 4}, "alpha_pattern": {"model.q": 3}}, True),
+        (
+            {"rank_pattern": {"q": 4}, "alpha_pattern": {"model.q": 3}, "peft_version": "0.18"},
+            False,
+        ),
+        ({"rank_pattern": {"q": 4}, "alpha_pattern": {"model.q": 8}}, False),
+        ({"rank_pattern": {"k": 4}, "alpha_pattern": {"model.q": 3}}, False),
+        ({"rank_pattern": {"q": 4}, "alpha_pattern": {"q": 3}}, False),
+    ],
+)
+def test_a_scale_that_older_versions_have_otherwise_is_noted(
+    config: dict[str, Any], is_noted: bool, tmp_path: Path
+) -> None:
+    """PEFT 0.13 scales by lora_alpha here, 0.14 by 3, and an old adapter does not say which."""
+    base = save_base(tmp_path / "base.safetensors", {"model.q.weight": some(5, 6)})
+    adapter = save_adapter(tmp_path / "adapter", pair("model.q", 5, 6), **config)
+    code, said = run(tmp_path / "out.safetensors", "--lora", adapter, "--onto", base)
+    assert code == 0, said
+    assert ("model.q.weight: scaled as since PEFT 0.14" in said) == is_noted
