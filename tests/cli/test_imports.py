@@ -43,16 +43,19 @@ def test_inspecting_imports_nothing_that_only_others_need(checkpoint: Path) -> N
     assert done.stderr.strip() == "[0]"
 
 
+@pytest.mark.parametrize("words", [("verify", "--quick"), ("diff",)], ids=lambda words: words[0])
 @pytest.mark.parametrize("checkpoint", [DCP, HF], ids=["dcp", "hf"])
-def test_numpy_is_imported_only_to_look_at_elements(checkpoint: Path) -> None:
-    """Importing it takes a fifth of the time of this command."""
+def test_numpy_is_imported_only_to_look_at_elements(
+    words: tuple[str, ...], checkpoint: Path
+) -> None:
+    """Importing it takes a fifth of the time of these commands."""
     code = (
         "import sys; from ckptool.cli import _run; sys.argv = ['ckptool', *sys.argv[1:]]\n"
         "code = _run(); sys.exit(str([code, 'numpy' in sys.modules]))"
     )
-    words = ["verify", "--quick", str(checkpoint)]
+    paths = [str(checkpoint)] * (2 if words == ("diff",) else 1)
     done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, *words, *paths], capture_output=True, text=True, check=False
     )
     assert done.stderr.splitlines()[-1] == "[0, False]"
 

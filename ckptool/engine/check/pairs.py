@@ -129,13 +129,13 @@ def pair_jobs(pairs: Iterable[TensorPair]) -> Iterator[PairJob]:
     The chunks of every tensor must tile the part that is compared.
     """
     for pair in pairs:
-        at_a_time = _bytes_at_a_time(pair)
-        for boxes in _tiles_of_jobs(pair):
+        at_a_time = bytes_at_a_time(pair)
+        for boxes in tiles_of_jobs(pair):
             runs = [partial(entry_needs, entry, boxes) for entry in (pair.one, pair.other)]
             yield Job(None, partial(read_both, pair, boxes), runs, at_a_time)
 
 
-def _tiles_of_jobs(pair: TensorPair) -> Iterator[list[Box]]:
+def tiles_of_jobs(pair: TensorPair) -> Iterator[list[Box]]:
     """Yield the tiles of each job of a pair: adjoining elements, in row-major order."""
     itemsize = max(pair.one.source_dtype.itemsize, pair.other.source_dtype.itemsize)
     parts = pair.boxes or (Box.whole(pair.one.shape),)
@@ -146,7 +146,7 @@ def _tiles_of_jobs(pair: TensorPair) -> Iterator[list[Box]]:
         yield batch
 
 
-def _bytes_at_a_time(pair: TensorPair) -> int:
+def bytes_at_a_time(pair: TensorPair) -> int:
     """Return about how many bytes a read of one side has; computing counts as many bytes."""
     pieces = max(1, len(pair.one.chunks), len(pair.other.chunks))
     return pair.nbytes // 2 // pieces if pair.is_plain else LARGE

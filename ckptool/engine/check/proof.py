@@ -27,10 +27,10 @@ from ckptool.engine.check.pairs import (
     PairTile,
     SideReaders,
     TensorPair,
-    pair_jobs,
     read_both,
     same_bits,
 )
+from ckptool.engine.check.run_pairs import run_jobs
 from ckptool.engine.read.byte_reader import join
 from ckptool.engine.read.containers import Need
 from ckptool.engine.read.range_check import RangeCheck
@@ -99,9 +99,9 @@ class _Task(NamedTuple):
 
 
 def proof_jobs(
-    pairs: Iterable[TensorPair], sums: ReadSums, written: Files, beyond: RangeCheck
+    pairs: Iterable[TensorPair], sums: ReadSums, sides: tuple[Files, Files], beyond: RangeCheck
 ) -> Iterator[PairJob]:
-    """Yield the jobs that prove ``written`` tensors, each paired with the one that was read for it.
+    """Yield the jobs that prove pairs of read and written tensors by what was read of the first.
 
     Compared instead, so that the source is read again, are tensors of which something else was read
     than runs of what is written. Numbers that were beyond the range of a cast are counted.
@@ -112,7 +112,7 @@ def proof_jobs(
         if runs is None:
             compared.append(pair)
             continue
-        for task in _tasks_of(pair, runs, by_request=written.policy.by_request):
+        for task in _tasks_of(pair, runs, by_request=sides[1].policy.by_request):
             tasks.append(task)
             nbytes += task.nbytes
             read += max(1, len(task.extents))
@@ -121,7 +121,7 @@ def proof_jobs(
                 tasks, nbytes, read = [], 0, 0
     if tasks:
         yield _job(tasks, nbytes)
-    yield from pair_jobs(compared)
+    yield from run_jobs(compared, sides)
 
 
 def reread_bytes(entries: Iterable[TensorEntry]) -> int:

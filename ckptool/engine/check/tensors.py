@@ -1,4 +1,4 @@
-"""Compare pairs of tensors, whatever their storage."""
+"""Compare pairs of tensors, whatever their storage. Without numpy, unless elements are compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct, field
 
 from ckptool.engine.check.difference import Difference, Tolerance
-from ckptool.engine.check.pairs import Failure, PairSource, PairTile, TensorPair, pair_jobs
+from ckptool.engine.check.pairs import Failure, PairSource, PairTile, TensorPair
+from ckptool.engine.check.run_pairs import run_jobs
 from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.tensors import TensorSource
@@ -61,5 +62,6 @@ def compare(
     exactly. Raises Unsupported if a cast needs torch and torch is missing.
     """
     found = TensorComparison(tolerance)
-    read_tiles(PairSource(*reads), pair_jobs(pairs), found.look, workers, progress)
+    source = PairSource(*reads)
+    read_tiles(source, run_jobs(pairs, source.sides), found.look, workers, progress)
     return found

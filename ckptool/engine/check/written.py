@@ -60,7 +60,7 @@ def require_written(
     beyond = RangeCheck()
     source = PairSource(TensorSource(sides[0], beyond), TensorSource(sides[1]))
     rest = Rest(layout.files, source.sides, sums)
-    jobs = rest.jobs(proof_jobs(pairs, sums, sides[1], beyond))
+    jobs = rest.jobs(proof_jobs(pairs, sums, source.sides, beyond))
     read_tiles(source, jobs, found.look, *how)
     unreadable = (pair.one.name for pair in pairs if pair.one.name in found.unreadable)
     for name in unreadable:  # in the order of the tensors, not that of the threads

@@ -87,7 +87,7 @@ def prove(
     source = PairSource(*map(TensorSource, sides))
     read_tiles(
         source,
-        proof_jobs(pairs, sums, sides[1], RangeCheck()),
+        proof_jobs(pairs, sums, sides, RangeCheck()),
         found.look,
         1,
     )

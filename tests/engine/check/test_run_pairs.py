@@ -1,7 +1,9 @@
-"""Tensors compared in tiles, however each side is cut and wherever its bytes are."""
+"""Tensors compared as runs of bytes, however each side is cut and wherever its bytes are."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
@@ -14,10 +16,11 @@ from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, Record, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.check import pairs as pairs_module
-from ckptool.engine.check import tensors
+from ckptool.engine.check import run_pairs, tensors
 from ckptool.engine.check.pairs import TensorPair
 from ckptool.engine.checksum import crc32
 from ckptool.engine.progress import Progress
+from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
 from ckptool.storage.local import LocalSource
 
@@ -46,7 +49,17 @@ def write(folder: Path, name: str, cut: str, values: bytes, gap: int) -> TensorE
     return TensorEntry(name, (name,), BY_NAME["uint8"], (ROWS, COLUMNS), tuple(chunks))
 
 
-@pytest.mark.parametrize("tile", [5, 24])
+@contextmanager
+def compared_in_tiles(nbytes: int) -> Iterator[None]:
+    """Compare tensors in tiles of so many bytes; 0 for many small ones at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        if nbytes:
+            patch.setattr(run_pairs, "_SMALL", 0)
+            patch.setattr(pairs_module, "PAIR_TILE", nbytes)
+        yield
+
+
+@pytest.mark.parametrize("tile", [0, 5, 24])
 @settings(max_examples=60)
 @given(wanted=TENSORS, gap=st.sampled_from([0, 3, 5000]), lost=st.integers(0, 30))
 def test_what_differs_or_cannot_be_read_is_found_for_each_tensor(
@@ -77,8 +90,7 @@ def test_what_differs_or_cannot_be_read_is_found_for_each_tensor(
     cut_off = {name for name, end in ends.items() if end > max(size, 0)} if size > 0 else set()
     read = [TensorSource(LocalSource.folder(side)) for side in sides]
     progress = Progress()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pairs_module, "PAIR_TILE", tile)
+    with compared_in_tiles(tile):
         found = tensors.compare(pairs, (read[0], read[1]), None, 1, progress)
     assert found.unreadable.keys() == cut_off
     assert {side for side, _ in found.unreadable.values()} <= {1}
@@ -86,6 +98,27 @@ def test_what_differs_or_cannot_be_read_is_found_for_each_tensor(
     assert firsts.items() <= changed.items()
     assert changed.keys() - cut_off <= firsts.keys()  # others may differ before they are cut off
     assert progress.done == 2 * ROWS * COLUMNS * len(pairs)
+
+
+def test_memory_is_bounded_whatever_lies_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_pairs, "_MOST", 4)
+    entries = [write(tmp_path, f"t{n}", "whole", bytes(24), gap=4000) for n in range(8)]
+    source = LocalSource.folder(tmp_path)
+    pairs = [TensorPair(entry, entry) for entry in entries]
+    sizes: list[int] = []
+    kept: list[memoryview] = []  # its address is read
+
+    def memory(_: ByteReader, nbytes: int) -> memoryview:
+        sizes.append(nbytes)
+        kept.append(memoryview(bytearray(nbytes)))
+        return kept[-1]
+
+    monkeypatch.setattr(ByteReader, "memory", memory)
+    found = tensors.compare(pairs, (TensorSource(source),) * 2, None, 1)
+    assert not found.differences
+    assert sizes == [4 * 24 + 3 * 4000] * 4
 
 
 @pytest.mark.parametrize("is_equal", [True, False], ids=["equal", "different"])
@@ -107,8 +140,7 @@ def test_checksums_of_records_are_noted_by_whoever_reads_their_runs(
         pair = TensorPair(entries[0], replace(entries[1], chunks=(Chunk(whole, at),)))
         files = LocalSource.folder(tmp_path)
         sides = TensorSource(files), CheckedSource(files)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pairs_module, "PAIR_TILE", 7)
+        with compared_in_tiles(7):
             found = tensors.compare([pair], sides, None, 1)
         assert bool(found.differences) is not is_equal
         assert len(sides[1].problems_so_far([pair.other])) == problems

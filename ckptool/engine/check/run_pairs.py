@@ -1,0 +1,87 @@
+"""Compare small tensors as runs of bytes, many together and however they are cut: without numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+
+from ckptool.engine.check.pairs import (
+    PairJob,
+    PairTile,
+    SideReaders,
+    TensorPair,
+    pair_jobs,
+    read_both,
+    tiles_of_jobs,
+)
+from ckptool.engine.read.segments import Segment, segments_of_tensor
+from ckptool.engine.read.tiles import LARGE, Job
+from ckptool.errors import CkptoolError
+from ckptool.storage.files import TILE, Files
+
+_SMALL = 64 << 10
+"""Bytes of a tensor up to which reading it costs less than planning that."""
+_MOST = 512
+"""Chunks that are read at once on each side, of at most a tile and a tensor."""
+
+
+def run_jobs(pairs: Iterable[TensorPair], sides: tuple[Files, Files]) -> Iterator[PairJob]:
+    """Yield the jobs of pairs: on disks small ones as runs of bytes, many together.
+
+    Reads of a store are planned singly. The chunks of every tensor must tile the part that is
+    compared.
+    """
+    if any(files.policy.by_request for files in sides):
+        yield from pair_jobs(pairs)
+        return
+    some, nbytes, chunks = list[TensorPair](), 0, 0
+    for pair in pairs:
+        size = pair.one.elements * pair.one.source_dtype.itemsize
+        if pair.boxes or not 0 < size <= _SMALL or not _is_unchanged(pair):
+            yield from pair_jobs([pair])
+            continue
+        some.append(pair)
+        nbytes += size
+        chunks += max(len(pair.one.chunks), len(pair.other.chunks))
+        if nbytes >= TILE or chunks >= _MOST:
+            yield Job(None, partial(_compare_small, some), nbytes=LARGE - 1)
+            some, nbytes, chunks = [], 0, 0
+    if some:
+        yield Job(None, partial(_compare_small, some), nbytes=LARGE - 1)
+
+
+def _is_unchanged(pair: TensorPair) -> bool:
+    """Return whether both sides are compared as stored."""
+    one, other = pair.one, pair.other
+    return one.source_dtype is one.dtype is other.dtype is other.source_dtype
+
+
+def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterator[PairTile]:
+    """Compare pairs as runs of bytes, and those that differ, or are no such, as elements."""
+    found = [(pair, _rows(pair)) for pair in pairs]
+    left = [pair for pair, rows in found if rows is None]
+    both = [(pair, *rows) for pair, rows in found if rows is not None]
+    try:
+        ones = iter(readers.one.read_close(run[:3] for _, one, _ in both for run in one))
+        others = iter(readers.other.read_close(run[:3] for _, _, other in both for run in other))
+        for pair, one, other in both:
+            bytes_of_one = b"".join(islice(ones, len(one)))
+            if bytes_of_one != b"".join(islice(others, len(other))):
+                left.append(pair)
+    except CkptoolError:
+        left = [*pairs]
+    yield PairTile(sum([pair.nbytes for pair in pairs]) - sum([pair.nbytes for pair in left]))
+    for pair in left:
+        for boxes in tiles_of_jobs(pair):
+            yield from read_both(pair, boxes, readers)
+
+
+def _rows(pair: TensorPair) -> tuple[list[Segment], list[Segment]] | None:
+    """Return the runs that both sides are; None if one is none, or they cannot be found."""
+    try:
+        one = segments_of_tensor(pair.one)
+        other = None if one is None else segments_of_tensor(pair.other)
+    except CkptoolError:
+        return None
+    return None if one is None or other is None else (one, other)
