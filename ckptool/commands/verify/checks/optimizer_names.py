@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ckptool.core.catalog import Catalog
@@ -46,6 +46,13 @@ class StateName(NamedTuple):
     def counts_steps(self) -> bool:
         """Whether it counts the steps of a parameter; of groups some begin at 1."""
         return self.kind == STEP and (self.by_kind or self.is_inside)
+
+
+def moments_in(names: Iterable[str]) -> Iterator[tuple[str, StateName]]:
+    """Yield the names of moments, with what each says."""
+    for name in names:
+        if "exp_avg" in name and (of := StateName.of(name)).is_moment:  # most are weights
+            yield name, of
 
 
 class Group(NamedTuple):

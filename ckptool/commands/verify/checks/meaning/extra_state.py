@@ -16,7 +16,7 @@ from ckptool.commands.verify.checks.meaning.trainer_counts import (
     values_of,
 )
 from ckptool.commands.verify.checks.meaning.weights import are_of_a_branch
-from ckptool.commands.verify.checks.optimizer_names import StateName, groups_of
+from ckptool.commands.verify.checks.optimizer_names import groups_of, moments_in
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.keymap.model import abstract
@@ -53,9 +53,9 @@ def unfit_state_problems(catalog: Catalog) -> Iterator[Problem]:
     """
     named: dict[str, list[TensorEntry]] = defaultdict(list)
     numbered: dict[str, dict[str, list[TensorEntry]]] = defaultdict(lambda: defaultdict(list))
-    for name, entry in catalog.tensors.items():
-        of = StateName.of(name)
-        if not of.is_moment or state_category(entry) != "optimizer":
+    for name, of in moments_in(catalog.tensors):
+        entry = catalog.tensors[name]
+        if state_category(entry) != "optimizer":
             continue
         if of.parameter.isdigit():
             numbered[of.optimizer][of.parameter].append(entry)

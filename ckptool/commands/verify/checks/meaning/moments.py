@@ -17,7 +17,7 @@ from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED
 from ckptool.commands.verify.checks.meaning.moments_of_layers import Layers, WeightOf
 from ckptool.commands.verify.checks.meaning.numbered import states_by_name
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slices
-from ckptool.commands.verify.checks.optimizer_names import StateName
+from ckptool.commands.verify.checks.optimizer_names import StateName, moments_in
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.keymap.model import abstract
 from ckptool.core.state_category import state_category
@@ -69,12 +69,11 @@ class Moments:
         moments = {n: e for n, e in catalog.tensors.items() if _is_moment(n, e)}
         models = catalog.tensors if model is None else model.located
         self._slices = Slices(moments, states_by_name(moments, models))
-        for name in self._slices.names:
-            if (of := StateName.of(name)).is_moment:
-                from ckptool.commands.verify.checks.meaning.moment_bits import Moment
+        for name, of in moments_in(self._slices.names):
+            from ckptool.commands.verify.checks.meaning.moment_bits import Moment
 
-                self._names[of.parameter][of.kind] = name
-                self._found[name] = Moment(is_square=of.kind == _SQUARE)
+            self._names[of.parameter][of.kind] = name
+            self._found[name] = Moment(is_square=of.kind == _SQUARE)
 
     @property
     def probes(self) -> Mapping[str, Probe]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.checks.elements import Elements
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slice, Slices
-from ckptool.commands.verify.checks.optimizer_names import StateName
+from ckptool.commands.verify.checks.optimizer_names import moments_in
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import DType
@@ -201,7 +201,7 @@ def _is_difference(zero: Iterable[str], elements: Elements) -> bool:
 
 def _with_moments(located: Mapping[str, TensorEntry]) -> set[str]:
     """Return the weights that an optimizer has moments of."""
-    parameters = {of.parameter for of in map(StateName.of, located) if of.is_moment}
+    parameters = {of.parameter for _, of in moments_in(located)}
     models = models_by_tail(located) if parameters else {}
     return {models[parameter].name for parameter in parameters if parameter in models}
 
