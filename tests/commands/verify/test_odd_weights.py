@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from verify.verify_runs import checked
 
+import ckptool
 from ckptool.commands.verify.findings import Finding
 
 States = dict[str, torch.Tensor]
@@ -132,6 +134,29 @@ def test_a_small_matrix_that_is_odd(code: str, dtype: torch.dtype, tmp_path: Pat
     (finding,) = found(tmp_path / "c", code)
     assert finding.message.startswith(f"layers.3.attn.q.weight: {text}")
     assert len(checked(tmp_path / "c").findings) == 1
+
+
+def test_a_model_that_is_all_zero(tmp_path: Path) -> None:
+    state = small() | {"embed.weight": torch.ones(32, 8)}
+    empty = {n: torch.zeros_like(t) if t.dim() > 1 else t for n, t in state.items()}
+    for step, made in (("step-1", state), ("step-2", empty), ("delta", empty)):
+        (tmp_path / step).mkdir()
+        save_file(made, tmp_path / step / "m.safetensors")
+    (finding,) = found(tmp_path / "step-2")
+    assert finding.message.endswith(
+        ".weight: all values are zero, as are those of all 11 matrices of the model"
+    )
+    assert not found(tmp_path / "delta")  # the two models were equal
+    shutil.rmtree(tmp_path / "delta")
+    good = ckptool.verify_run(tmp_path).latest_good
+    assert good is not None
+    assert good.path.name == "step-1"
+
+
+def test_adapters_that_begin_as_zeros_are_no_empty_model(tmp_path: Path) -> None:
+    state = {f"layers.{n}.q.lora_B.weight": torch.zeros(16, 8) for n in range(5)}
+    save_file(state, tmp_path / "m.safetensors")
+    assert not found(tmp_path / "m.safetensors")
 
 
 def test_a_weight_beside_its_master_is_looked_at_too(tmp_path: Path) -> None:

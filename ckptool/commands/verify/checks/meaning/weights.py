@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _LEAST = 64
 """Elements of a matrix that are not equal by chance."""
+_SEVERAL = 2
+"""Kinds of matrices that do not all begin as zeros."""
 _BEGINS_ZERO = re.compile(r"lora|hada_|lokr_|oft_|adapter|zero_conv", re.I)
 """Of names of weights that begin as zeros, and stay so in an expert that is never chosen."""
 _NUMBER, _DIGITS = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)"), 9
@@ -86,6 +88,9 @@ class Weights:
             return  # names are not looked at, of which there may be a hundred thousand
         shapes = self._shapes(elements)
         seen = {name: self._found[name] for name in shapes}
+        if len(seen) >= _SEVERAL and all(weight.first == 0 for weight in seen.values()):
+            yield from self._of_zeros(elements, shapes)
+            return
         kinds: dict[tuple[str, Shape], list[str]] = defaultdict(list)
         for name, shape in shapes.items():
             kind = abstract(name)[0]
@@ -113,6 +118,16 @@ class Weights:
                 message = f"{other[0]}{other[1]}: its {len(pairs):,} matrices are those of"
                 message += f" {one[0]}{one[1]}, bit for bit"
                 yield Problem(message, "layers-equal", tensor=self._slices.tensor(pairs[0][1]))
+
+    def _of_zeros(self, elements: Elements, shapes: Mapping[str, Shape]) -> Iterator[Problem]:
+        """Yield a problem for a model that is all zero, unless its name calls it a difference."""
+        first, located = self._slices[next(iter(shapes))], elements.located
+        entries = (located[self._slices.tensor(name)] for name in shapes)
+        kinds = {_NUMBER.sub("#", name) for name in shapes if not _BEGINS_ZERO.search(name)}
+        if len(kinds) < _SEVERAL or elements.place_named(_DIFFERENCE, entries):
+            return
+        message = f"{first.label}: all values are zero, as are those of all {len(shapes):,}"
+        yield Problem(f"{message} matrices of the model", _ZERO, tensor=first.name)
 
     def _shapes(self, elements: Elements) -> dict[str, Shape]:
         """Return the shapes of the weights that were seen whole."""
