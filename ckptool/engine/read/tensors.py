@@ -69,6 +69,11 @@ class TensorReader(ByteReader):
 
         return Gatherer(self, self._beyond)
 
+    def close(self) -> None:
+        """Close all files, and let go of what refers to this reader, and holds memory."""
+        self.__dict__.pop("elements", None)
+        super().close()
+
 
 class TensorSource(ByteSource, frozen=True):
     """Files to read boxes of tensors from; ``beyond`` counts what casts make infinite."""
