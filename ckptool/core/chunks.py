@@ -246,16 +246,21 @@ class RecordTable(ChunkTable, RunChunks):
 class LateChunks(ChunkTable):
     """Chunks of a table, of which ``open_chunk`` makes each on first access, and that is kept.
 
-    Before that it is a whole item of its own.
+    Before that it is a whole item of its own. ``opened`` are those that were made, by index.
     """
 
     __slots__ = ("_opened", "open_chunk")
     located = True
 
-    def __init__(self, closed: ChunkTable, open_chunk: Callable[[Chunk], Chunk]) -> None:
+    def __init__(
+        self,
+        closed: ChunkTable,
+        open_chunk: Callable[[Chunk], Chunk],
+        opened: dict[int, Chunk] | None = None,
+    ) -> None:
         super().__init__(closed.boxes, closed.items, closed.file_ranks)
         self.open_chunk = open_chunk
-        self._opened: dict[int, Chunk] = {}
+        self._opened = opened or {}
 
     @property
     def opened(self) -> Iterable[Chunk]:

@@ -111,7 +111,12 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
             contents.tensors[name] = replace(entry, chunks=records)
             continue
         try:
-            contents.tensors[name] = replace(entry, chunks=_locate_chunks(entry, items))
+            chunks: Sequence[Chunk] = _locate_chunks(entry, items)
+            table = whole.tensors[name].chunks
+            if isinstance(table, ChunkTable):
+                opened = dict(enumerate(chunks))  # all are; a plan is known by the table
+                chunks = LateChunks(table, lambda chunk: chunk, opened)
+            contents.tensors[name] = replace(entry, chunks=chunks)
         except NoPlainTensor as error:
             inner = _read_inner_tensors(source, entry) or _read_sharded_state(source, entry)
             if inner is None or not inner.tensors.keys().isdisjoint(catalog.tensors):
