@@ -10,7 +10,6 @@ from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.names import Position
 from ckptool.commands.runs.steps import Run, Step
-from ckptool.commands.verify.checks.meaning.weights import is_matrix
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category, weights
 from ckptool.core.text import list_some
@@ -116,6 +115,8 @@ class Models:
 
 
 def _matrices_in(surveys: Iterable[Survey]) -> Matrices:
+    from ckptool.commands.verify.checks.meaning.weights import is_matrix
+
     catalogs = [each.catalog for each in surveys if each.catalog is not None]
     found = ((name, catalog.tensors.get(name)) for catalog in catalogs for name in weights(catalog))
     return {
