@@ -2,13 +2,15 @@
 
 From FSDP with DCP, ``pytorch_model_fsdp_0/`` (in old versions ``pytorch_model_0/``) and
 ``optimizer_0/`` are DCP folders (accelerate 1.15); else ``model.safetensors`` or its shards are the
-model, and ``optimizer.bin`` the optimizer. Scheduler, sampler and random states are beside them,
-also from transformers' Trainer. The family begins each name, unless all names begin with it.
+model, ``model_1.safetensors`` a second one, and ``optimizer.bin`` the optimizer. Scheduler, sampler
+and random states are beside them, also from transformers' Trainer. The family begins each name,
+unless all names begin with it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from msgspec.structs import replace
 
@@ -24,11 +26,14 @@ from ckptool.formats.companions import (
     scan_subfolder,
 )
 from ckptool.formats.rank_files.names import accelerate_family
+from ckptool.formats.safetensors import read_whole_tensors
+from ckptool.serialization.safetensors_metadata import texts_by_file
 from ckptool.serialization.source import Source
 
 _PART = re.compile(
     r"(?P<folder>(?P<family>pytorch_model(_fsdp)?|optimizer)_(?P<number>\d+))/\.metadata"
 )
+_FURTHER_MODEL = re.compile(r"(model_[1-9]\d*)\.safetensors")
 
 
 def _parts(source: Source) -> dict[str, str]:
@@ -56,6 +61,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     whole = _whole_model(source)
     if whole is not None:
         catalogs.append(with_prefix(whole.reading.scan(source, options), "model"))
+        catalogs += _further_models(source, options)
     for folder, family in _parts(source).items():
         inner = scan_subfolder(FORMATS["dcp"].reading.scan, source, folder, options)
         catalogs.append(_in_family(inner, family))
@@ -70,6 +76,17 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         info=joined.info | writer,
         companions=joined.companions | beside,
     )
+
+
+def _further_models(source: Source, options: ScanOptions) -> Iterator[Catalog]:
+    """Yield the models after the first, each in a file of its own."""
+    for match in filter(None, map(_FURTHER_MODEL.fullmatch, sorted(source.files))):
+        tensors, metadata = read_whole_tensors(source, match[0], options)
+        files = {match[0]: source.files[match[0]]}
+        whole = Catalog(
+            "safetensors", tensors, {}, files, metadata=texts_by_file({match[0]: metadata})
+        )
+        yield with_prefix(whole, match[1])
 
 
 def _in_family(catalog: Catalog, family: str) -> Catalog:

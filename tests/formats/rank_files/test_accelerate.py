@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import Bits, case, convert_to, load_dcp, load_torch, read_back
+from safetensors.torch import save_file
 
 import ckptool
 from ckptool.commands.open import open_checkpoint
@@ -82,15 +83,20 @@ def test_a_whole_model_saved_with_torch(copy_of: Callable[[str], Path], out: Pat
     assert {name: found[name] for name in whole} == whole
 
 
-def test_a_second_model_and_its_optimizer(copy_of: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("safe", [False, True])
+def test_a_second_model_and_its_optimizer(copy_of: Callable[[str], Path], *, safe: bool) -> None:
     folder = copy_of("accelerate_whole")
     (folder / "model.safetensors").unlink()
     for number in ("", "_1"):
-        torch.save({"w": torch.ones(2)}, folder / f"pytorch_model{number}.bin")
+        if safe:
+            save_file({"w": torch.ones(2)}, folder / f"model{number}.safetensors")
+        else:
+            torch.save({"w": torch.ones(2)}, folder / f"pytorch_model{number}.bin")
         torch.save({"state": {0: {"m": torch.ones(2)}}}, folder / f"optimizer{number}.bin")
-    found = open_checkpoint(folder).catalog.tensors
+    found = open_checkpoint(folder).catalog
     wanted = {"model.w", "model_1.w", "optimizer.state.0.m", "optimizer_1.state.0.m"}
-    assert wanted <= found.keys()
+    assert wanted <= found.tensors.keys()
+    assert not found.notes
 
 
 def test_what_an_older_trainer_saved(copy_of: Callable[[str], Path]) -> None:
