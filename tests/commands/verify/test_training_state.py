@@ -138,6 +138,16 @@ def test_moments_of_the_elements_that_a_mask_chooses(
     assert len(checked(saved(tmp_path / "c", state=state)).findings) == count
 
 
+def test_a_module_called_state_is_part_of_a_parameters_name(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    parameters = ["proj.w", *(f"layers.{n}.state.proj.w" for n in range(3))]
+    state = optimizer(dict.fromkeys(parameters, 7))
+    for kind in ("exp_avg", "exp_avg_sq"):
+        state["optimizer"]["state"]["proj.w"][kind] = torch.ones(4)
+    state["model"]["proj.w"] = torch.ones(4)
+    assert not checked(saved(tmp_path / "c", state=state)).findings
+
+
 def test_optimizer_state_of_another_shape(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     state = optimizer({"a": 7, "b": 7})

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from ckptool.core.catalog import Catalog
 
-_STATE, _GROUPS = ".state.", ".param_groups."
+_STATE, _GROUPS, _OPTIMIZER = ".state.", ".param_groups.", "optim"
+_NUMBERED = re.compile(r"\d+\.[^.]+")
 _PARAMS = re.compile(r"(?s)(.+)\.params(?:@rank\d+)?")
 MOMENTS = frozenset(["exp_avg", "exp_avg_sq"])
 _KINDS = MOMENTS | {"max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf"}
@@ -30,13 +31,14 @@ class StateName(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> StateName:
-        before, is_state, after = f".{name}".rpartition(_STATE)  # Composer's are inside another one
-        optimizer, rest = (before.removeprefix("."), after) if is_state else ("", name)
+        dotted, at = f".{name}", _state_in(f".{name}")
+        is_state = at >= 0
+        optimizer, rest = (dotted[1:at], dotted[at + len(_STATE) :]) if is_state else ("", name)
         first, _, others = rest.partition(".")
         if others and (first in _KINDS or (first == STEP and not is_state)):
-            return cls(optimizer, others, first, True, bool(is_state))
+            return cls(optimizer, others, first, True, is_state)
         parameter, _, kind = rest.rpartition(".")
-        return cls(optimizer, parameter, kind, False, bool(is_state))
+        return cls(optimizer, parameter, kind, False, is_state)
 
     @property
     def is_moment(self) -> bool:
@@ -46,6 +48,18 @@ class StateName(NamedTuple):
     def counts_steps(self) -> bool:
         """Whether it counts the steps of a parameter; of groups some begin at 1."""
         return self.kind == STEP and (self.by_kind or self.is_inside)
+
+
+def _state_in(dotted: str) -> int:
+    """Return where the state of an optimizer begins in a name; -1 if it names none.
+
+    Composer's optimizers are inside another ``state``, and a module may be called so: it is of a
+    parameter that has a name, after what is called an optimizer.
+    """
+    last = dotted.rfind(_STATE)
+    if last <= 0 or _NUMBERED.fullmatch(dotted, last + len(_STATE)):
+        return last
+    return dotted.find(_STATE, max(dotted.rfind(_OPTIMIZER, 0, last), 0))
 
 
 def moments_in(names: Iterable[str]) -> Iterator[tuple[str, StateName]]:

@@ -39,6 +39,11 @@ def test_the_groups_of_an_optimizer(name: str, optimizer: str | None, head: str)
         ("step.layers.0.w", "", "layers.0.w", "step", True),
         ("state.optimizers.A.state.w.exp_avg", "state.optimizers.A", "w", "exp_avg", False),
         ("state.w.exp_avg.codes", "", "w.exp_avg", "codes", False),
+        ("state.adam.state.0.exp_avg", "state.adam", "0", "exp_avg", False),
+        ("state.0.state.w.exp_avg", "", "0.state.w", "exp_avg", False),
+        ("optim.state.0.state.w.exp_avg", "optim", "0.state.w", "exp_avg", False),
+        ("optimizer.state.exp_avg.0.state.w", "optimizer", "0.state.w", "exp_avg", True),
+        ("state.optim.state.0.state.w.step", "state.optim", "0.state.w", "step", False),
     ],
 )
 def test_a_state_is_named_by_kind_or_by_parameter(
