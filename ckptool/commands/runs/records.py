@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any, NamedTuple
 
+from ckptool.commands.model.records import CONFIG, object_in
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.names import Position
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.core.catalog import Catalog
+from ckptool.core.keymap.model import abstract
 from ckptool.core.state_category import state_category, weights
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError
@@ -80,38 +84,74 @@ _PART, _SHOWN = 4, 2
 """The share of a model, one in so many, of which more is not lost but left out."""
 
 
+class _Model(NamedTuple):
+    """The matrices of the model that a step has, and the configs beside them."""
+
+    step: str
+    matrices: Matrices
+    configs: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, step: Step, surveys: Sequence[Survey]) -> _Model:
+        configs = [*filter(None, map(_config_beside, surveys))]
+        return cls(step.path.name, _matrices_in(surveys), configs)
+
+    def is_another_than(self, other: _Model) -> bool:
+        """Return whether the configs, where both have some, are of two models."""
+        return bool(self.configs and other.configs) and self.configs != other.configs
+
+
 class Models:
     """Compares each step's model with that of the first step of its series, by names and shapes."""
 
     def __init__(self, run: Run, options: ReadOptions) -> None:
         self._run = run
         self._options = options
-        self._first: dict[object, tuple[str, Matrices]] = {}
+        self._first: dict[object, _Model | None] = {}
 
-    def lost(self, step: Step, surveys: Iterable[Survey]) -> str | None:
+    def lost(self, step: Step, surveys: Sequence[Survey]) -> str | None:
         """Return what a step's model has lost; None if nothing, or if it is another model.
 
-        What has other names or shapes, or lacks much, is that on purpose. Raises NoAnswer.
+        What has another config, other names or shapes, or lacks much, is that on purpose, as is
+        what no layer has any longer, such as a mask. Raises NoAnswer.
         """
         if step.series not in self._first:
             self._first[step.series] = self._find_first(step.series)
-        name, first = self._first[step.series]
-        mine = _matrices_in(surveys)
-        lost = first.keys() - mine.keys()
-        if not 0 < _PART * len(lost) <= len(first) or any(first.get(n) != mine[n] for n in mine):
+        first, own = self._first[step.series], _Model.of(step, surveys)
+        if first is None or own.is_another_than(first):
+            return None
+        had, mine = first.matrices, own.matrices
+        lost = had.keys() - mine.keys()
+        if not 0 < _PART * len(lost) <= len(had) or any(had.get(n) != mine[n] for n in mine):
             return None
         apart = {shape for each, shape in mine.items() if not re.search(r"\d", each)}
-        sure = (each for each in lost if re.search(r"\d", each) or first[each] not in apart)
-        names = sorted(sure)  # a head and an embedding may have been tied since
-        return f"{list_some(names, _SHOWN)}: missing, {name} has it" if names else None
+        kinds, left = Counter(abstract(n)[0] for n in had), {abstract(n)[0] for n in mine}
+        names = sorted(
+            name
+            for name in lost
+            if (kinds[kind := abstract(name)[0]] == 1 or kind in left)
+            and (re.search(r"\d", name) or had[name] not in apart)
+        )  # a head and an embedding may have been tied since
+        return f"{list_some(names, _SHOWN)}: missing, {first.step} has it" if names else None
 
-    def _find_first(self, series: object) -> tuple[str, Matrices]:
+    def _find_first(self, series: object) -> _Model | None:
         for step in self._run.steps:
             if step.series == series:
                 found = [survey_readable(part, self._options) for part in step.parts]
-                if matrices := _matrices_in(filter(None, found)):
-                    return step.path.name, matrices
-        return "", {}
+                model = _Model.of(step, [each for each in found if each is not None])
+                if model.matrices:
+                    return model
+        return None
+
+
+def _config_beside(each: Survey) -> Mapping[str, Any]:
+    """Return the config of a model, but for what transformers calls private."""
+    if CONFIG not in each.source.files:
+        return {}
+    with suppress(CkptoolError):  # said by its own check
+        config = object_in(each.source, CONFIG)
+        return {key: value for key, value in config.items() if not key.startswith("_")}
+    return {}
 
 
 def _matrices_in(surveys: Iterable[Survey]) -> Matrices:

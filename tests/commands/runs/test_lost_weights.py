@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def model() -> Model:
     kinds = {"up": (16, 8), "down": (8, 16)}
     found = {f"blocks.{n}.{k}.weight": torch.randn(*kinds[k]) for n in range(5) for k in kinds}
     found |= {f"blocks.{n}.bias": torch.zeros(8) for n in range(5)}
+    found |= {f"blocks.{n}.mask": torch.ones(8, 8).tril() for n in (1, 3)}
     return found | {"embed.weight": torch.randn(24, 8), "head.weight": torch.randn(24, 8)}
 
 
@@ -71,6 +73,7 @@ def test_steps_that_lost_one_are_passed_over_and_kept_for_none(write: str, tmp_p
     "change",
     [
         pytest.param(without("bias"), id="buffers that a version does not save"),
+        pytest.param(without("mask"), id="matrices of masks that a version does not save"),
         pytest.param(without("head"), id="a head that was tied since"),
         pytest.param(without("down", "embed"), id="what is left out on purpose"),
         pytest.param(lambda m: m.update({"x.weight": m.pop(LOST)}), id="another name"),
@@ -84,3 +87,18 @@ def test_what_is_no_loss(change: Change, tmp_path: Path) -> None:
     found = ckptool.verify_run(run_of(tmp_path, change)).latest_good
     assert found is not None
     assert found.path.name == "step-3"
+
+
+@pytest.mark.parametrize(("layers", "good"), [(4, "step-3"), (5, "step-1"), (None, "step-1")])
+def test_layers_that_a_config_says_were_removed(
+    layers: int | None, good: str, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path, without("blocks.4."))
+    for step in (1, 2, 3):
+        count = 5 if step == 1 else layers
+        config = json.dumps({"model_type": "own", "num_hidden_layers": count})
+        if count is not None:
+            (run / f"step-{step}" / "config.json").write_text(config)
+    found = ckptool.verify_run(run).latest_good
+    assert found is not None
+    assert found.path.name == good
