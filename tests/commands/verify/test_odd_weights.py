@@ -157,6 +157,12 @@ def test_adapters_that_begin_as_zeros_are_no_empty_model(tmp_path: Path) -> None
     state = {f"layers.{n}.q.lora_B.weight": torch.zeros(16, 8) for n in range(5)}
     save_file(state, tmp_path / "m.safetensors")
     assert not found(tmp_path / "m.safetensors")
+    of_kinds = {f"layers.0.{kind}_proj.miss_block": torch.zeros(4, 32) for kind in ("q", "v")}
+    (tmp_path / "c").mkdir()
+    save_file(of_kinds, tmp_path / "c" / "adapter_model.safetensors")
+    assert not found(tmp_path / "c" / "adapter_model.safetensors")
+    save_file(of_kinds, tmp_path / "c" / "model.safetensors")
+    assert found(tmp_path / "c" / "model.safetensors")
 
 
 def test_a_weight_beside_its_master_is_looked_at_too(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ _SMALL = 0.5
 _DIFFERENCE = re.compile(
     r"(?<![a-z])(?:deltas?|diff(?:erence)?s?|task[-_]?vectors?)(?![a-z])", re.I
 )
+_DIFFERENCES = (_DIFFERENCE, _BEGINS_ZERO)
 _COPIED = "expert"
 """Of names of weights that are copied from one another when a model is made larger."""
 
@@ -120,11 +121,15 @@ class Weights:
                 yield Problem(message, "layers-equal", tensor=self._slices.tensor(pairs[0][1]))
 
     def _of_zeros(self, elements: Elements, shapes: Mapping[str, Shape]) -> Iterator[Problem]:
-        """Yield a problem for a model that is all zero, unless its name calls it a difference."""
+        """Yield a problem for a model that is all zero, unless a name calls it a difference.
+
+        An adapter of PEFT's MiSS begins so, and only its file is called one.
+        """
         first, located = self._slices[next(iter(shapes))], elements.located
-        entries = (located[self._slices.tensor(name)] for name in shapes)
+        entries = [located[self._slices.tensor(name)] for name in shapes]
         kinds = {_NUMBER.sub("#", name) for name in shapes if not _BEGINS_ZERO.search(name)}
-        if len(kinds) < _SEVERAL or elements.place_named(_DIFFERENCE, entries):
+        is_difference = any(elements.place_named(each, entries) for each in _DIFFERENCES)
+        if len(kinds) < _SEVERAL or is_difference:
             return
         message = f"{first.label}: all values are zero, as are those of all {len(shapes):,}"
         yield Problem(f"{message} matrices of the model", _ZERO, tensor=first.name)
