@@ -148,6 +148,12 @@ def test_a_module_called_state_is_part_of_a_parameters_name(tmp_path: Path) -> N
     assert not checked(saved(tmp_path / "c", state=state)).findings
 
 
+def test_one_buffer_of_all_parameters_has_the_shape_of_none(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    state = {"w": torch.ones(4, 4), "optim": {"state": {"momentum_buffer": torch.ones(20)}}}
+    assert not checked(saved(tmp_path / "c", state=state)).findings
+
+
 def test_optimizer_state_of_another_shape(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     state = optimizer({"a": 7, "b": 7})

@@ -101,7 +101,7 @@ def _pairs(catalog: Catalog) -> Iterator[_Pair]:
             if shapes:
                 said_by, shape = next(iter(shapes.items()))
                 yield _Pair(entry, parameter, said_by, entry.shape if fits else shape)
-        elif kind in _KINDS:
+        elif kind in _KINDS and parameter:
             head = entry.name.removesuffix(f".{kind}")
             first = firsts.setdefault(head, entry)
             of = first if parameter.isdigit() else models.get(parameter, first)
