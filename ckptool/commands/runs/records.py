@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -85,16 +85,18 @@ _PART, _SHOWN = 4, 2
 
 
 class _Model(NamedTuple):
-    """The matrices of the model that a step has, and the configs beside them."""
+    """The tensors that a step has, the model's matrices, and the configs beside them."""
 
     step: str
+    names: Set[str]
     matrices: Matrices
     configs: Sequence[Mapping[str, Any]]
 
     @classmethod
     def of(cls, step: Step, surveys: Sequence[Survey]) -> _Model:
+        names = {name for each in surveys if each.catalog for name in each.catalog.tensors}
         configs = [*filter(None, map(_config_beside, surveys))]
-        return cls(step.path.name, _matrices_in(surveys), configs)
+        return cls(step.path.name, names, _matrices_in(surveys), configs)
 
     def is_another_than(self, other: _Model) -> bool:
         """Return whether the configs, where both have some, are of two models."""
@@ -124,6 +126,8 @@ class Models:
         lost = had.keys() - mine.keys()
         if not 0 < _PART * len(lost) <= len(had) or any(had.get(n) != mine[n] for n in mine):
             return None
+        if not lost.isdisjoint(own.names):
+            return None  # in another shape, or quantized
         apart = {shape for each, shape in mine.items() if not re.search(r"\d", each)}
         kinds, left = Counter(abstract(n)[0] for n in had), {abstract(n)[0] for n in mine}
         names = sorted(

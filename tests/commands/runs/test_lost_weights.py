@@ -75,6 +75,10 @@ def test_steps_that_lost_one_are_passed_over_and_kept_for_none(write: str, tmp_p
         pytest.param(without("bias"), id="buffers that a version does not save"),
         pytest.param(without("mask"), id="matrices of masks that a version does not save"),
         pytest.param(without("head"), id="a head that was tied since"),
+        pytest.param(
+            lambda m: m.update({LOST: m[LOST].to(torch.int8), "scale": torch.ones(1)}),
+            id="a weight that was quantized",
+        ),
         pytest.param(without("down", "embed"), id="what is left out on purpose"),
         pytest.param(lambda m: m.update({"x.weight": m.pop(LOST)}), id="another name"),
         pytest.param(
