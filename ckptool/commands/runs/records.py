@@ -8,13 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ckptool.commands.model.records import CONFIG, object_in
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.names import Position
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.core.catalog import Catalog
-from ckptool.core.keymap.model import abstract
 from ckptool.core.state_category import state_category, weights
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError
@@ -117,6 +115,8 @@ class Models:
         What has another config, other names or shapes, or lacks much, is that on purpose, as is
         what no layer has any longer, such as a mask. Raises NoAnswer.
         """
+        from ckptool.core.keymap.model import abstract
+
         if step.series not in self._first:
             self._first[step.series] = self._find_first(step.series)
         first, own = self._first[step.series], _Model.of(step, surveys)
@@ -150,6 +150,8 @@ class Models:
 
 def _config_beside(each: Survey) -> Mapping[str, Any]:
     """Return the config of a model, but for what transformers calls private."""
+    from ckptool.commands.model.records import CONFIG, object_in
+
     if CONFIG not in each.source.files:
         return {}
     with suppress(CkptoolError):  # said by its own check
