@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import closing
 from functools import cached_property
 from typing import Any
 
@@ -207,7 +208,7 @@ def _recorded_step(file: Location) -> int | None:
         entry = opened.catalog.tensors.get("step")
         if entry is None or entry.elements != 1:
             return None
-        reader = TensorSource(opened.source).reader()
-        return int(reader.elements.read_values(entry, Box.whole(entry.shape)).reshape(-1)[0])
+        with closing(TensorSource(opened.source).reader()) as reader:
+            return int(reader.elements.read_values(entry, Box.whole(entry.shape)).reshape(-1)[0])
     except (CkptoolError, OSError) as error:
         raise unreadable(file, str(error)) from None

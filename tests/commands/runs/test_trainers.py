@@ -219,7 +219,9 @@ def test_what_megatron_bridge_counts_in_a_file_of_torch(tmp_path: Path) -> None:
     run = run_of(tmp_path, TRAINERS["Megatron-LM"])
     state = {"step": torch.tensor(2, dtype=torch.int32), "consumed_train_samples": torch.tensor(8)}
     torch.save(state, run / "latest_train_state.pt")
+    before = len(os.listdir("/proc/self/fd"))
     assert prune(run) == {"iter_0000001"}
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_names_that_are_a_number_are_left(tmp_path: Path) -> None:
