@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -241,12 +242,17 @@ def _settings(record: Record, where: str) -> Settings:
 def _matching(patterns: Mapping[str, Any], key: str) -> Any:
     """Yield the values of the patterns that a name ends with, as PEFT matches them."""
     for pattern, value in patterns.items():
-        try:
-            matches = re.match(rf"(.*\.)?({pattern})$", key)
-        except re.error as error:
-            raise Unsupported(f"{ADAPTER_CONFIG}: pattern {pattern!r}: {error}") from None
-        if matches:
+        if _ending(pattern).match(key):
             yield value
+
+
+@lru_cache(maxsize=1 << 14)  # Python keeps 512, and a config may name each of more modules
+def _ending(pattern: str) -> re.Pattern[str]:
+    """Return what matches a name that ends with a pattern; Unsupported if it is none."""
+    try:
+        return re.compile(rf"(.*\.)?({pattern})$")
+    except re.error as error:
+        raise Unsupported(f"{ADAPTER_CONFIG}: pattern {pattern!r}: {error}") from None
 
 
 def _short(value: object) -> str:
