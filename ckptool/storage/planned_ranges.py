@@ -187,16 +187,18 @@ class PlannedRanges:
         return partial(self._end, plan)
 
     def _cut(self, wanted: Sequence[VersionSpan]) -> _Plan:
-        """Return a plan of large ranges, or of small ones where large ones take too much room.
+        """Return a plan of ranges as large as there is room for, beside those on their way.
 
         Small ones help if few bytes of each are read at once, not if they are read again later.
         """
-        largest = max(_LEAST, min(_LARGEST, self.capacity // _LEAST_KEPT))
-        plan = _Plan(wanted, largest)
-        if plan.memory <= self.capacity // 2:
-            return plan
-        small = _Plan(wanted, _LEAST)
-        return small if 10 * small.memory < 9 * plan.memory else plan
+        size = max(_LEAST, min(_LARGEST, self.capacity // _LEAST_KEPT))
+        plan = smaller = _Plan(wanted, size)
+        while size > _LEAST and smaller.memory > max(
+            self.capacity // 2, self.capacity - _AT_ONCE * size
+        ):
+            size = max(_LEAST, size // 2)
+            smaller = _Plan(wanted, size)
+        return smaller if 10 * smaller.memory < 9 * plan.memory else plan
 
     def has_planned(self, file: ObjectVersion, offset: int, nbytes: int) -> bool:
         """Return whether both ends of some bytes were announced and are still to be read."""

@@ -115,6 +115,17 @@ def test_runs_that_are_read_side_by_side_are_fetched_once_in_little_room() -> No
     assert sum(end - start for _, start, end in store.fetched) == SIZE
 
 
+def test_ranges_are_as_large_as_there_is_room_for() -> None:
+    """Not the smallest at once: each is a request."""
+    store, runs, largest = Store(), 10, planned_ranges._LARGEST
+    every = SIZE // runs
+    wanted = [(FILES[0], at * every + low, 50) for low in range(0, every, 50) for at in range(runs)]
+    ranges = PlannedRanges(store.fetch, 12 * largest)
+    ranges.plan(wanted)
+    read_all(ranges, wanted, 1)
+    assert len(store.fetched) == -(-SIZE // (largest // 2))
+
+
 def test_what_was_not_announced_is_not_read_here() -> None:
     ranges = PlannedRanges(Store().fetch)
     ranges.plan([(FILES[0], 0, 1000)])
