@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from ckptool.commands.verify.checks.meaning.stacks import Slice
 from ckptool.commands.verify.checks.meaning.weights import is_matrix
+from ckptool.commands.verify.checks.optimizer_names import StateName
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import natural_key
@@ -24,7 +25,7 @@ _SORTED = ".safetensors"
 
 _LAYER = re.compile(r"(?s)(?:[^.\d][^.]*\.)*\d+(?=\.)")
 """What precedes and is the first number in a name."""
-_MOMENT = re.compile(r"(?s)((?:.*\.)?state)\.([0-9]{1,18})\.exp_avg(?:_sq)?")
+_NUMBER = re.compile("[0-9]{1,18}")
 
 Shape = tuple[int, ...]
 Tensors = Mapping[str, TensorEntry]
@@ -56,8 +57,11 @@ def states_by_name(states: Tensors, models: Tensors) -> Iterator[Slice]:
 
 def _number_of(name: str) -> tuple[str, int] | None:
     """Return what precedes a moment's parameter, and the number of that if it has one."""
-    found = _MOMENT.fullmatch(name)
-    return (found[1], int(found[2])) if found else None
+    of = StateName.of(name)
+    is_of_torch = of.is_moment and of.is_inside and not of.by_kind
+    if not is_of_torch or not _NUMBER.fullmatch(of.parameter):
+        return None
+    return name.removesuffix(f".{of.parameter}.{of.kind}"), int(of.parameter)
 
 
 def _candidates(models: Tensors) -> Iterator[Mapping[Shape, Sequence[str]]]:
