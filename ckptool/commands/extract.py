@@ -39,8 +39,8 @@ from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.core.state_category import state_category
 from ckptool.core.subscript import Pick, picks, split_subscript, take, without_other_chunks
 from ckptool.core.text import list_some, plural
-from ckptool.engine.read.gather import part_of, unit
-from ckptool.engine.read.numbers import decode
+from ckptool.engine.read.gather import unit
+from ckptool.engine.read.numbers import decode, part_of
 from ckptool.engine.read.tensors import ArrayMemory, FillRequest, fill
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.errors import Problem, Unsupported, UsageError, damaged

@@ -332,7 +332,8 @@ def _unequal_stacks(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_F
         key = chunks_of(other).cut, other.shape, other.dtype
         alike.setdefault(key, []).append((task, parts))
     for some in alike.values():
-        from ckptool.engine.read.gather import part_of, stacked
+        from ckptool.engine.read.gather import stacked
+        from ckptool.engine.read.numbers import part_of
 
         other = some[0][0].pair.other
         stack = stacked([parts for _, parts in some], chunks_of(other).boxes, other)
@@ -345,7 +346,8 @@ def _unequal_stacks(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_F
 
 def _unequal(task: _Task, readers: SideReaders) -> list[_Run]:
     """Return the runs that the output has otherwise, which is read as elements."""
-    from ckptool.engine.read.gather import array, part_of, raw
+    from ckptool.engine.read.gather import array, raw
+    from ckptool.engine.read.numbers import part_of
 
     pair, dtype, done = task.pair, task.pair.one.dtype, 0
     boxes = task.boxes or task.runs[0].boxes

@@ -15,8 +15,7 @@ from ckptool.core.catalog import Computed, Gather, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
 from ckptool.engine.formulas.delta_changes import CHANGES, DECODER, Change
-from ckptool.engine.read.gather import part_of
-from ckptool.engine.read.numbers import Array
+from ckptool.engine.read.numbers import Array, part_of
 from ckptool.engine.read.rounding import cast
 from ckptool.errors import Damaged, Unsupported
 

@@ -13,8 +13,8 @@ from ckptool.core.catalog import Computed, Gather, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
 from ckptool.engine.formulas.doubles import as_doubles, from_doubles
-from ckptool.engine.read.gather import part_of, unit
-from ckptool.engine.read.numbers import Array
+from ckptool.engine.read.gather import unit
+from ckptool.engine.read.numbers import Array, part_of
 from ckptool.engine.read.rounding import cast
 
 MEAN, ZEROS = "mean", "zeros"

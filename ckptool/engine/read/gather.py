@@ -28,6 +28,7 @@ from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.computed import fill_computed, tensors_behind
 from ckptool.engine.read.containers import opened
 from ckptool.engine.read.kept import Blobs, Windows
+from ckptool.engine.read.numbers import part_of
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.rounding import cast, may_have_lost
 from ckptool.engine.read.segments import by_stride, run_at, strided_reads
@@ -65,13 +66,6 @@ def raw(values: Array) -> memoryview:
 def bits_of(values: Array) -> memoryview:
     """Return the bytes of an array in C order, copied if it is not in that order."""
     return raw(np.ascontiguousarray(values))
-
-
-def part_of(values: Array, box: Box) -> Array:
-    """Return a view of the elements of a box of an array."""
-    inside: Any = (..., *map(slice, box.lo, box.hi))
-    part: Array = values[inside]
-    return part
 
 
 def _as_floats(values: Array, dtype: DType) -> Array:

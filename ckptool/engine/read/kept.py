@@ -11,7 +11,7 @@ import numpy as np
 from ckptool.core.box import Box
 from ckptool.core.catalog import EncodedBlob, TensorEntry
 from ckptool.core.codec import Bytes, decode
-from ckptool.engine.read.numbers import Array
+from ckptool.engine.read.numbers import Array, part_of
 from ckptool.errors import Damaged
 from ckptool.storage.files import SPAN, FileReader
 
@@ -95,7 +95,7 @@ class Windows:
             kept = entry, wide, read(entry, wide)
             self._kept = {id(item[0]): item for item in (*others[1 - self._most :], kept)}
         where = box.relative_to(kept[1].lo)
-        return np.ascontiguousarray(kept[2][tuple(map(slice, where.lo, where.hi))])
+        return np.ascontiguousarray(part_of(kept[2], where))
 
 
 def _cut_dim(entry: TensorEntry, box: Box) -> int | None:

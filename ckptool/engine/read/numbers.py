@@ -1,4 +1,4 @@
-"""Stored bits of every element type as numbers."""
+"""Boxes of arrays, and stored bits of every element type as numbers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from ckptool.core.box import Box
 from ckptool.core.dtype import EXPONENTS, DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def part_of(values: Array, box: Box) -> Array:
+    """Return a view of the elements of a box of an array."""
+    inside: Any = (..., *map(slice, box.lo, box.hi))
+    part: Array = values[inside]
+    return part
 
 
 def decode(stored: Array, dtype: DType) -> Array:

@@ -177,7 +177,8 @@ class PlanReader:
 
     def _data(self, tile: Tile, found: Sequence[Overlap]) -> memoryview:
         """Return the bytes of a tile in the form to be written."""
-        from ckptool.engine.read.gather import part_of, raw
+        from ckptool.engine.read.gather import raw
+        from ckptool.engine.read.numbers import part_of
 
         made = self._gather(tile.entry, tile.shape, found)
         self._note_made(tile.entry, ((each.box, part_of(made, each.where)) for each in found))

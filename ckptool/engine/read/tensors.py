@@ -195,7 +195,7 @@ class ArrayMemory(Struct, frozen=True):
 
     def part(self, where: Box) -> AbstractContextManager[Array]:
         """Return the array's own elements."""
-        from ckptool.engine.read.gather import part_of
+        from ckptool.engine.read.numbers import part_of
 
         return nullcontext(part_of(self.values, where))
 

@@ -16,7 +16,7 @@ from ckptool.core.catalog import Chunk, Computed, Extent, StridedPart, TensorEnt
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.formulas import delta, delta_changes
 from ckptool.engine.formulas.delta import ChangedBits, KeptChanges, Step, box_and_share
-from ckptool.engine.read.gather import part_of
+from ckptool.engine.read.numbers import part_of
 
 Array = np.ndarray[Any, Any]
 SHAPES = [(), (1,), (13,), (5, 4), (3, 1, 7), (2, 3, 2, 3), (0, 4)]

@@ -13,7 +13,7 @@ from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Computed, Extent, StridedPart, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.formulas.rows import MoreRows
-from ckptool.engine.read.gather import part_of
+from ckptool.engine.read.numbers import part_of
 
 Array = np.ndarray[Any, Any]
 SINGLE = BY_NAME["float32"]
