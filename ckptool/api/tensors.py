@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckptool.core.box import Box, Piece, overlapping_pair
+from ckptool.core.box import Box, Piece
 from ckptool.core.mesh import Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES, declared_pieces, shard_at
+from ckptool.core.sharding.overlaps import overlapping_pair
 from ckptool.engine.read.gather import Array, unit
 from ckptool.engine.read.tensors import ArrayMemory, BoxMemory
 from ckptool.errors import Unsupported

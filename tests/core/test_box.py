@@ -14,10 +14,10 @@ from ckptool.core.box import (
     Box,
     flat_range,
     is_grid,
-    overlapping_pair,
     row_major_strides,
     start_of_run,
 )
+from ckptool.core.sharding.overlaps import overlapping_pair
 
 
 @st.composite

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ckptool.core.box import Box, is_grid, overlapping_pair
+from ckptool.core.box import Box, is_grid
 from ckptool.core.casts import computed_places
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.chunks import chunks_of
+from ckptool.core.sharding.overlaps import overlapping_pair
 from ckptool.core.text import plural
 from ckptool.errors import Problem
 

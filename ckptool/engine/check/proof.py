@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from ckptool.core.box import Box, flat_range, hull, overlapping_pair
+from ckptool.core.box import Box, flat_range, hull
 from ckptool.core.casts import is_computed
 from ckptool.core.catalog import Container, TensorEntry
 from ckptool.core.chunks import Chunks, PlainChunks, chunks_of
 from ckptool.core.layout import tiles
 from ckptool.core.sharding.index import ChunkIndex
+from ckptool.core.sharding.overlaps import overlapping_pair
 from ckptool.engine.check.pairs import (
     Failure,
     PairJob,
