@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from operator import ge, le, lt, sub
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
+
+_T = TypeVar("_T")
 
 
 class Box(NamedTuple):
@@ -58,7 +61,30 @@ class Box(NamedTuple):
         return "[" + ", ".join(f"{l}:{h}" for l, h in zip(self.lo, self.hi, strict=True)) + "]"
 
 
-class BoxTable(Sequence[Box]):
+class LazySequence(Sequence[_T]):
+    """Elements that are made on access, each by its number; a slice has several."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def make(self, at: int) -> _T:
+        """Return the element of this number; IndexError if there is none."""
+
+    def make_slice(self, at: slice) -> Sequence[_T]:
+        """Return the elements of a slice."""
+        return tuple(self)[at]
+
+    @overload
+    def __getitem__(self, at: int) -> _T: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[_T]: ...
+
+    def __getitem__(self, at: int | slice) -> _T | Sequence[_T]:
+        return self.make_slice(at) if isinstance(at, slice) else self.make(at)
+
+
+class BoxTable(LazySequence[Box]):
     """Many boxes as two columns: numpy arrays ``[n, dims]`` of their lows and their highs.
 
     Tensors that are cut alike share a table, which remembers whether it is a grid over their shape.
@@ -83,10 +109,13 @@ class BoxTable(Sequence[Box]):
     def __len__(self) -> int:
         return len(self.lows)
 
-    def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, slice):
-            return BoxTable(self.lows[at], self.highs[at])
+    def make(self, at: int) -> Box:
+        """Return the box of this number; IndexError if there is none."""
         return Box(tuple(self.lows[at].tolist()), tuple(self.highs[at].tolist()))
+
+    def make_slice(self, at: slice) -> BoxTable:
+        """Return the boxes of a slice, as views of the columns."""
+        return BoxTable(self.lows[at], self.highs[at])
 
     def __iter__(self) -> Iterator[Box]:
         lows, highs = self.lows.tolist(), self.highs.tolist()

@@ -9,9 +9,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, starmap
 from operator import eq
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from ckptool.core.box import Box, BoxTable, row_major_strides
+from ckptool.core.box import Box, BoxTable, LazySequence, row_major_strides
 from ckptool.core.catalog import Chunk, Container, Extent, Place, Record, TensorEntry
 
 _T = TypeVar("_T")
@@ -75,22 +75,15 @@ class Chunks(Sequence[Chunk]):
         return None
 
 
-class LazyChunks(Chunks):
+class LazyChunks(LazySequence[Chunk], Chunks):
     """Chunks without copies that are made on access, each by its number."""
 
     __slots__ = ()
-
-    @abstractmethod
-    def make(self, at: int) -> Chunk:
-        """Return the chunk of this number; IndexError if there is none."""
 
     @property
     def spans(self) -> Spans:
         """The boxes of chunks, with the rank that wrote each."""
         return Spans(self.boxes, tuple(self.ranks))
-
-    def __getitem__(self, at: Any) -> Any:
-        return tuple(self)[at] if isinstance(at, slice) else self.make(at)
 
     def __iter__(self) -> Iterator[Chunk]:
         return map(self.make, range(len(self)))
@@ -131,7 +124,7 @@ def chunks_of(entry: TensorEntry) -> Chunks:
     return chunks if isinstance(chunks, Chunks) else PlainChunks(chunks)
 
 
-class ItemTable(Sequence[Container]):
+class ItemTable(LazySequence[Container]):
     """Items in files: the number of each one's file, its offset and its bytes, as numpy arrays."""
 
     __slots__ = ("file_numbers", "files", "lengths", "offsets")
@@ -145,12 +138,14 @@ class ItemTable(Sequence[Container]):
     def __len__(self) -> int:
         return len(self.offsets)
 
-    def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, slice):
-            columns = (self.file_numbers[at], self.offsets[at], self.lengths[at])
-            return ItemTable(self.files, *columns)
+    def make(self, at: int) -> Container:
+        """Return the item of this number; IndexError if there is none."""
         file = self.files[self.file_numbers[at]]
         return Container(file, int(self.offsets[at]), int(self.lengths[at]))
+
+    def make_slice(self, at: slice) -> ItemTable:
+        """Return the items of a slice, as views of the columns."""
+        return ItemTable(self.files, self.file_numbers[at], self.offsets[at], self.lengths[at])
 
     def __iter__(self) -> Iterator[Container]:
         return starmap(Container, self.spans())
@@ -325,7 +320,7 @@ class WholeTensor(LazyChunks):
         return (self._chunk,)[at]
 
 
-class Joined(Sequence[_T], Generic[_T]):
+class Joined(LazySequence[_T]):
     """Concatenated sequences, as one."""
 
     __slots__ = ("_parts",)
@@ -336,7 +331,8 @@ class Joined(Sequence[_T], Generic[_T]):
     def __len__(self) -> int:
         return sum(map(len, self._parts))
 
-    def __getitem__(self, at: Any) -> Any:
+    def make(self, at: int) -> _T:
+        """Return the element of this number; IndexError if there is none."""
         return tuple(self)[at]
 
     def __iter__(self) -> Iterator[_T]:
