@@ -80,6 +80,7 @@ Matrices = Mapping[str, tuple[int, ...]]
 """The shapes of a model's matrices, by name: of buffers, versions of a library save others."""
 _PART, _SHOWN = 4, 2
 """The share of a model, one in so many, of which more is not lost but left out."""
+_NUMBER = re.compile(r"\d")
 
 
 class _Model(NamedTuple):
@@ -96,9 +97,36 @@ class _Model(NamedTuple):
         configs = [*filter(None, map(_config_beside, surveys))]
         return cls(step.path.name, names, _matrices_in(surveys), configs)
 
-    def is_another_than(self, other: _Model) -> bool:
-        """Return whether the configs, where both have some, are of two models."""
-        return bool(self.configs and other.configs) and self.configs != other.configs
+    def is_another_than(self, first: _Model) -> bool:
+        """Return whether it differs on purpose: in its config, names or shapes, or by much less."""
+        had, mine = first.matrices, self.matrices
+        differs = bool(self.configs and first.configs) and self.configs != first.configs
+        return (
+            differs
+            or any(had.get(name) != shape for name, shape in mine.items())
+            or _PART * len(had.keys() - mine.keys()) > len(had)
+        )
+
+    def lost_of(self, first: _Model) -> list[str]:
+        """Return the first one's matrices that are not here.
+
+        None are those of which a tensor has the name, in another type, what no layer has any
+        longer, such as masks, and what may have been tied since, such as a head.
+        """
+        from ckptool.core.keymap.model import abstract
+
+        had, lost = first.matrices, first.matrices.keys() - self.matrices.keys()
+        if not lost.isdisjoint(self.names):
+            return []
+        kind = {name: abstract(name)[0] for name in had}
+        kinds, left = Counter(kind.values()), {kind[name] for name in self.matrices}
+        apart = {shape for name, shape in self.matrices.items() if not _NUMBER.search(name)}
+        return sorted(
+            name
+            for name in lost
+            if (kinds[kind[name]] == 1 or kind[name] in left)
+            and (_NUMBER.search(name) or had[name] not in apart)
+        )
 
 
 class Models:
@@ -112,31 +140,14 @@ class Models:
     def lost(self, step: Step, surveys: Sequence[Survey]) -> str | None:
         """Return what a step's model has lost; None if nothing, or if it is another model.
 
-        What has another config, other names or shapes, or lacks much, is that on purpose, as is
-        what no layer has any longer, such as a mask. Raises NoAnswer.
+        Raises NoAnswer.
         """
-        from ckptool.core.keymap.model import abstract
-
         if step.series not in self._first:
             self._first[step.series] = self._find_first(step.series)
         first, own = self._first[step.series], _Model.of(step, surveys)
-        if first is None or own.is_another_than(first):
+        if first is None or own.is_another_than(first) or not (names := own.lost_of(first)):
             return None
-        had, mine = first.matrices, own.matrices
-        lost = had.keys() - mine.keys()
-        if not 0 < _PART * len(lost) <= len(had) or any(had.get(n) != mine[n] for n in mine):
-            return None
-        if not lost.isdisjoint(own.names):
-            return None  # in another shape, or quantized
-        apart = {shape for each, shape in mine.items() if not re.search(r"\d", each)}
-        kinds, left = Counter(abstract(n)[0] for n in had), {abstract(n)[0] for n in mine}
-        names = sorted(
-            name
-            for name in lost
-            if (kinds[kind := abstract(name)[0]] == 1 or kind in left)
-            and (re.search(r"\d", name) or had[name] not in apart)
-        )  # a head and an embedding may have been tied since
-        return f"{list_some(names, _SHOWN)}: missing, {first.step} has it" if names else None
+        return f"{list_some(names, _SHOWN)}: missing, {first.step} has it"
 
     def _find_first(self, series: object) -> _Model | None:
         for step in self._run.steps:
