@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from os import fspath
 from pathlib import Path
 from shlex import join
@@ -37,11 +38,9 @@ _TAKE = f"GLOB {_FROM} SRC"
 
 def _weights(value: Any, name: str) -> tuple[float, ...]:
     words = LIST.parse(value, name) if isinstance(value, str) else value
-    try:
+    with suppress(TypeError, ValueError):
         if numbers := tuple(NUMBER.parse(float(word), name) for word in words):
             return numbers
-    except (TypeError, ValueError):
-        pass
     raise UsageError(f"{name} {value!r}: not numbers", hint="such as --weights 1,2,1")
 
 
