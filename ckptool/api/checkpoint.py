@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -16,7 +15,13 @@ from ckptool.api.html import checkpoint_html
 from ckptool.api.index import Index, parse_index
 from ckptool.api.keywords import OpenKeywords
 from ckptool.api.listing import TensorListing
-from ckptool.api.read import cast_entry, installed_library, read_numpy, read_torch
+from ckptool.api.read import (
+    cast_entry,
+    installed_library,
+    read_numpy,
+    read_torch,
+    workers_of_this_rank,
+)
 from ckptool.commands.inspect.report import step_of
 from ckptool.commands.model.assets import require_unquantized
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_sound
@@ -36,7 +41,6 @@ from ckptool.core.subscript import Pick, take
 from ckptool.core.text import did_you_mean, plural
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.errors import Changed, CkptoolError, Damaged, NoSuchName, Refusal, UsageError, refused
-from ckptool.storage.files import Files
 from ckptool.storage.place import full_name
 from ckptool.storage.url import Location
 
@@ -387,11 +391,3 @@ def checkpoint_at(path: AnyPath | Checkpoint, **options: Unpack[OpenKeywords]) -
     if options:
         raise TypeError(f"{next(iter(options))} is for opening a checkpoint: give it to open()")
     return path
-
-
-def workers_of_this_rank(source: Files) -> int:
-    """Return the threads of this process: torchrun's ranks share a disk's, not a store's."""
-    if source.policy.by_request:
-        return source.policy.workers
-    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, source.policy.workers // int(local_ranks if local_ranks.isdecimal() else 1))

