@@ -122,6 +122,22 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_small_tensors_among_large_ones_keep_nothing_that_is_fetched(
+    tmp_path: Path, out: Path
+) -> None:
+    """Whoever reads the norms of all layers at once has all of the file in memory."""
+    tensors = dict[str, torch.Tensor]()
+    for layer in range(16):
+        tensors |= {f"{layer}.norm": torch.ones(256), f"{layer}.weight": torch.ones(2048, 512)}
+    (tmp_path / "source").mkdir()
+    torch.save(tensors, tmp_path / "source" / "model.pt")
+    place, size = uploaded(tmp_path / "source")
+    transfer = TransferOptions(run=RunOptions(fsync=False, budget=128 << 20))
+    prepare(place, out / "m", replace(TO_SAVE, to="safetensors", transfer=transfer)).run()
+    assert place.store.traffic.requests <= size // (1 << 20)
+    assert place.store.traffic.received <= 1.1 * size
+
+
 def test_a_verify_of_many_items_fetches_what_it_would_of_one(many: Path) -> None:
     place, size = uploaded(many / "dcp")
     assert verify(place, VerifyOptions()).ok

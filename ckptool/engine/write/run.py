@@ -12,6 +12,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from ckptool.core.casts import is_in_order
+from ckptool.core.catalog import TensorEntry, stored_places
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
 from ckptool.core.planning.groups import Tile, are_small
 from ckptool.core.planning.plan import Plan
@@ -45,6 +46,10 @@ _MINIMUM_PER_WORKER = 16 << 20
 _TILE_OF = attrgetter("tile")
 _MOST_CHUNKS = 512
 """Chunks of small tensors that are read by one job, which may read the gaps between them, too."""
+_NEAR = 8 << 20
+"""Bytes of a file among which are all that one job reads of small tensors: what is fetched with
+them from a store is not kept until the rest of the file is read.
+"""
 
 
 def run(work: Work, folder: Path, journal: Journal | None = None) -> None:
@@ -139,6 +144,9 @@ class _PlanWriter:
         for group in self._plan.groups(files, tile):
             jobs, entry = self._plan.jobs(group, tile), self._plan.entry_of(group)
             if group.at_once:
+                if small and not _are_near(small[0].entry, entry):
+                    yield small
+                    small, nbytes, chunks = [], 0, 0
                 small += chain.from_iterable(jobs)
                 nbytes, chunks = nbytes + entry.nbytes, chunks + len(entry.chunks)
                 if nbytes >= TILE or chunks >= _MOST_CHUNKS:
@@ -295,3 +303,9 @@ def read_verbatim(
             yield piece
     finally:
         reader.close()
+
+
+def _are_near(one: TensorEntry, other: TensorEntry) -> bool:
+    """Return whether the first bytes of two tensors are near to one another in one file."""
+    first, second = (next(stored_places(entry.chunks[0].at)) for entry in (one, other))
+    return first.file == second.file and abs(first.offset - second.offset) < _NEAR
