@@ -179,7 +179,7 @@ def read_place(gatherer: Gatherer, at: Place, box: Box, dtype: DType) -> Array:
 
 _FILL = 16 << 20
 """Bytes read into memory at a time, unless one element is larger: of half as many, threads that
-copy to a GPU wait for the GIL more often, and 16 of them are as fast as 8.
+copy to a GPU wait for the GIL more often, and 16 of them are slower than 8.
 """
 
 
