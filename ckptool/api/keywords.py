@@ -135,6 +135,7 @@ class MergeKeywords(ExtractKeywords, total=False):
     """Keywords of ``MergeOptions``."""
 
     average: bool
+    sum: bool
     weights: str | Sequence[float]
     ema: float | None
     onto: AnyPath | None

@@ -164,11 +164,12 @@ def _target_first(
     Its first word is there, and its last one is not.
     """
     ways = {*changed(options.expression)}
-    if not sources or not ways <= {"--average", "--ema"}:
+    if not sources or not ways <= {"--average", "--sum", "--ema"}:
         return None
     if not target.exists() or sources[-1].exists():
         return None
-    way = "--average" if options.expression.ema is None else f"--ema {options.expression.ema}"
+    way, decay = min(ways, default="--average"), options.expression.ema
+    way = way if decay is None else f"--ema {decay}"
     words = " ".join(quote(str(place)) for place in (target, *sources[:-1]))
     return f"the target comes first: `ckptool merge {quote(str(sources[-1]))} {way} {words}`"
 

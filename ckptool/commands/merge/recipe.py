@@ -18,7 +18,7 @@ from ckptool.storage.url import Location
 _NOISE = 1e-9
 """How much of its terms a sum must be."""
 _COPIED = "copied:"
-_WAYS = "--average, --ema, --add, --lora, --apply-delta, --rows or --take"
+_WAYS = "--average, --sum, --ema, --add, --lora, --apply-delta, --rows or --take"
 _DIGITS = 16
 
 
@@ -122,7 +122,7 @@ def read_recipe(
 
 def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
     """Return the recipe of a sum alone, or of a checkpoint of which tensors are replaced."""
-    ways = {"--average": options.average, "--ema": options.ema is not None}
+    ways = {"--average": options.average, "--sum": options.sum, "--ema": options.ema is not None}
     ways["--lora"] = options.lora is not None
     ways["--add"] = options.add is not None or options.minus is not None
     ways["--apply-delta"] = options.apply_delta
@@ -152,7 +152,7 @@ def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
     weights = options.weights or (1.0,) * len(sources)
     if len(weights) != len(sources):
         raise UsageError(f"--weights: {len(weights)} for {len(sources)} SRC")
-    return Recipe(tuple(map(Term, sources, weights)), _divisor(weights))
+    return Recipe(tuple(map(Term, sources, weights)), 1.0 if options.sum else _divisor(weights))
 
 
 def _divisor(weights: Sequence[float]) -> float:
@@ -166,7 +166,7 @@ def _divisor(weights: Sequence[float]) -> float:
         about = "0" if isfinite(sizes) else "no finite number"
         raise UsageError(
             f"--weights: they add up to {about}, by which an average is divided",
-            hint="such as --weights 1,2,1; --onto A --add B --minus C adds a difference",
+            hint="such as --weights 1,2,1; --sum in place of --average takes weights as they are",
         )
     return total
 
@@ -245,10 +245,10 @@ def _moving(sources: Sequence[Location], decay: float) -> tuple[Term, ...]:
 
 def _require_used(options: ExpressionOptions, asked: Sequence[str]) -> None:
     """Raise UsageError for an option that belongs to another way."""
-    if options.weights and asked != ["--average"]:
-        raise UsageError("--weights: only with --average")
-    if options.last is not None and not {*asked} & {"--average", "--ema"}:
-        raise UsageError("--last: only with --average or --ema")
+    if options.weights and not {*asked} & {"--average", "--sum"}:
+        raise UsageError("--weights: only with --average or --sum")
+    if options.last is not None and not {*asked} & {"--average", "--sum", "--ema"}:
+        raise UsageError("--last: only with --average, --sum or --ema")
     if options.rows and asked:
         raise UsageError(
             f"--rows: not with {asked[0]}",

@@ -79,8 +79,12 @@ class ExpressionOptions(OptionSet):
     """What each tensor is computed as."""
 
     average: bool = option("--average", FLAG, help="Average the tensors of all SRC.")
+    sum: bool = option("--sum", FLAG, help="Add up the tensors of all SRC, by their weights.")
     weights: tuple[float, ...] = option(
-        "--weights", _WEIGHTS, help="Weights of the SRC in an average; default: all the same."
+        "--weights",
+        _WEIGHTS,
+        help="Weights of the SRC: in a sum as given, in an average over what they add up to;"
+        " default: all the same.",
     )
     ema: float | None = option(
         "--ema",

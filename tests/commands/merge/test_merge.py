@@ -80,6 +80,22 @@ def test_an_average_has_weights(places: list[str], tmp_path: Path) -> None:
     expect(found, lambda terms: (terms[0] + terms[1] * 2 + terms[2] * 0.5) / 3.5)
 
 
+def test_a_sum_takes_weights_as_they_are(places: list[str], tmp_path: Path) -> None:
+    """As mergekit's linear does where ``normalize`` is false; an average divides by their sum."""
+    words = ("--sum", *places, "--weights", "0.7,0.5,-0.1")
+    code, said = run(str(tmp_path / "out.safetensors"), *words, "--dry-run")
+    assert code == 0
+    assert "4 tensors = 0.7 * a.safetensors + 0.5 * b.safetensors - 0.1 * c.safetensors" in said
+    found = merged(tmp_path / "out.safetensors", *words)
+    expect(found, lambda terms: terms[0] * 0.7 + terms[1] * 0.5 + terms[2] * -0.1)
+    found = merged(tmp_path / "ones.safetensors", "--sum", *places[:2], "--weights", "1,-1")
+    expect(found, lambda terms: terms[0] - terms[1])
+    recipe = tmp_path / "merge.toml"
+    recipe.write_text("sources = ['a.safetensors', 'b.safetensors']\nsum = true\n")
+    found = merged(tmp_path / "all.safetensors", "--recipe", str(recipe))
+    expect(found, lambda terms: terms[0] + terms[1])
+
+
 def test_a_moving_average_begins_with_the_oldest(places: list[str], tmp_path: Path) -> None:
     found = merged(tmp_path / "out.safetensors", "--ema", "0.5", *places)
     expect(found, lambda terms: terms[0] * 0.25 + terms[1] * 0.25 + terms[2] * 0.5)
@@ -165,6 +181,9 @@ def test_dry_run_says_what_each_tensor_is(places: list[str], tmp_path: Path) -> 
     [
         ((), "no operation is given"),
         (("--average", "{a}"), "--average: needs two SRC or more, 1 is given"),
+        (("--sum", "{a}", "--weights", "1"), "--sum: needs two SRC or more, 1 is given"),
+        (("--sum", "--average", "{a}", "{b}"), "--average and --sum: one at a time"),
+        (("--ema", "0.5", "{a}", "{b}", "--weights", "1,2"), "only with --average or --sum"),
         (("--average", "{a}", "{b}", "--weights", "1"), "--weights: 1 for 2 SRC"),
         (("--average", "{a}", "{b}", "--weights", "1,-1"), "--weights: they add up to 0"),
         (("--average", "{a}", "{b}", "{c}", "--weights", "0.1,0.2,-0.3"), "they add up to 0"),
