@@ -27,6 +27,8 @@ _PART = re.compile(
     rf"(?P<module>.+?)(?P<inner>(?:\{_INNER})*)\.(?P<kind>lora_A\.weight|lora_B\.weight"
     r"|lora_B\.bias|lora_embedding_A|lora_embedding_B|lora_magnitude_vector(?:\.weight)?)"
 )
+_TWICE = re.compile(r"(?P<module>.+)\.(?:modules_to_save|original_module)\.(?P<tensor>.+)")
+"""Biases of modules to save, which PEFT (0.21) saves again if all biases are, and never reads."""
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 _KINDS = {
     "lora_A.weight": "right",
@@ -144,7 +146,8 @@ class Matrices(Struct):
 class Adapter(Struct, frozen=True):
     """An adapter: its settings, LoRAs, and the tensors that replace those of the base.
 
-    ``whole`` are by their names in the base, ``tokens`` rows of an embedding by its module.
+    ``whole`` are by their names in the base, ``tokens`` rows of an embedding by its module;
+    ``unread`` is what PEFT does not read.
     """
 
     operand: Operand
@@ -152,6 +155,7 @@ class Adapter(Struct, frozen=True):
     loras: list[Matrices]
     whole: dict[str, TensorEntry]
     tokens: dict[str, TensorEntry]
+    unread: list[str]
 
 
 def read_adapter(operand: Operand) -> Adapter:
@@ -183,7 +187,17 @@ def read_adapter(operand: Operand) -> Adapter:
     if not (loras or tokens):
         names = list_some([*whole], _FEW) or "no tensors"
         raise Unsupported(f"{place}: {names}, but no LoRA", hint=_TAKES)
-    return Adapter(operand, _settings(record, where), list(loras.values()), whole, tokens)
+    unread = [name for name in whole if _is_twice(name, whole)]
+    for name in unread:
+        del whole[name]
+    settings = _settings(record, where)
+    return Adapter(operand, settings, list(loras.values()), whole, tokens, unread)
+
+
+def _is_twice(name: str, whole: Mapping[str, TensorEntry]) -> bool:
+    """Return whether a tensor is there by its own name, too, which is the one that PEFT reads."""
+    match = _TWICE.fullmatch(name)
+    return match is not None and f"{match['module']}.{match['tensor']}" in whole
 
 
 def _require_understood(record: Record, where: str) -> None:

@@ -203,6 +203,8 @@ class _Folding:
                 f"{plural(len(self._added), 'tensor')} ({list_some(self._added, _FEW)}) of"
                 " modules_to_save that the base lacks"
             )
+        if unread := self._adapter.unread:
+            yield f"without {list_some(unread, _FEW)}, which PEFT saves and never reads"
         if self._cast:
             names = list_some(self._cast, _FEW)
             yield f"rounded to the base's type: {plural(len(self._cast), 'tensor')} ({names})"

@@ -284,6 +284,22 @@ def test_a_new_head_is_added_and_said(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "o.safetensors")["score.weight"], some(2, 6))
 
 
+def test_biases_that_peft_saves_twice_are_left_out(tmp_path: Path) -> None:
+    """With ``bias="all"`` it saves those of a module to save by three names and reads one."""
+    base = save_base(tmp_path / "base.safetensors", {"q.weight": some(5, 6), "head.bias": some(3)})
+    once = pair("q", 5, 6) | {"head.bias": some(3, seed=2)}
+    twice = {f"head.{copy}.bias": some(3) for copy in ("modules_to_save", "original_module")}
+    said = {"bias": "all", "modules_to_save": ["head"]}
+    adapter = save_adapter(tmp_path / "adapter", once | twice, **said)
+    words = ("--lora", adapter, "--onto", base)
+    code, told = run(tmp_path / "out.safetensors", *words)
+    assert code == 0, told
+    assert "without head.modules_to_save.bias, head.original_module.bias, which PEFT saves" in told
+    found = load_file(tmp_path / "out.safetensors")
+    assert found.keys() == {"q.weight", "head.bias"}
+    assert torch.equal(found["head.bias"], once["head.bias"])
+
+
 def test_a_bias_of_a_lora_is_added_to_the_one_that_was_trained(tmp_path: Path) -> None:
     base = {"q.weight": some(5, 6), "q.bias": some(5, seed=3)}
     more = {"q.base_layer.bias": some(5, seed=4), "q.lora_B.bias": some(5, seed=5)}
