@@ -14,6 +14,8 @@ from ckptool.commands.bench.words import advice
 from ckptool.commands.document import Report, document
 
 _Sample = TypeVar("_Sample")
+_AS_SHORT = 1.1
+"""Times as long as another is a blocked time that is as short: one strategy's differ by more."""
 
 Limits = Mapping[str, float | None]
 """``memory_copy``, ``write`` (to disk), ``upload`` (to a store), ``device_to_host_`` and
@@ -221,9 +223,15 @@ class BenchReport(Report, frozen=True):
 
     @property
     def best(self) -> Measured | None:
-        """The consistent strategy that costs least of training time, as far as that is known."""
+        """The consistent strategy that costs least of training time, as far as that is known.
+
+        If only blocked times are, of those as short as the shortest the one that is durable first.
+        """
         consistent = [result for result in self.ranked if result.is_consistent]
-        return min(consistent, key=self.loss_of, default=None)
+        least = min(map(self.loss_of, consistent), default=0.0)
+        most = least if self.training.is_known else _AS_SHORT * least
+        alike = [result for result in consistent if self.loss_of(result) <= most]
+        return min(alike, key=lambda result: result.durable_median, default=None)
 
     def cost(self, result: Measured) -> Cost:
         """Return what a strategy costs the job that was described."""

@@ -90,17 +90,17 @@ _DISPENSABLE = (_MEMORY, _FIRST, _OVERLAPPED)
 
 _COST_HEADINGS = "  strategy|a save costs|steps|every|of training time|a week|best interval"
 _ONCE_STAGED = "consistent where training waits for the staging, as it does here; DIRTY without"
+_COPIES = ("pinned", "registered", "pageable")
 _LIMITS = {
-    "device_to_host_pinned": "pinned copy",
-    "device_to_host_registered": "registered copy",
-    "device_to_host_pageable": "pageable copy",
-    "host_to_device_pinned": "to the device pinned",
-    "host_to_device_registered": "registered",
-    "host_to_device_pageable": "pageable",
-    "memory_copy": "memory copy",
-    "write": "raw write and fsync",
-    "upload": "raw upload",
+    "from the device: ": {f"device_to_host_{kind}": kind for kind in _COPIES},
+    "to the device: ": {f"host_to_device_{kind}": kind for kind in _COPIES},
+    "": {
+        "memory_copy": "memory copy",
+        "write": "raw write and fsync",
+        "upload": "raw upload",
+    },
 }
+"""Lines of limits: what each begins with, and the words for those that are in it."""
 _COUNTED = (
     "registered memory is in it, pinned memory is beside it, as far as torch's allocator in the"
     " training process has it; device: all that is used there, with the contexts of workers"
@@ -149,11 +149,6 @@ def _heading(report: BenchReport) -> list[Text]:
     settings, device = report.settings, report.settings.device
     ranks = plural(settings.ranks, f"{'CPU' if device == 'cpu' else device} rank")
     ranks += " with gloo, no accelerator" if device == "cpu" else ""
-    shown = ", ".join(
-        f"{words} {rate(value)}"
-        for name, words in _LIMITS.items()
-        if (value := report.limits.get(name))
-    )
     return [
         Text.assemble(
             (size(settings.nbytes), "bold"),
@@ -161,8 +156,20 @@ def _heading(report: BenchReport) -> list[Text]:
             f" {ranks}; first save and {settings.repeat} more",
         ),
         *describe_machine(report.machine, report.versions),
-        Text.assemble(("limits  ", "dim"), shown or "could not be measured"),
+        *_limits(report),
     ]
+
+
+def _limits(report: BenchReport) -> list[Text]:
+    """Return a line for each kind of limit that was measured."""
+    lines = []
+    for start, names in _LIMITS.items():
+        known = {name: value for name in names if (value := report.limits.get(name))}
+        shown = ", ".join(f"{names[name]} {rate(value)}" for name, value in known.items())
+        lines += [start + shown] if shown else []
+    first, *others = lines or ["could not be measured"]
+    head = Text.assemble(("limits  ", "dim"), first)
+    return [head, *(Text(f"        {line}") for line in others)]
 
 
 def describe_machine(

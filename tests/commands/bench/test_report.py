@@ -31,6 +31,11 @@ def test_strategies_are_sorted_by_blocked_time_and_the_best_is_consistent() -> N
     assert found.best is FAST
 
 
+def test_of_those_that_block_as_long_the_best_is_durable_first() -> None:
+    slow, soon = measured("slow", 0.56, 5.2), measured("soon", 0.57, 1.9)
+    assert report(slow, soon, measured("sooner", 0.7, 1.0)).best is soon
+
+
 def test_rates_are_fractions_of_what_the_hardware_can_do() -> None:
     found = report(FAST)
     assert found.blocked_fraction(FAST) == pytest.approx(0.2)

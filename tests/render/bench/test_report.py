@@ -155,7 +155,8 @@ def test_on_a_device_all_limits_and_all_memory_are_named(
         limits=limits,
     )
     screen = shown(replace(found, settings=replace(found.settings, device="cuda")), capsys)
-    assert "pinned copy 2.00 GiB/s, to the device pinned 2.00 GiB/s, registered 2.00" in screen
+    assert "limits  from the device: pinned 2.00 GiB/s\n" in screen
+    assert "        to the device: pinned 2.00 GiB/s, registered 2.00 GiB/s\n" in screen
     assert "+ 3.00 GiB  + 5.00 GiB" in screen
     assert "memory: registered memory is in it, pinned memory is beside it" in screen
     assert "load, of pinned copy" in screen
