@@ -55,6 +55,7 @@ demo: $(READY) ## Train a small model on 4 ranks, and show every command on what
 bench: $(READY) ## Measure ckptool's commands against cp, torch's own tools, and other clients of a store.
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks transfer
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks merges
+	@PYTHONPATH=tests $(BIN)/python -m benchmarks loads
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks stores --size 2.16GB --repeat 3
 
 fuzz: $(READY) ## Fuzz each parser for a minute; what crashes one lies in tests/fuzz/crashes.

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.loads import load_bench
 from benchmarks.merges import merge_bench
 from benchmarks.report import TransferBenchReport
 from benchmarks.stores import store_bench
@@ -45,6 +46,9 @@ def _measure(options: argparse.Namespace) -> TransferBenchReport:
         return store_bench(size, options.out, options.repeat, progress=show_step)
     if options.what == "merges":
         return merge_bench(size, options.out, options.repeat, progress=show_step)
+    if options.what == "loads":
+        device = options.device
+        return load_bench(size, device, options.out, options.repeat, progress=show_step)
     return transfer_bench(options.source, size, options.out, options.repeat, progress=show_step)
 
 
@@ -60,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     transfer.add_argument("--size", default="2GB", help="of the checkpoint that is written")
     merges = kinds.add_parser("merges", parents=[both], help="against cp and convert")
     merges.add_argument("--size", default="500MB", help="of each model that is written")
+    loads = kinds.add_parser("loads", parents=[both], help="against other loaders")
+    loads.add_argument("--size", default="2GB", help="of the model that is written, three times")
+    loads.add_argument("--device", default="cpu", help="where to, such as cuda")
     stores = kinds.add_parser("stores", parents=[both], help="against clients of a store")
     stores.add_argument("--size", default="256MB", help="of the checkpoint that is written")
     return parser

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.load_programs import measure_load_onto, write_loads
 from benchmarks.model_programs import write_adapter, write_model, write_sparse
 
 if TYPE_CHECKING:
@@ -286,6 +287,8 @@ _TASKS: dict[str, Callable[..., object]] = {
     "reshard": torch_reshard,
     "read-metadata": torch_read_metadata,
     "load": measure_load,
+    "write-loads": write_loads,
+    "load-onto": measure_load_onto,
     "plan": plan_large,
     "write-model": write_model,
     "write-adapter": write_adapter,
