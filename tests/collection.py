@@ -37,18 +37,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Never again look for garbage among what the imports and the collected tests left."""
     gc.enable()
-    _forget_garbage()
+    gc.freeze()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Let go of a module's garbage at its end: open connections hang on some of it."""
     if nextitem is None or nextitem.path != item.path:
-        _forget_garbage()
-
-
-def _forget_garbage() -> None:
-    gc.collect()
-    gc.freeze()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
