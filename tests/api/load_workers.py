@@ -1,8 +1,8 @@
 """One rank of several: load checkpoints onto meshes, and record differences from the truth.
 
-Usage: ``load_workers.py SOURCES OUT MESHES``, started once per rank with torchrun's environment.
-SOURCES is a JSON object of checkpoints and their truth (safetensors files), MESHES one of meshes
-and the placements of their dims. ``OUT/rank-{r}.json`` lists, by load, the tensors that differ.
+Usage: ``load_workers.py OUT LOADS``, started once per rank with torchrun's environment. LOADS is a
+JSON array of meshes, each with the placements of its dims, and an object of checkpoints and their
+truth (safetensors files). ``OUT/rank-{r}.json`` lists, by load, the tensors that differ.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ WAYS: dict[str, Callable[[str, State], None]] = {"load": by_load, "dcp": by_dcp}
 
 
 def main() -> None:
-    sources, out, meshes = json.loads(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    out, loads = Path(sys.argv[1]), json.loads(sys.argv[2])
     dist.init_process_group("gloo")
     found: dict[str, list[str]] = {}
-    for shape, placements in meshes.items():
+    for shape, placements, sources in loads:
         mesh = init_device_mesh("cpu", tuple(map(int, shape.split("x"))))
         for source, truth in sources.items():
             for way, load in WAYS.items():
@@ -57,7 +57,7 @@ def main() -> None:
         found[f"{way} into FSDP2 over tensor parallelism"] = trained(load, out)
         found[f"{way} of a part"] = partial(load, out)
     (out / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.barrier()  # gloo ends a rank whose peer leaves first: "terminate called"
+    dist.barrier()  # gloo may end a rank whose peer leaves first
     dist.destroy_process_group()
 
 

@@ -19,6 +19,8 @@ MESHES: dict[int, dict[str, list[int | None]]] = {
     8: {"2x4": [None, 0], "2x2x2": [0, 0, 1]},
 }
 """By the number of ranks: meshes, with the tensor dim that each mesh dim cuts, or none."""
+EVERY_FORMAT = "2x2"
+"""The mesh of all formats: what a rank asks for is the same of each."""
 
 
 def uneven() -> dict[str, torch.Tensor]:
@@ -39,19 +41,23 @@ def test_every_rank_gets_its_own_boxes(world: int, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         torch.save(state, tmp_path / name / "model.pt")
     save_file(uneven(), tmp_path / "uneven" / "truth.safetensors")
-    sources = {FIXTURES / n / "ckpt": FIXTURES / n / "truth.safetensors" for n in SOURCES}
-    if (
-        world == 2
-    ):  # each rank starts its own Python, which proves nothing more for the other formats
-        sources = {}
-    sources |= {tmp_path / "uneven" / "model.pt": tmp_path / "uneven" / "truth.safetensors"}
-    given = json.dumps({str(path): str(truth) for path, truth in sources.items()})
-    ended = on_ranks(world, [WORKERS, given, tmp_path, json.dumps(MESHES[world])], fresh=world == 2)
+    own = {str(tmp_path / "uneven" / "model.pt"): str(tmp_path / "uneven" / "truth.safetensors")}
+    loads = [
+        (shape, cut, own | (formats() if shape == EVERY_FORMAT else {}))
+        for shape, cut in MESHES[world].items()
+    ]
+    ended = on_ranks(world, [WORKERS, tmp_path, json.dumps(loads)], fresh=world == 2)
     assert [one.code for one in ended] == [0] * world, ended[0].stderr
     for rank in range(world):
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
-        assert len(found) == 2 * len(sources) * len(MESHES[world]) + 4
+        assert len(found) == 2 * (sum(len(sources) for _, _, sources in loads) + 2)
         assert not {name: wrong for name, wrong in found.items() if wrong}
+
+
+def formats() -> dict[str, str]:
+    """A checkpoint of each of some formats, and its truth."""
+    folders = [FIXTURES / name for name in SOURCES]
+    return {str(one / "ckpt"): str(one / "truth.safetensors") for one in folders}
 
 
 def network() -> dict[str, torch.Tensor]:
