@@ -60,6 +60,7 @@ def main() -> None:
     }  # fmt: skip
     ends = {name: end_of(save) for name, save in refused.items()}
     (out / f"rank-{rank}.json").write_text(json.dumps(ends))
+    dist.barrier()  # gloo may end a rank whose peer leaves first
     dist.destroy_process_group()
 
 

@@ -76,6 +76,14 @@ def _save_rank(rank: int, folder: str, specs: list[TensorSpec]) -> None:
     rendezvous = f"file://{os.path.abspath(folder)}.rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
     save(make_state(specs, Device("cpu", 0)), checkpoint_id=folder)
+    _leave_group()
+
+
+def _leave_group() -> None:
+    """Leave the process group with the other ranks: gloo may end one whose peer left before it."""
+    import torch.distributed as dist
+
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -126,7 +134,6 @@ def torch_to_safetensors(source: str, target: str) -> None:
 
 def torch_reshard(source: str, target: str) -> None:
     """Go torch's own route to a 2x4 mesh, under torchrun with 8 ranks: load DTensors, save."""
-    import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
     from torch.distributed.tensor import empty
@@ -134,7 +141,7 @@ def torch_reshard(source: str, target: str) -> None:
     state = _cut_tensors(source, empty, (2, 4), (0, 1))
     load(state, checkpoint_id=source)
     save(state, checkpoint_id=target)
-    dist.destroy_process_group()
+    _leave_group()
 
 
 def _cut_tensors(
@@ -202,7 +209,7 @@ def measure_load(reader: str, source: str, dim: int, result: str) -> None:
     if dist.get_rank() == 0:
         with open(result, "w", encoding="utf-8") as stream:
             json.dump({"load": seconds, "read_bytes": int(nbytes)}, stream)
-    dist.destroy_process_group()
+    _leave_group()
 
 
 def _make_reader(name: str, source: str) -> Any:
