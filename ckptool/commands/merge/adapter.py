@@ -27,6 +27,8 @@ _PART = re.compile(
     rf"(?P<module>.+?)(?P<inner>(?:\{_INNER})*)\.(?P<kind>lora_A\.weight|lora_B\.weight"
     r"|lora_B\.bias|lora_embedding_A|lora_embedding_B|lora_magnitude_vector(?:\.weight)?)"
 )
+_OF_ATTENTION = f"{_INNER}.out_proj"
+"""How the module ends that PEFT adapts together with all of an nn.MultiheadAttention."""
 _TWICE = re.compile(r"(?P<module>.+)\.(?:modules_to_save|original_module)\.(?P<tensor>.+)")
 """Biases of modules to save, which PEFT (0.21) saves again if all biases are, and never reads."""
 _TOKENS = ".token_adapter.trainable_tokens_delta"
@@ -54,6 +56,7 @@ _CONVERTS = (
     "PEFT's save_pretrained(path_initial_model_for_weight_conversion=...) writes the adapter for"
     " the base as it was"
 )
+_PEFT_MERGES = "PEFT's merge_and_unload merges it, where that is possible"
 _QUANTIZES = (
     "--onto takes the base that LoftQ left, saved after it, if adapter_config.json says"
     " init_lora_weights true"
@@ -176,6 +179,7 @@ def read_adapter(operand: Operand) -> Adapter:
     for name, entry in operand.catalog.tensors.items():
         own = name.removeprefix(_PREFIX)
         if match := _PART.fullmatch(own):
+            _require_no_attention(match["module"], name, place)
             depth, kind = match["inner"].count(_INNER), match["kind"]
             lora = loras.setdefault((match["module"], depth), Matrices(match["module"], depth))
             setattr(lora, _KINDS[kind], entry)
@@ -194,6 +198,20 @@ def read_adapter(operand: Operand) -> Adapter:
     return Adapter(operand, settings, list(loras.values()), whole, tokens, unread)
 
 
+def _require_no_attention(module: str, name: str, place: Location) -> None:
+    """Raise Unsupported for a LoRA of torch's attention, of which PEFT (0.21) merges a part twice.
+
+    As it does so in training, too, no sum is right for every version.
+    """
+    if module.endswith(_OF_ATTENTION):
+        attention = module.removesuffix(_OF_ATTENTION)
+        raise Unsupported(
+            f"{place}: {name} is of {attention}, an nn.MultiheadAttention, whose out_proj PEFT adds"
+            " twice: not supported",
+            hint=_PEFT_MERGES,
+        )
+
+
 def _is_twice(name: str, whole: Mapping[str, TensorEntry]) -> bool:
     """Return whether a tensor is there by its own name, too, which is the one that PEFT reads."""
     match = _TWICE.fullmatch(name)
@@ -206,11 +224,12 @@ def _require_understood(record: Record, where: str) -> None:
     if method != "LORA":
         raise Unsupported(
             f"{where} says peft_type {method}: only LORA is merged",
-            hint="PEFT's merge_and_unload merges others, where that is possible",
+            hint=_PEFT_MERGES,
         )
     for key in _UNSUPPORTED:
         if record.get(key):
-            raise Unsupported(f"{where} says {key} {_short(record[key])}: not supported")
+            message = f"{where} says {key} {_short(record[key])}: not supported"
+            raise Unsupported(message, hint=_PEFT_MERGES)
     initialized = record.get("init_lora_weights", True)
     if isinstance(initialized, str) and initialized.startswith(_CHANGE_THE_BASE):
         raise Unsupported(
@@ -218,11 +237,13 @@ def _require_understood(record: Record, where: str) -> None:
             hint=_QUANTIZES if initialized == "loftq" else _CONVERTS,
         )
     if initialized not in _INITIALIZED:
-        raise Unsupported(f"{where} says init_lora_weights {_short(initialized)}: not known")
+        message = f"{where} says init_lora_weights {_short(initialized)}: not known"
+        raise Unsupported(message, hint=_PEFT_MERGES)
     unknown = [key for key in record if key not in _KNOWN and record[key]]
     if unknown := [key for key in unknown if key not in _UNSUPPORTED]:
         said = list_some([f"{key} {_short(record[key])}" for key in unknown], _FEW)
-        raise Unsupported(f"{where} says {said}, which is not known of PEFT 0.21")
+        message = f"{where} says {said}, which is not known of PEFT 0.21"
+        raise Unsupported(message, hint=_PEFT_MERGES)
 
 
 def _settings(record: Record, where: str) -> Settings:

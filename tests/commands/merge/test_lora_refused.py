@@ -34,6 +34,11 @@ Q = pair("model.q", 5, 6)
     ("config", "tensors", "wanted"),
     [
         ({"peft_type": "LOHA"}, {"model.q.hada_w1_a": some(5, 4)}, "says peft_type LOHA"),
+        (
+            {},
+            pair("model.q", 15, 5) | pair("model.q.base_layer.out_proj", 5, 5),
+            "out_proj.lora_A.weight is of model.q, an nn.MultiheadAttention, whose out_proj PEFT",
+        ),
         ({"peft_type": "IA3"}, {"model.q.ia3_l": some(5, 1)}, "says peft_type IA3"),
         ({"init_lora_weights": "pissa_niter_4"}, Q, "'pissa_niter_4', which changes the base"),
         ({"init_lora_weights": "olora"}, Q, "'olora', which changes the base"),
