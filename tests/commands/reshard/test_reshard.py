@@ -72,12 +72,18 @@ def test_every_good_checkpoint_onto_another_mesh(one: Case, target: str, out: Pa
     assert of_the_model(read_back(target, out / mesh)) == of_the_model(one.truth), mesh
 
 
-@pytest.mark.parametrize("target", REOPENED)
+PLACED = ("dcp_fsdp2", "dcp_fsdp2_tp", "dcp_hsdp", "dcp_replicated", "rank_base", "hf_sharded")
+
+
 @pytest.mark.parametrize(
-    "name", ["dcp_fsdp2", "dcp_fsdp2_tp", "dcp_hsdp", "dcp_replicated", "rank_base", "hf_sharded"]
+    ("name", "target"),
+    [(name, REOPENED[at % len(REOPENED)]) for n, name in enumerate(PLACED) for at in (n, n + 1)],
 )
 def test_and_back(name: str, target: str, out: Path) -> None:
-    """From mesh to mesh, by placements that were kept, and back again."""
+    """From mesh to mesh, by placements that were kept, and back again.
+
+    To two of the targets each, in turns: from the first step on it is a target that is read.
+    """
     here, before = case(name).path, None
     for step, mesh in enumerate(("2x4", "3", "2x2x2", "2", "2x2", "1")):
         reshard(here, out / str(step), mesh, to=target, rank_state="drop")
@@ -92,12 +98,14 @@ def test_and_back(name: str, target: str, out: Path) -> None:
         assert ended == {name: whole[name] for name in ended}
 
 
-@pytest.mark.parametrize("target", REOPENED)
+CHOICES = (*POLICIES, None)
+
+
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("policy", [*POLICIES, None])
-def test_every_policy(
-    policy: str | None, mesh: str, target: str, source: Path, out: Path
-) -> None:  # fmt: skip
+@pytest.mark.parametrize("policy", CHOICES)
+def test_every_policy(policy: str | None, mesh: str, source: Path, out: Path) -> None:
+    """To one target each, in turns: it knows nothing of the policy that cuts for it."""
+    target = REOPENED[(CHOICES.index(policy) + MESHES.index(mesh)) % len(REOPENED)]
     report = reshard(source, out / "r", mesh, policy=policy, to=target)
     before, after = contents(source), contents(out / "r")
     carried = {n: v for n, v in before.items() if n in after}
