@@ -43,6 +43,7 @@ IMPORTED = (
     "ckptool.render.reshard",
     "safetensors.torch",
     "torch._dynamo",
+    "torch.distributed.checkpoint._fsspec_filesystem",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
