@@ -151,15 +151,22 @@ def _products(
     rank, (most_rows, most_columns) = left.shape[-1], weight.shape[-2:]
     height, width = rows_of_cell(rank), columns_of_band(rank)
     top, bottom = _aligned(box.lo[-2], box.hi[-2], height, most_rows)
-    of_rows = gather(left, _within(outer, (top, 0), (bottom, rank))).reshape(bottom - top, rank)
+
+    def rows_of(first: int, last: int) -> Array:
+        bits: Array = gather(left, _within(outer, (first, 0), (last, rank)))
+        return bits.reshape(last - first, rank)
+
+    is_small = (bottom - top) * rank <= _WHOLE_ROWS
+    of_box = rows_of(top, bottom) if is_small else None
     for start in range(box.lo[-1] // width * width, box.hi[-1], width):
         stop = min(start + width, most_columns)
         columns, own_columns = _common(start, stop, box.lo[-1], box.hi[-1])
         bits = gather(right, _within(outer, (0, start), (rank, stop))).reshape(rank, stop - start)
         of_cells = factor(_in_cells(as_doubles(bits, right.source_dtype)), 1)
-        most = height if is_exact else _PART // (len(of_cells.high) * _CELL)
+        most = height if is_exact else _PART // max(len(of_cells.high) * _CELL, rank)
         for row, count in _rows_at_once(top, bottom, height, most):
-            of_blocks = as_doubles(of_rows[row - top :][:count], left.source_dtype)
+            of_rows = rows_of(row, row + count) if of_box is None else of_box[row - top :][:count]
+            of_blocks = as_doubles(of_rows, left.source_dtype)
             blocks = of_blocks.reshape(-1, min(count, height), rank)
             product = np.empty((*blocks.shape[:2], len(of_cells.high), _CELL))
             multiply(factor(blocks, 2), of_cells, np.moveaxis(product, 2, 0))

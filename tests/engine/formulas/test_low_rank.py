@@ -100,6 +100,25 @@ def test_a_number_is_the_same_in_any_box(
         assert np.array_equal(stored.box(box, name), whole[tuple(map(slice, *box))])
 
 
+@pytest.mark.parametrize("name", ["float64", "bfloat16"])
+def test_a_factor_larger_than_its_weight_is_read_a_part_at_a_time(name: str) -> None:
+    stored, largest = lora((9000, 4), 256, torch.bfloat16), 0
+
+    def gather(entry: TensorEntry, box: Box) -> Array:
+        nonlocal largest
+        largest = max(largest, box.volume)
+        return stored.gather(entry, box)
+
+    box = Box((3, 0), (8990, 3))
+    stored.allowed = list(stored.at.needs(box))
+    found = stored.at.compute(gather, stored.at, box, BY_NAME[name])
+    assert largest <= 1 << 19
+    weight, left, right = (t.double() for t in stored.tensors)
+    sums = (weight + left @ right * 0.3)[3:8990, :3]
+    made = torch.from_numpy(found.view(f"i{found.dtype.itemsize}")).view(getattr(torch, name))
+    assert torch.allclose(made.double(), sums, rtol=0.004)
+
+
 @given(st.sampled_from([(300, 700), (5, 3000), (130, 1)]), st.sampled_from(DTYPES), st.data())
 def test_rows_have_their_magnitudes_in_any_box(
     shape: tuple[int, int], dtype: torch.dtype, data: st.DataObject
