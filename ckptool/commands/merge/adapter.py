@@ -29,7 +29,7 @@ _PART = re.compile(
 )
 _OF_ATTENTION = f"{_INNER}.out_proj"
 """How the module ends that PEFT adapts together with all of an nn.MultiheadAttention."""
-_TWICE = re.compile(r"(?P<module>.+)\.(?:modules_to_save|original_module)\.(?P<tensor>.+)")
+_TWICE = re.compile(r"(?P<module>.+)\.(?:modules_to_save|original_module)\.bias")
 """Biases of modules to save, which PEFT (0.21) saves again if all biases are, and never reads."""
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 _KINDS = {
@@ -191,7 +191,8 @@ def read_adapter(operand: Operand) -> Adapter:
     if not (loras or tokens):
         names = list_some([*whole], _FEW) or "no tensors"
         raise Unsupported(f"{place}: {names}, but no LoRA", hint=_TAKES)
-    unread = [name for name in whole if _is_twice(name, whole)]
+    saved_again = filter(_TWICE.fullmatch, whole) if record.get("bias") == "all" else ()
+    unread = [name for name in saved_again if _TWICE.sub(r"\g<module>.bias", name) in whole]
     for name in unread:
         del whole[name]
     settings = _settings(record, where)
@@ -210,12 +211,6 @@ def _require_no_attention(module: str, name: str, place: Location) -> None:
             " twice: not supported",
             hint=_PEFT_MERGES,
         )
-
-
-def _is_twice(name: str, whole: Mapping[str, TensorEntry]) -> bool:
-    """Return whether a tensor is there by its own name, too, which is the one that PEFT reads."""
-    match = _TWICE.fullmatch(name)
-    return match is not None and f"{match['module']}.{match['tensor']}" in whole
 
 
 def _require_understood(record: Record, where: str) -> None:

@@ -300,6 +300,20 @@ def test_biases_that_peft_saves_twice_are_left_out(tmp_path: Path) -> None:
     assert torch.equal(found["head.bias"], once["head.bias"])
 
 
+def test_only_biases_are_left_out_and_only_if_all_were_saved(tmp_path: Path) -> None:
+    """What a module of a model is called is up to it: PEFT's words alone prove nothing."""
+    names = ("head.weight", "head.original_module.weight", "head.bias", "head.original_module.bias")
+    before = {name: some(3) for name in names} | {"q.weight": some(5, 6)}
+    trained = {name: some(3, seed=2) for name in names}
+    base = save_base(tmp_path / "base.safetensors", before)
+    parts = pair("q", 5, 6) | trained
+    adapter = save_adapter(tmp_path / "adapter", parts, modules_to_save=["head"])
+    code, told = run(tmp_path / "out.safetensors", "--lora", adapter, "--onto", base)
+    assert code == 0, told
+    found = load_file(tmp_path / "out.safetensors")
+    assert all(torch.equal(found[name], trained[name]) for name in names)
+
+
 def test_a_bias_of_a_lora_is_added_to_the_one_that_was_trained(tmp_path: Path) -> None:
     base = {"q.weight": some(5, 6), "q.bias": some(5, seed=3)}
     more = {"q.base_layer.bias": some(5, seed=4), "q.lora_B.bias": some(5, seed=5)}
