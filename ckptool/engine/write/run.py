@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import chain, groupby, zip_longest
 from operator import attrgetter
 from pathlib import Path
 
 from msgspec import Struct
 
 from ckptool.core.casts import is_in_order
-from ckptool.core.catalog import TensorEntry, stored_places
+from ckptool.core.catalog import Computed, TensorEntry
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
 from ckptool.core.planning.groups import Tile, are_small
 from ckptool.core.planning.plan import Plan
@@ -47,8 +47,8 @@ _TILE_OF = attrgetter("tile")
 _MOST_CHUNKS = 512
 """Chunks of small tensors that are read by one job, which may read the gaps between them, too."""
 _NEAR = 8 << 20
-"""Bytes of a file among which are all that one job reads of small tensors: what is fetched with
-them from a store is not kept until the rest of the file is read.
+"""Bytes between the small tensors that one job reads of a file in a store: what is fetched with
+those that are further on is kept until the rest of the file is read.
 """
 
 
@@ -137,14 +137,14 @@ class _PlanWriter:
 
     def _jobs(self, files: Mapping[int, tuple[Part, ...]]) -> Iterator[list[Tile]]:
         """Yield the jobs of some files with their parts."""
-        tile = self._source.policy.tile
+        tile, in_store = self._source.policy.tile, self._source.policy.by_request
         for number, parts in files.items():
             self._unfinished[number] = UnfinishedFile(parts)
         small, nbytes, chunks = list[Tile](), 0, 0
         for group in self._plan.groups(files, tile):
             jobs, entry = self._plan.jobs(group, tile), self._plan.entry_of(group)
             if group.at_once:
-                if small and not _are_near(small[0].entry, entry):
+                if small and in_store and not _are_near(small[0].entry, entry):
                     yield small
                     small, nbytes, chunks = [], 0, 0
                 small += chain.from_iterable(jobs)
@@ -306,6 +306,19 @@ def read_verbatim(
 
 
 def _are_near(one: TensorEntry, other: TensorEntry) -> bool:
-    """Return whether the first bytes of two tensors are near to one another in one file."""
-    first, second = (next(stored_places(entry.chunks[0].at)) for entry in (one, other))
-    return first.file == second.file and abs(first.offset - second.offset) < _NEAR
+    """Return whether the first bytes of two tensors, or of what they are computed of, are near."""
+    pairs = list(zip_longest(_first_bytes(one), _first_bytes(other)))
+    return all(
+        first and second and first[0] == second[0] and abs(first[1] - second[1]) < _NEAR
+        for first, second in pairs
+    )
+
+
+def _first_bytes(entry: TensorEntry) -> Iterator[tuple[str, int]]:
+    """Yield where the first chunk of a tensor is, or of each that it is computed of."""
+    at = entry.chunks[0].at
+    if not isinstance(at, Computed):
+        yield at.file, at.offset
+        return
+    for stored in at.stored:
+        yield from _first_bytes(stored)
