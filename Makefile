@@ -52,7 +52,7 @@ coverage: $(READY) ## Every test, and which lines none of them runs; fails below
 demo: $(READY) ## Train a small model on 4 ranks, and show every command on what it saves.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python fixtures/demo.py
 
-bench: $(READY) ## Measure ckptool's commands against cp, torch's own tools, and other clients of a store.
+bench: $(READY) ## Measure ckptool's commands against cp, torch's own tools, other loaders and clients of a store.
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks transfer
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks merges
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks loads

@@ -15,13 +15,7 @@ from ckptool.api.html import checkpoint_html
 from ckptool.api.index import Index, parse_index
 from ckptool.api.keywords import OpenKeywords
 from ckptool.api.listing import TensorListing
-from ckptool.api.read import (
-    cast_entry,
-    installed_library,
-    read_numpy,
-    read_torch,
-    workers_of_this_rank,
-)
+from ckptool.api.read import cast_entry, installed_library, read_numpy, read_torch
 from ckptool.commands.inspect.report import step_of
 from ckptool.commands.model.assets import require_unquantized
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_sound
@@ -309,7 +303,7 @@ class Checkpoint(Mapping[str, Any]):
 
         if self._closed:
             raise UsageError(f"{self.path}: the checkpoint was closed")
-        threads = workers_of_this_rank(self._opened.source) if workers is None else workers
+        threads = self._opened.source.policy.load_workers if workers is None else workers
         if threads < 1:
             raise UsageError(f"workers {threads}: at least 1")
         fill(located, self._opened.source, threads)

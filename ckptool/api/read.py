@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
@@ -12,7 +11,6 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import parse_dtype
 from ckptool.core.subscript import Pick
 from ckptool.errors import Unsupported, UsageError
-from ckptool.storage.files import Files
 
 if TYPE_CHECKING:
     import numpy as np
@@ -137,16 +135,3 @@ def cast_entry(checkpoint: Checkpoint, name: str, dtype: object) -> TensorEntry:
         why = "it is quantized, or a number such as a step counter" if is_float else "no float"
         raise Unsupported(f"{name}: {entry.dtype} is not cast to {wanted}: {why}")
     return cast
-
-
-_MOST_WORKERS = 16
-"""Threads of a load: on 16 cores they read the page cache 1.4 times as fast as 8."""
-
-
-def workers_of_this_rank(source: Files) -> int:
-    """Return the threads of this process: torchrun's ranks share a machine's cores, not a store."""
-    if source.policy.by_request:
-        return source.policy.workers
-    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    cores = (os.cpu_count() or 1) // int(local_ranks if local_ranks.isdecimal() else 1)
-    return max(1, min(_MOST_WORKERS, cores))

@@ -181,7 +181,7 @@ def bits_of(tensor: torch.Tensor) -> Array:
     if not tensor.numel():
         return np.empty(shape, unit(itemsize))
     data = tensor.detach().untyped_storage()
-    whole = torch.empty(0, dtype=torch.uint8).set_(data).numpy()
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(data).numpy()
     offset = tensor.storage_offset() * itemsize
     return np.ndarray(shape, unit(itemsize), whole, offset, strides)
 
@@ -257,10 +257,10 @@ class _DeviceMemory:
 
     @contextmanager
     def part(self, where: Box) -> Iterator[Array]:
-        """Yield a pinned array whose elements are copied to the device on exit."""
+        """Yield an array of the host whose elements are copied to the device on exit."""
         lane = self._staging.lane(self._tensor.device)
         itemsize = self._tensor.element_size()
-        staged = lane.bytes(where.volume * itemsize)
+        staged = lane.memory(where.volume * itemsize)
         yield staged.view(unit(itemsize)).reshape(where.shape)
         numbers = staged.view(_INTEGERS.get(itemsize, "complex128")).reshape(where.shape)
         lane.send(numbers, self._tensor[tuple(map(slice, where.lo, where.hi))])
@@ -302,8 +302,7 @@ class _Lane:
     """One thread's copies to one device, which come after the event ``before``.
 
     The thread calls torch as little as it can, and stages in numpy's arrays: with most of torch's
-    calls it gives the GIL away and waits for it again. 8 threads load 1.35 times as fast so on an
-    H200, and 16 another 1.2 times because their stream is set once, not for each copy.
+    calls it gives the GIL away and waits for it again (docs/decisions.md has the numbers).
     """
 
     def __init__(self, device: torch.device, before: Any) -> None:
@@ -314,10 +313,10 @@ class _Lane:
             module.set_stream(self._stream)  # this thread's alone, which ends with the read
         self._buffers = [_Buffer(device, self._stream) for _ in range(2)]
 
-    def bytes(self, nbytes: int) -> Array:
-        """Return so many bytes of host memory, once its content was sent."""
+    def memory(self, nbytes: int) -> Array:
+        """Return so many bytes of the host, once what they held has arrived."""
         self._buffers.reverse()
-        return self._buffers[0].bytes(nbytes)
+        return self._buffers[0].memory(nbytes)
 
     def send(self, staged: Array, part: torch.Tensor) -> None:
         """Start copying what was staged last to the device.
@@ -329,7 +328,7 @@ class _Lane:
 
         with torch.inference_mode(part.is_inference()):
             part.copy_(torch.from_numpy(staged), non_blocking=self._stream is not None)
-        self._buffers[0].note_sent()
+        self._buffers[0].note_copy()
 
     def finish(self) -> None:
         """Wait until everything has arrived."""
@@ -340,36 +339,33 @@ class _Lane:
 class _Buffer:
     """Host memory whose content a stream copies to a device, pinned; or that torch copies at once.
 
-    Its one event is recorded after each copy.
+    Its one event is recorded after each copy: waiting for one that never was ends at once.
     """
 
     def __init__(self, device: torch.device, stream: Any) -> None:
         self._stream = stream
-        self._event = None if stream is None else _make_event(device)
-        self._sent: Any = None
+        self._copied = None if stream is None else _make_event(device)
         self._memory = _allocate(0, pinned=False)
 
-    def bytes(self, nbytes: int) -> Array:
-        """Return the first so many bytes, once what was sent of them has arrived."""
+    def memory(self, nbytes: int) -> Array:
+        """Return the first so many bytes, once what they held has arrived."""
         self.wait()
         if len(self._memory) < nbytes:
             self._memory = _allocate(nbytes, pinned=self._stream is not None)
         return self._memory[:nbytes]
 
-    def note_sent(self) -> None:
-        """Note that the stream was told last to copy the content."""
-        if self._event is not None:
-            self._event.record(self._stream)
-            self._sent = self._event
+    def note_copy(self) -> None:
+        """Record that the stream was told to copy the content."""
+        if self._copied is not None:
+            self._copied.record(self._stream)
 
     def wait(self) -> None:
-        """Wait until what was sent has arrived."""
-        if self._sent is not None:
-            self._sent.synchronize()
-            self._sent = None
+        """Wait until the content has arrived."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
 
 def _allocate(nbytes: int, *, pinned: bool) -> Array:
     import torch
 
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).numpy()
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned).numpy()

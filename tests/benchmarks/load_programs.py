@@ -36,7 +36,8 @@ def write_loads(folder: str, size: int) -> None:
 def measure_load_onto(way: str, source: str, device: str, result: str) -> None:
     """Load a model twice, into tensors that are there, and write the seconds of the second load.
 
-    The first makes buffers and starts the device. Raises ValueError if not all bits arrive.
+    The first makes buffers and starts the device. ``load_file`` makes tensors of its own on a
+    device. Raises ValueError if not all bits arrive.
     """
     import torch
     from safetensors.torch import load_file
@@ -44,6 +45,7 @@ def measure_load_onto(way: str, source: str, device: str, result: str) -> None:
     truth = load_file(Path(source).parent / _MODEL)
     state: State = {name: torch.zeros_like(t, device=device) for name, t in truth.items()}
     for _ in range(2):
+        got: State = {}  # of a loader that makes tensors of its own none are left
         for tensor in state.values():
             tensor.zero_()
         _wait(device)

@@ -1,7 +1,7 @@
 """Measure loads of a model onto a device against other loaders, interleaved, as ratios.
 
-Every load is the second of its process, into tensors that are there, from the page cache; all bits
-are compared after it.
+Every load is the second of its process, from the page cache, into tensors that are there, but for
+``load_file``, which makes its own on a device. All bits are compared after it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from benchmarks.transfer import output_paths, require_torch
 from ckptool.commands.bench.machine import describe_machine, list_versions, require_disk
 from ckptool.commands.bench.save_folders import DiskFolder
 
+_LIBRARIES = ("torch", "safetensors", "numpy", "fastsafetensors", "runai-model-streamer")
 _PLACES = {"{safetensors}": "model.safetensors", "{pt}": "model.pt", "{dcp}": "dcp"}
 
 
@@ -70,7 +71,7 @@ def load_bench(
             light_tensors=0,
             repeat=repeat,
             machine=describe_machine(DiskFolder(workdir)),
-            versions=list_versions("torch", "safetensors", "numpy", "fastsafetensors"),
+            versions=list_versions(*_LIBRARIES),
             results=measure(rows, Scene(paths, tuple(_PLACES)), repeat, skipped, progress),
             skipped=skipped,
         )

@@ -19,7 +19,6 @@ from store_server import S3, s3, server
 from test_s3 import big, files_of, resharded
 from typer.testing import CliRunner
 
-from ckptool.api.read import workers_of_this_rank
 from ckptool.cli.app import app
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
@@ -142,12 +141,12 @@ def test_reads_go_together_where_nobody_says_how_many(s3: S3, out: Path) -> None
 def test_ranks_beside_one_another_share_cores_and_no_answers(
     s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_a_disk = open_checkpoint(SOURCE).source
-    for ranks, cores, threads in [("64", 2, 1), ("8", 128, 16), ("8", 32, 4)]:
+    of_a_disk = open_checkpoint(SOURCE).source.policy
+    for ranks, cores, threads in [("64", 2, 1), ("8", 128, 16), ("8", 32, 4), ("0", 8, 8)]:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
-        assert workers_of_this_rank(of_a_disk) == threads
-    assert workers_of_this_rank(open_checkpoint(location(s3.put(SOURCE, "m"))).source) >= 4
+        monkeypatch.setattr("ckptool.storage.files.count_cores", lambda cores=cores: cores)
+        assert of_a_disk.load_workers == threads
+    assert open_checkpoint(location(s3.put(SOURCE, "m"))).source.policy.load_workers >= 4
 
 
 def test_the_python_interface_takes_urls(s3: S3) -> None:

@@ -19,6 +19,7 @@ from ckptool.commands.bench.save_folders import SaveFolder
 from ckptool.commands.bench.shared_memory import free_shared_memory
 from ckptool.commands.bench.worker.device import Accelerators, Device, gather
 from ckptool.errors import Unsupported
+from ckptool.storage.files import count_cores
 from ckptool.version import __version__
 
 _ROUNDS = 3
@@ -35,7 +36,7 @@ def describe_machine(folder: SaveFolder) -> dict[str, str | int]:
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor() or platform.processor(),
-        "cores": len(os.sched_getaffinity(0)) if psutil.LINUX else os.cpu_count() or 1,
+        "cores": count_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "filesystem": folder.filesystem,
     }

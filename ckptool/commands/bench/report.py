@@ -15,7 +15,7 @@ from ckptool.commands.document import Report, document
 
 _Sample = TypeVar("_Sample")
 _AS_SHORT = 1.1
-"""Times as long as another is a blocked time that is as short: one strategy's differ by more."""
+"""Times as long as another is a blocked time that is as short: runs of one strategy differ more."""
 
 Limits = Mapping[str, float | None]
 """``memory_copy``, ``write`` (to disk), ``upload`` (to a store), ``device_to_host_`` and

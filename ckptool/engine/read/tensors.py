@@ -217,8 +217,8 @@ def fill(requests: Sequence[FillRequest], source: Files, workers: int) -> None:
     is read in part is not. Raises Damaged if one differs or a file ends early: the memory then
     contains what was read.
     """
-    checked = CheckedSource(source)
-    read_tiles(checked, _fill_jobs(requests), _exhaust, workers)
+    checked, jobs = CheckedSource(source), list(_fill_jobs(requests))
+    read_tiles(checked, jobs, _exhaust, max(1, min(workers, len(jobs))))
     require_intact(checked.problems_so_far(request.entry for request in requests))
 
 
@@ -229,7 +229,8 @@ def _fill_jobs(
     placed = sorted(((*_first_spot(request), at) for at, request in enumerate(requests)))
     for *_, at in placed:
         request = requests[at]
-        cut = tiles(request.box, request.entry.source_dtype.itemsize, _FILL)
+        itemsize = max(request.entry.source_dtype.itemsize, request.entry.dtype.itemsize)
+        cut = tiles(request.box, itemsize, _FILL)
         is_packed = any(_is_packed(chunk) for chunk in request.entry.chunks)
         for boxes in [list(cut)] if is_packed else ([box] for box in cut):
             runs = partial(entry_needs, request.entry, boxes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,6 +33,7 @@ from ckptool.commands.bench.worker.device import Device
 from ckptool.commands.bench.worker.loop import measure
 from ckptool.commands.bench.worker.pulse import BESIDE, DONE, Pulse
 from ckptool.commands.bench.worker.training import Training
+from ckptool.storage.files import count_cores
 
 _OPEN_FILES = 1 << 16
 
@@ -150,7 +150,7 @@ class Rank:
             import torch
             import torch.distributed as dist
 
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.meeting.size))
+            torch.set_num_threads(max(1, count_cores() // self.meeting.size))
             device = Device.of_rank(self.task.settings.device)
             self.meeting.begin_group(job, device.backend, self.task.timeout)
             try:
