@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     merges.add_argument("--size", default="500MB", help="of each model that is written")
     loads = kinds.add_parser("loads", parents=[both], help="against other loaders")
     loads.add_argument("--size", default="2GB", help="of the model that is written, three times")
-    loads.add_argument("--device", default="cpu", help="where to, such as cuda")
+    loads.add_argument("device", nargs="?", default="cpu", help="where to, such as cuda")
     stores = kinds.add_parser("stores", parents=[both], help="against clients of a store")
     stores.add_argument("--size", default="256MB", help="of the checkpoint that is written")
     return parser
