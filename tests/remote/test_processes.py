@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import time
 import weakref
 
 import pytest
@@ -82,6 +83,9 @@ def test_a_store_goes_with_who_used_it_and_its_connections_with_it(s3: S3) -> No
         assert verify(place, VerifyOptions()).ok
         held = weakref.ref(place.store), weakref.ref(place.store.client)
         del place
+        deadline = time.monotonic() + 30  # a thread that fetched ahead ends a little later
+        while any(one() for one in held) and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert [one() for one in held] == [None, None]
     finally:
         gc.enable()
