@@ -338,6 +338,17 @@ def _start(words: list[str], environment: dict[str, str], cwd: Path) -> subproce
 
 
 @pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """A test's folder with nothing beside it: verify and prune follow every link beside a run.
+
+    Beside pytest's own are a folder and a link for each test before.
+    """
+    folder = tmp_path / "own"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
 def copy_of(tmp_path: Path) -> Callable[[str], Path]:
     """A copy of a fixture's checkpoint that a test may change."""
 
