@@ -134,7 +134,8 @@ def require_numbers(operand: Operand, names: Iterable[str] | None = None) -> Non
             raise Unsupported(
                 f"{path}: {scale} may be the scale of {entry.name} ({entry.dtype}), of an unknown"
                 " kind: such codes have no sum",
-                hint=f"--drop '{entry.name}' --drop '{scale}' leaves both out",
+                hint="what quantized it can save it in full;"
+                f" --drop '{entry.name}' --drop '{scale}' leaves both out",
             )
 
 

@@ -119,7 +119,7 @@ def unknown_kind(catalog: Catalog, entry: TensorEntry, scales: Scales) -> Unsupp
         left_out = name
     return Unsupported(
         f"{name}: {kind}, which --dequantize does not support",
-        hint=f"use --drop '{left_out}' to exclude it",
+        hint=f"what quantized it can save it in full; --drop '{left_out}' leaves it out",
     )
 
 

@@ -104,7 +104,8 @@ def test_what_would_stay_quantized_is_refused_by_name(
     with pytest.raises(Unsupported, match=f"{name}: {kind}, which") as raised:
         convert_to("safetensors", source, out / "m", dequantize=True)
     left_out = name if "without" in kind else "a.*"
-    assert raised.value.hint == f"use --drop '{left_out}' to exclude it"
+    leaves_out = f"--drop '{left_out}' leaves it out"
+    assert raised.value.hint == f"what quantized it can save it in full; {leaves_out}"
     convert_to("safetensors", source, out / "m", dequantize=True, drop=(left_out,))
     assert set(read_back("safetensors", out / "m")) == {"mlp.up_proj.weight", "norm.weight"}
 
