@@ -248,7 +248,7 @@ class Survey(Struct, frozen=True):
 
 
 def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
-    """Detect the checkpoint at ``path`` and read what is readable of it; no mesh is inferred.
+    """Detect the checkpoint at ``path`` and read what is readable of it.
 
     Raises NotFound or Unrecognized if there is none, UsageError if it cannot be read as requested.
     Damage does not raise.
@@ -258,8 +258,7 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
     problems = [problem] if (problem := unfinished_problem(source)) is not None else []
     problems += unlisted_problems(candidate.unlisted)
     headers = dict[str, SafetensorsFile]()
-    scanning = scan_options(options, candidate.format, problems, placements=False)
-    scanning = replace(scanning, headers=headers)
+    scanning = replace(scan_options(options, candidate.format, problems), headers=headers)
     catalog = None
     try:
         catalog = _scan(candidate, scanning)

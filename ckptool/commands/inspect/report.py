@@ -144,14 +144,12 @@ def inspect_readable(path: Location, options: ReadOptions = AS_DETECTED) -> Insp
     try:
         return inspect(path, options)
     except (Damaged, Hostile) as error:
-        from ckptool.core.sharding.infer import with_inferred_mesh
-
         _release(error)
         found = survey(path, options)
         opened = found.opened
         if opened is None or not (opened.catalog.tensors or opened.catalog.objects):
             raise
-        described = report(replace(opened, catalog=with_inferred_mesh(opened.catalog)))
+        described = report(opened)
         problems = dict.fromkeys((*error.problems, *found.problems, *described.problems))
         return replace(described, problems=tuple(problems), error=error)
 

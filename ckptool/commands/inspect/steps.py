@@ -89,11 +89,9 @@ def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:
 
 
 def _describe(step: Step, assessor: Assessor, pointer: str | None) -> StepSummary:
-    from ckptool.core.sharding.infer import with_inferred_mesh
-
     assessment = assessor.assess(step)
     found, report = assessment.surveys, assessment.report
-    catalogs = [with_inferred_mesh(each.catalog) for each in found if each.catalog is not None]
+    catalogs = [each.catalog for each in found if each.catalog is not None]
     return StepSummary(
         step.path,
         step.number,
