@@ -176,6 +176,7 @@ def read_adapter(operand: Operand) -> Adapter:
         raise Unsupported(problem, hint=problem.hint)
     loras: dict[tuple[str, int], Matrices] = {}
     whole, tokens = dict[str, TensorEntry](), dict[str, TensorEntry]()
+    names = dict[str, str]()
     for name, entry in operand.catalog.tensors.items():
         own = name.removeprefix(_PREFIX)
         if match := _PART.fullmatch(own):
@@ -184,19 +185,31 @@ def read_adapter(operand: Operand) -> Adapter:
             lora = loras.setdefault((match["module"], depth), Matrices(match["module"], depth))
             setattr(lora, _KINDS[kind], entry)
             lora.is_embedding |= "embedding" in kind
+            own = f"{match['module']}{match['inner']} {_KINDS[kind]}"
         elif own.endswith(_TOKENS):
             tokens[own.removesuffix(_TOKENS)] = entry
         else:
-            whole[own.replace(f"{_INNER}.", ".")] = entry
+            own = own.replace(f"{_INNER}.", ".")
+            whole[own] = entry
+        _require_once(names.setdefault(own, name), name, place)
     if not (loras or tokens):
-        names = list_some([*whole], _FEW) or "no tensors"
-        raise Unsupported(f"{place}: {names}, but no LoRA", hint=_TAKES)
+        there = list_some([*whole], _FEW) or "no tensors"
+        raise Unsupported(f"{place}: {there}, but no LoRA", hint=_TAKES)
     saved_again = filter(_TWICE.fullmatch, whole) if record.get("bias") == "all" else ()
     unread = [name for name in saved_again if _TWICE.sub(r"\g<module>.bias", name) in whole]
     for name in unread:
         del whole[name]
     settings = _settings(record, where)
     return Adapter(operand, settings, list(loras.values()), whole, tokens, unread)
+
+
+def _require_once(first: str, name: str, place: Location) -> None:
+    """Raise Unsupported for two names of one part, of which one would be lost."""
+    if first != name:
+        raise Unsupported(
+            f"{place}: {first} and {name} are the same part of one module",
+            hint=f"`ckptool convert {place} COPY --drop '{name}'` leaves one out",
+        )
 
 
 def _require_no_attention(module: str, name: str, place: Location) -> None:

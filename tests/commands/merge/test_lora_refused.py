@@ -39,6 +39,23 @@ Q = pair("model.q", 5, 6)
             pair("model.q", 15, 5) | pair("model.q.base_layer.out_proj", 5, 5),
             "out_proj.lora_A.weight is of model.q, an nn.MultiheadAttention, whose out_proj PEFT",
         ),
+        (
+            {},
+            Q | {"model.q.lora_embedding_A": some(4, 6)} | {"model.q.lora_embedding_B": some(5, 4)},
+            "are the same part of one module",
+        ),
+        (
+            {"use_dora": True},
+            Q
+            | {"model.q.lora_magnitude_vector": some(5)}
+            | {"model.q.lora_magnitude_vector.weight": some(5, seed=1)},
+            "lora_magnitude_vector.weight are the same part of one module",
+        ),
+        (
+            {"bias": "lora_only"},
+            Q | {"model.q.bias": some(5), "model.q.base_layer.bias": some(5, seed=1)},
+            "are the same part of one module",
+        ),
         ({"peft_type": "IA3"}, {"model.q.ia3_l": some(5, 1)}, "says peft_type IA3"),
         ({"init_lora_weights": "pissa_niter_4"}, Q, "'pissa_niter_4', which changes the base"),
         ({"init_lora_weights": "olora"}, Q, "'olora', which changes the base"),
