@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -137,3 +138,16 @@ def test_a_lost_random_state_is_seen_whatever_the_folder_is_read_as(
     (folder / "random_states_0.pkl").unlink()
     report = verify(folder, VerifyOptions(ReadOptions(from_format="hf")))
     assert "rank-missing" in {finding.code for finding in report.findings}
+
+
+def test_rows_that_were_exchanged_are_those_of_no_mesh(tmp_path: Path) -> None:
+    """All bytes are whole, and of the right shape: only their writers are wrong."""
+    folder = tmp_path / "ckpt"
+    shutil.copytree(case("dcp_base").path, folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    items = metadata.storage_data
+    first, second = [index for index in items if index.fqn == "big"][:2]
+    items[first], items[second] = items[second], items[first]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    said = [finding.message for finding in checked(folder).findings]
+    assert any(message.startswith("no device mesh of up to 3 dims") for message in said)
