@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
-from ckptool.commands.runs.names import Position
-from ckptool.commands.runs.steps import Run, Step
+from ckptool.commands.runs.names import Position, parse_name
+from ckptool.commands.runs.steps import Run, Step, nested_in
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category, weights
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError
 from ckptool.formats.companions import TRAINER_STATE, read_json_object, trainer_optimizer
+from ckptool.storage.url import Location, within
 
 _STEPS = (
     "train_state.step",
@@ -80,7 +81,8 @@ Matrices = Mapping[str, tuple[int, ...]]
 """The shapes of a model's matrices, by name: of buffers, versions of a library save others."""
 _PART, _SHOWN = 4, 2
 """The share of a model, one in so many, of which more is not lost but left out."""
-_NUMBER = re.compile(r"\d")
+_NUMBER = re.compile(r"\d[^/]*$")
+"""In the name of a tensor, which what lies in a folder has after its path."""
 
 
 class _Model(NamedTuple):
@@ -93,9 +95,16 @@ class _Model(NamedTuple):
 
     @classmethod
     def of(cls, step: Step, surveys: Sequence[Survey]) -> _Model:
-        names = {name for each in surveys if each.catalog for name in each.catalog.tensors}
+        names: set[str] = set()
+        matrices: dict[str, tuple[int, ...]] = {}
+        for each in surveys:
+            if each.catalog is not None:
+                place = _place_in(step, each.path)
+                names |= {place + name for name in each.catalog.tensors}
+                found = _matrices_in(each.catalog).items()
+                matrices |= {place + name: shape for name, shape in found}
         configs = [*filter(None, map(_config_beside, surveys))]
-        return cls(step.path.name, names, _matrices_in(surveys), configs)
+        return cls(step.path.name, names, matrices, configs)
 
     def is_another_than(self, first: _Model) -> bool:
         """Return whether it differs on purpose: in its config, names or shapes, or by much less."""
@@ -152,11 +161,17 @@ class Models:
     def _find_first(self, series: object) -> _Model | None:
         for step in self._run.steps:
             if step.series == series:
-                found = [survey_readable(part, self._options) for part in step.parts]
-                model = _Model.of(step, [each for each in found if each is not None])
+                model = _Model.of(step, [*self._surveys(step.parts)])
                 if model.matrices:
                     return model
         return None
+
+    def _surveys(self, parts: Iterable[Location]) -> Iterator[Survey]:
+        for part in parts:
+            found = survey_readable(part, self._options)
+            if found is not None:
+                yield found
+                yield from self._surveys(nested_in(found))
 
 
 def _config_beside(each: Survey) -> Mapping[str, Any]:
@@ -171,11 +186,19 @@ def _config_beside(each: Survey) -> Mapping[str, Any]:
     return {}
 
 
-def _matrices_in(surveys: Iterable[Survey]) -> Matrices:
+def _place_in(step: Step, path: Location) -> str:
+    """Return the folders of a checkpoint in a step's, without the step's number: ``unet/``."""
+    if step.path not in path.parents:
+        return ""
+    folder = path if path.is_dir() else path.parent
+    said = ((name, parse_name(name, is_folder=True)) for name in within(folder, step.path).parts)
+    return "".join(f"{name.kind if name.position else text}/" for text, name in said)
+
+
+def _matrices_in(catalog: Catalog) -> Matrices:
     from ckptool.commands.verify.checks.meaning.weights import is_matrix
 
-    catalogs = [each.catalog for each in surveys if each.catalog is not None]
-    found = ((name, catalog.tensors.get(name)) for catalog in catalogs for name in weights(catalog))
+    found = ((name, catalog.tensors.get(name)) for name in weights(catalog))
     return {
         name: entry.shape
         for name, entry in found
