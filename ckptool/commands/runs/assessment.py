@@ -24,7 +24,7 @@ from ckptool.commands.runs.contents import (
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.order import open_run, written_after
 from ckptool.commands.runs.pointers import find_pointers, is_for_that, latest_source
-from ckptool.commands.runs.records import Models, has_optimizer
+from ckptool.commands.runs.records import Contents, Models
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoiling
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name, nested_in
@@ -33,7 +33,6 @@ from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.commands.verify.verify import Verification, examine
 from ckptool.core.catalog import Catalog
-from ckptool.core.state_category import state_category, weights
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError, Empty, NoAnswer, NotFound, TransferError
 from ckptool.serialization.file_roles import may_be_empty, role_of
@@ -157,23 +156,6 @@ class Assessment(Struct, frozen=True):
 
     report: StepReport
     surveys: tuple[Survey, ...]
-
-
-class Contents(Struct, frozen=True):
-    """Whether a step has tensors of a model, an optimizer's state, and anything of either."""
-
-    model: bool
-    optimizer: bool
-    either: bool
-
-    @classmethod
-    def of(cls, surveys: tuple[Survey, ...]) -> Contents:
-        """Return what some checkpoints have together."""
-        catalogs = [each.catalog for each in surveys if each.catalog is not None]
-        parts = [state_category(e) for c in catalogs for e in c.tensors.values()]
-        parts += [state_category(e) for c in catalogs for e in c.objects.values()]
-        has_model = any(bool(weights(catalog)) for catalog in catalogs)
-        return cls(has_model, any(map(has_optimizer, surveys)), {*parts} != {"other"})
 
 
 class _Examined(Struct):
@@ -364,10 +346,10 @@ class Assessor:
             yield "has no tensors of a model, which other steps have"
         elif _LOST not in self._options.ignore and (lost := self._models.lost(step, surveys)):
             yield f"{_LOST}: {lost} (--ignore {_LOST} counts it as good)"
-        if not mine.optimizer and step.series not in self._good:
+        if not mine.state and step.series not in self._good:
             older = reversed(self._run.steps[: self._run.steps.index(step)])
             alike = (s for s in older if s.series == step.series and not [*self._by_names(s)])
-            had = next((s for s in alike if self.contents_of(s).optimizer), None)
+            had = next((s for s in alike if mine.has_lost_state_of(self.contents_of(s))), None)
             if had is not None:
                 yield f"has no optimizer's state, which {had.path.name} has"
 

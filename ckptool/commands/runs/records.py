@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.names import Position, parse_name
@@ -67,16 +69,70 @@ def recorded_position(step: Step, options: ReadOptions = AS_DETECTED) -> Positio
 
 
 def has_optimizer(each: Survey) -> bool:
-    """Return whether a checkpoint, as far as it was read, has an optimizer's state."""
+    """Return whether a checkpoint, as far as it was read, has an optimizer, if only its groups."""
+    return _has_file_of_optimizer(each) or any(True for _ in _of_optimizer(each))
+
+
+def _has_state(each: Survey) -> bool:
+    """Return whether a checkpoint has what an optimizer keeps of parameters, as SGD may not."""
+    names = (name.split(".") for name in _of_optimizer(each))
+    return _has_file_of_optimizer(each) or any(_GROUPS not in name for name in names)
+
+
+def _has_file_of_optimizer(each: Survey) -> bool:
     if each.catalog is None:
         return False
-    if trainer_optimizer(each.source.files, each.catalog.files) is not None:
-        return True
-    parts = {state_category(entry) for entry in each.catalog.tensors.values()}
-    parts |= {state_category(entry) for entry in each.catalog.objects.values()}
-    return "optimizer" in parts
+    return trainer_optimizer(each.source.files, each.catalog.files) is not None
 
 
+def _of_optimizer(each: Survey) -> Iterator[str]:
+    """Yield the names of what a checkpoint has of an optimizer, but for empty dicts."""
+    if each.catalog is None:
+        return
+    for name, entry in each.catalog.tensors.items():
+        if state_category(entry) == "optimizer":
+            yield name
+    for name, value in each.catalog.objects.items():
+        if state_category(value) == "optimizer" and value.value != {}:
+            yield name
+
+
+class Contents(Struct, frozen=True):
+    """Whether a step has tensors of a model, an optimizer, and anything of either.
+
+    Of an optimizer, it may have ``state`` of parameters, and groups with some ``settings``.
+    """
+
+    model: bool
+    optimizer: bool
+    either: bool
+    state: bool
+    settings: frozenset[str]
+
+    def has_lost_state_of(self, other: Contents) -> bool:
+        """Return whether the optimizer of another step is not here, or all but its settings."""
+        if not self.optimizer:
+            return other.optimizer
+        return other.state and not self.state and self.settings == other.settings
+
+    @classmethod
+    def of(cls, surveys: tuple[Survey, ...]) -> Contents:
+        """Return what some checkpoints have together."""
+        catalogs = [each.catalog for each in surveys if each.catalog is not None]
+        parts = [state_category(e) for c in catalogs for e in c.tensors.values()]
+        parts += [state_category(e) for c in catalogs for e in c.objects.values()]
+        has_model = any(bool(weights(catalog)) for catalog in catalogs)
+        names = [name.split(".") for each in surveys for name in _of_optimizer(each)]
+        return cls(
+            has_model,
+            any(map(has_optimizer, surveys)),
+            {*parts} != {"other"},
+            any(map(_has_state, surveys)),
+            frozenset(name[-1] for name in names if _GROUPS in name),
+        )
+
+
+_GROUPS = "param_groups"
 Matrices = Mapping[str, tuple[int, ...]]
 """The shapes of a model's matrices, by name: of buffers, versions of a library save others."""
 _PART, _SHOWN = 4, 2

@@ -86,3 +86,31 @@ def test_a_step_is_not_good_if_a_model_inside_is_not(
     assert reason in why
     assert place(Path()).parent.name in why
     assert fates(pruned(tmp_path))["checkpoint-2"] == "keep"
+
+
+@pytest.mark.parametrize(
+    ("groups", "good"),
+    [
+        pytest.param({"lr": 1e-3, "betas": (0.9, 0.999)}, "checkpoint-2", id="emptied"),
+        pytest.param({"lr": 1e-3, "momentum": 0}, "checkpoint-3", id="SGD from then on"),
+    ],
+)
+def test_a_step_whose_optimizer_has_lost_all_state(
+    groups: dict[str, object], good: str, tmp_path: Path
+) -> None:
+    for number in (1, 2):
+        save_step(tmp_path, number)
+    save_step(tmp_path, 3, {"state": {}, "param_groups": [{**groups, "params": [*range(8)]}]})
+    for quick in (True, False):
+        found = ckptool.verify_run(tmp_path, quick=quick).latest_good
+        assert found is not None
+        assert found.path.name == good
+
+
+def test_sgd_keeps_no_state_in_any_step(tmp_path: Path) -> None:
+    groups = [{"lr": 1e-3, "momentum": 0, "params": [*range(8)]}]
+    for number in (1, 2):
+        save_step(tmp_path, number, {"state": {}, "param_groups": groups})
+    found = ckptool.verify_run(tmp_path).latest_good
+    assert found is not None
+    assert found.path.name == "checkpoint-2"
