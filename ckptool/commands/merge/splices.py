@@ -18,7 +18,7 @@ from ckptool.core.quantization.names import kinds, quantized_groups, quantized_n
 from ckptool.core.quantization.scale_names import Scales
 from ckptool.core.selection import meant_by, tensors_named
 from ckptool.core.text import list_some
-from ckptool.errors import Unsupported
+from ckptool.errors import Unsupported, UsageError
 
 _FEW = 3
 _DEQUANTIZE = "--dequantize takes the numbers that quantized tensors stand for"
@@ -32,6 +32,7 @@ class Splice:
         self._tensors: dict[str, TensorEntry] = dict(computation.catalog.tensors)
         self._said = {each.name: each for each in computation.expressions}
         self._origins = dict.fromkeys(self._tensors, base)
+        self._takes: list[tuple[str, Operand, list[str]]] = []
 
     def take(self, name: str, operand: Operand) -> None:
         """Take the tensors that a name means, in place of those there are.
@@ -45,9 +46,14 @@ class Splice:
             self._tensors[each] = operand.catalog.tensors[each]
             self._said[each] = Expression(each, operand.label)
             self._origins[each] = operand
+        self._takes.append((name, operand, found))
 
     def result(self, assets: Path | None) -> Computation:
-        """Return the merge with what was taken; Unsupported if a quantized tensor is torn apart."""
+        """Return the merge with what was taken; Unsupported if a quantized tensor is torn apart.
+
+        Raises UsageError if nothing is left of what one name took.
+        """
+        self._require_left()
         others = [each for each in self._sources() if each is not self._base]
         for operand in (*others, self._base):
             self._require_whole(operand)
@@ -61,6 +67,16 @@ class Splice:
         on_head = notes_on_head(self._base, assets, taken)
         notes = (*self._computation.notes, *self._untied(made), *on_head)
         return replace(self._computation, catalog=made, expressions=said, notes=notes)
+
+    def _require_left(self) -> None:
+        """Raise UsageError for a name of which all tensors were taken from elsewhere later."""
+        for name, operand, found in self._takes:
+            if not any(self._origins.get(each) is operand for each in found):
+                raise UsageError(
+                    f"--take '{name}' FROM {operand.opened.path}: a later --take takes all of it"
+                    " from another checkpoint",
+                    hint="leave it out, or say it last",
+                )
 
     def _untied(self, made: Catalog) -> Iterator[str]:
         """Yield notes on names of one tensor that are several in the result."""

@@ -200,6 +200,10 @@ def test_dry_run_says_what_each_tensor_is(places: list[str], tmp_path: Path) -> 
         (("{a}", "--take", "embed", "FROM", "{none}"), "no such file"),
         (("{a}", "--take", "embde", "FROM", "{b}"), "--take 'embde' matches none of"),
         (("{a}", "{b}", "--take", "embed", "FROM", "{b}"), "needs one SRC"),
+        (
+            ("{a}", "--take", "embed", "FROM", "{b}", "--take", "*", "FROM", "{c}"),
+            "--take 'embed' FROM {b}: a later --take takes all of it",
+        ),
         (("--average", "{a}", "{less}"), "lacks 1 of 6 tensors of"),
         (("--average", "{a}", "{bent}"), "layers.0.w: [64, 33] in"),
         (("--average", "{a}", "{none}"), "no such file"),
