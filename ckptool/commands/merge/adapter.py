@@ -45,7 +45,7 @@ _UNSUPPORTED = (
     *("use_qalora", "use_bdlora", "alora_invocation_tokens", "velora_config", "monteclora_config"),
     *("arrow_config", "kasa_config", "layer_replication", "megatron_config"),
 )
-_TAKES = (
+TAKES = (
     "--lora takes the folder that PEFT's save_pretrained writes; of a trainer's checkpoint,"
     " `ckptool convert SRC DST --to hf --peft-adapter` makes one"
 )
@@ -170,7 +170,7 @@ def read_adapter(operand: Operand) -> Adapter:
     where = f"{folder}: {ADAPTER_CONFIG}"
     if not record:
         message = f"{place}: no {ADAPTER_CONFIG}, which says by what the adapter is scaled"
-        raise Unsupported(message, hint=_TAKES)
+        raise Unsupported(message, hint=TAKES)
     _require_understood(record, where)
     for problem in adapter_problems(record, operand.catalog.tensors, where):
         raise Unsupported(problem, hint=problem.hint)
@@ -194,7 +194,7 @@ def read_adapter(operand: Operand) -> Adapter:
         _require_once(names.setdefault(own, name), name, place)
     if not (loras or tokens):
         there = list_some([*whole], _FEW) or "no tensors"
-        raise Unsupported(f"{place}: {there}, but no LoRA", hint=_TAKES)
+        raise Unsupported(f"{place}: {there}, but no LoRA", hint=TAKES)
     saved_again = filter(_TWICE.fullmatch, whole) if record.get("bias") == "all" else ()
     unread = [name for name in saved_again if _TWICE.sub(r"\g<module>.bias", name) in whole]
     for name in unread:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ckptool.commands.merge.adapter import Adapter, Matrices, read_adapter, same_base
+from ckptool.commands.merge.adapter import TAKES, Adapter, Matrices, read_adapter, same_base
 from ckptool.commands.merge.expressions import (
     Computation,
     Expression,
@@ -143,7 +143,8 @@ class _Folding:
         if lacks:
             raise Unsupported(
                 f"{place} says bias {bias}, but the adapter lacks {plural(len(lacks), 'bias')}:"
-                f" {list_some(lacks, _FEW)}"
+                f" {list_some(lacks, _FEW)}",
+                hint=TAKES,
             )
 
     def require_whole(self) -> None:
@@ -160,11 +161,13 @@ class _Folding:
             if lacks:
                 raise Unsupported(
                     f"{settings.place} says {key} {module}, but the adapter lacks"
-                    f" {list_some(lacks, _FEW)}"
+                    f" {list_some(lacks, _FEW)}",
+                    hint=TAKES,
                 )
         if said and not tokens:
             raise Unsupported(
-                f"{settings.place} says trainable_token_indices, but the adapter lacks these rows"
+                f"{settings.place} says trainable_token_indices, but the adapter lacks these rows",
+                hint=TAKES,
             )
 
     def result(self, shared: dict[str, Change], notes: list[str]) -> Computation:
