@@ -59,6 +59,10 @@ class RenamedCounts(Struct, frozen=True):
     values: int = 0
 
 
+class NoModel(Unsupported):
+    """A selection of the model alone has nothing of one."""
+
+
 class RewriteResult(Struct, frozen=True):
     """The result of rewriting a checkpoint.
 
@@ -99,7 +103,10 @@ def rewrite(
     if options.dequantize:
         _require_torch("--dequantize")
         source = dequantized(opened, None if casts is None else casts.model, options.map.assets)
-    selected = selected or select_entries(source.catalog, selection)
+    try:
+        selected = selected or select_entries(source.catalog, selection)
+    except NoModel as error:
+        raise error.within(str(opened.path)) from None
     kept, renamed = selected.catalog, RenamedCounts()
     if selection.rename or selection.strip_prefix is not None:
         kept, renamed = _rename(kept, selection)
@@ -233,7 +240,11 @@ def only_model(catalog: Catalog) -> Catalog:
         if _may_be_of_model(name, why) or (masters and is_master(name))
     }
     if not names and not any(isinstance(why, Refusal) for why in conflicts.values()):
-        raise Unsupported("--model-only: no model tensors found")
+        raise NoModel(
+            "no tensors of a model, which is what --model-only keeps",
+            hint="`ckptool inspect CKPT` lists what there is; --select and --drop may leave it out;"
+            " merge keeps the model alone, or all --with-optimizer",
+        )
     model = replace(
         catalog,
         tensors={name: replace(catalog.tensors[name], part="model") for name in names},

@@ -207,6 +207,7 @@ def test_dry_run_says_what_each_tensor_is(places: list[str], tmp_path: Path) -> 
         (("--average", "{a}", "{less}"), "lacks 1 of 6 tensors of"),
         (("--average", "{a}", "{bent}"), "layers.0.w: [64, 33] in"),
         (("--average", "{a}", "{none}"), "no such file"),
+        (("--average", "{a}", "{b}", "--drop", "*"), "{a}: no tensors of a model, which is"),
     ],
 )
 def test_what_makes_no_merge_is_refused(
