@@ -181,6 +181,8 @@ _FILL = 16 << 20
 """Bytes read into memory at a time, unless one element is larger: of half as many, threads that
 copy to a GPU wait for the GIL more often, and 16 of them are slower than 8.
 """
+_FETCHED = 8 << 20
+"""The same of a store, whose ranges are as large: with larger ones more are kept at a time."""
 
 
 class BoxMemory(Protocol):
@@ -217,20 +219,21 @@ def fill(requests: Sequence[FillRequest], source: Files, workers: int) -> None:
     is read in part is not. Raises Damaged if one differs or a file ends early: the memory then
     contains what was read.
     """
-    checked, jobs = CheckedSource(source), list(_fill_jobs(requests))
+    limit = _FETCHED if source.policy.by_request else _FILL
+    checked, jobs = CheckedSource(source), list(_fill_jobs(requests, limit))
     read_tiles(checked, jobs, _exhaust, max(1, min(workers, len(jobs))))
     require_intact(checked.problems_so_far(request.entry for request in requests))
 
 
 def _fill_jobs(
-    requests: Sequence[FillRequest],
+    requests: Sequence[FillRequest], limit: int
 ) -> Iterator[Job[FillRequest, TensorReader, TensorTile]]:
     """Yield the tiles of all boxes in the files' order; those of one blob are one thread's."""
     placed = sorted(((*_first_spot(request), at) for at, request in enumerate(requests)))
     for *_, at in placed:
         request = requests[at]
         itemsize = max(request.entry.source_dtype.itemsize, request.entry.dtype.itemsize)
-        cut = tiles(request.box, itemsize, _FILL)
+        cut = tiles(request.box, itemsize, limit)
         is_packed = any(_is_packed(chunk) for chunk in request.entry.chunks)
         for boxes in [list(cut)] if is_packed else ([box] for box in cut):
             runs = partial(entry_needs, request.entry, boxes)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -45,6 +46,18 @@ def test_parts_are_as_large_as_their_numbers_in_memory(
     entry = checkpoint.entry("weight", BY_NAME["float64"])
     checkpoint.fill([FillRequest(entry, Box.whole(entry.shape), parts)])
     assert parts.sizes == [1 << 10] * 4
+
+
+def test_parts_of_a_store_are_as_large_as_what_a_request_fetches(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(4096, 4096, dtype=torch.uint8)}, tmp_path / "model.pt")
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/run/model.pt", (tmp_path / "model.pt").read_bytes())
+    places = [(str(tmp_path / "model.pt"), 1), ("memory://run/model.pt", 2)]
+    for place, count in places:
+        checkpoint, parts = ckptool.open(place), Parts(1)
+        entry = checkpoint.entry("weight")
+        checkpoint.fill([FillRequest(entry, Box.whole(entry.shape), parts)])
+        assert len(parts.sizes) == count
 
 
 def test_no_thread_is_started_that_finds_nothing_to_read(
