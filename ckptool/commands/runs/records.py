@@ -142,10 +142,7 @@ _NUMBER = re.compile(r"\d[^/]*$")
 
 
 class _Model(NamedTuple):
-    """The tensors that a step has, the model's matrices, and the configs of its checkpoints.
-
-    An average's own, inside a checkpoint, counts steps (diffusers' EMAModel).
-    """
+    """The tensors that a step has, the model's matrices, and the configs beside them."""
 
     step: str
     names: Set[str]
@@ -162,8 +159,7 @@ class _Model(NamedTuple):
                 names |= {place + name for name in each.catalog.tensors}
                 found = _matrices_in(each.catalog).items()
                 matrices |= {place + name: shape for name, shape in found}
-        parts = (each for each in surveys if each.path in step.parts)
-        configs = [*filter(None, map(_config_beside, parts))]
+        configs = [*filter(None, map(_config_beside, surveys))]
         return cls(step.path.name, names, matrices, configs)
 
     def is_another_than(self, first: _Model) -> bool:

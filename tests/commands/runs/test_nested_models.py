@@ -39,7 +39,7 @@ def save_step(run: Path, number: int, optimizer: object = None) -> Path:
         place(step).parent.mkdir(parents=True, exist_ok=True)
         save_file(weights(number), place(step))
         if place(step).parent != step:
-            (place(step).parent / "config.json").write_text(f'{{"optimization_step": {number}}}')
+            (place(step).parent / "config.json").write_text("{}")
     torch.save(state_of_adam(number) if optimizer is None else optimizer, step / "optimizer.bin")
     schedule = {"last_epoch": number, "_last_lr": [1e-3], "base_lrs": [1e-3]}
     torch.save(schedule, step / "scheduler.bin")
