@@ -99,7 +99,7 @@ def _file_notes(names: list[str], *, is_of_trainer: bool) -> Iterator[Problem]:
         first, some = group[0], list_some(group, 1)
         if tensorless := _TENSORLESS.get(first.rpartition("/")[2]):
             yield Problem(f"not read: {some}: {tensorless}", "note", file=first)
-        elif is_adapter(first):
+        elif _ADAPTER.fullmatch(first):
             message = f"not read: {some}: an adapter, a separate checkpoint"
             yield Problem(message, "checkpoint-nested", file=first)
         elif is_of_trainer and _OF_TRAINER.fullmatch(first):
@@ -108,11 +108,6 @@ def _file_notes(names: list[str], *, is_of_trainer: bool) -> Iterator[Problem]:
         else:
             message = f"not read: {some}: looks like part of a checkpoint"
             yield Problem(message, "file-unused", file=first)
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether a file beside a checkpoint is a checkpoint by itself: an adapter."""
-    return _ADAPTER.fullmatch(name) is not None
 
 
 def _group_numbered(names: Iterable[str]) -> list[list[str]]:

@@ -27,7 +27,7 @@ from ckptool.commands.runs.pointers import find_pointers, is_for_that, latest_so
 from ckptool.commands.runs.records import Contents, Models
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoiling
-from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name, nested_in
+from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
 from ckptool.commands.runs.trainers import SPARED
 from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.findings import Finding, VerifyReport
@@ -158,15 +158,6 @@ class Assessment(Struct, frozen=True):
     surveys: tuple[Survey, ...]
 
 
-class _Examined(Struct):
-    """What is found of the checkpoints of a step, and why some of them have nothing in them."""
-
-    parts: list[Verification] = field(default_factory=list)
-    reports: list[VerifyReport] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    empty: list[str] = field(default_factory=list)
-
-
 class Assessor:
     """Assesses the steps of one run, each once, from the newest.
 
@@ -191,13 +182,25 @@ class Assessor:
         """
         options = replace(self._options, quick=self._options.quick and not reads)
         reasons = [*self._by_names(step)]
-        found = _Examined()
+        reports: list[VerifyReport] = []
+        parts: list[Verification] = []
+        empty: list[str] = []
         if not reasons or self._thorough:
-            self._examine(step.parts, step, options, found)
-        parts, empty = tuple(found.parts), tuple(found.empty)
-        for outer in parts:
-            self._examine(tuple(nested_in(outer.surveyed)), step, options, found)
-        reasons += found.reasons
+            for part in step.parts:
+                where = "" if part == step.path else f"{within(part, self._run.path)}: "
+                where = f"{within(part, step.path)}: " if part in step and where else where
+                try:
+                    examined = examine(part, self._options_for(part, step, options))
+                    report = examined.report()
+                except NoAnswer:
+                    raise
+                except (CkptoolError, OSError) as error:
+                    may_be = isinstance(error, Empty) and self._is_rightly_empty(part, step)
+                    (empty if may_be else reasons).append(f"{where}{error}")
+                    continue
+                parts.append(examined)
+                reports.append(report)
+                reasons += [where + why for why in self._faults(report, examined.surveyed.catalog)]
         surveys = tuple(part.surveyed for part in parts)
         if empty and not Contents.of(surveys).model:
             reasons += empty
@@ -207,34 +210,12 @@ class Assessor:
         if not reasons:
             self._contents[step.path] = Contents.of(surveys)
             export = export or self._is_state_beside(step)
-            every = [part.surveyed for part in found.parts]
-            reasons += () if export else self._by_contents(step, every)
+            reasons += () if export else self._by_contents(step, surveys)
         if not reasons:
             self._good.add(step.series)
-        reports = tuple(found.reports)
-        whole = StepReport(step.path, step.number, reports, tuple(reasons), step.beside, export)
+        found = tuple(reports), tuple(reasons)
+        whole = StepReport(step.path, step.number, *found, step.beside, export)
         return Assessment(whole, surveys)
-
-    def _examine(
-        self, places: Sequence[Location], step: Step, options: VerifyOptions, found: _Examined
-    ) -> None:
-        """Add what is found of some checkpoints of a step. Raises NoAnswer."""
-        for part in places:
-            where = "" if part == step.path else f"{within(part, self._run.path)}: "
-            where = f"{within(part, step.path)}: " if part in step and where else where
-            try:
-                examined = examine(part, self._options_for(part, step, options))
-                report = examined.report()
-            except NoAnswer:
-                raise
-            except (CkptoolError, OSError) as error:
-                may_be = isinstance(error, Empty) and self._is_rightly_empty(part, step)
-                (found.empty if may_be else found.reasons).append(f"{where}{error}")
-                continue
-            found.parts.append(examined)
-            found.reports.append(report)
-            catalog = examined.surveyed.catalog
-            found.reasons += [where + why for why in self._faults(report, catalog)]
 
     @staticmethod
     def _options_for(part: Location, step: Step, options: VerifyOptions) -> VerifyOptions:
@@ -346,7 +327,7 @@ class Assessor:
             yield "has no tensors of a model, which other steps have"
         elif _LOST not in self._options.ignore and (lost := self._models.lost(step, surveys)):
             yield f"{_LOST}: {lost} (--ignore {_LOST} counts it as good)"
-        if not mine.state and step.series not in self._good:
+        if not mine.state and (mine.optimizer or step.series not in self._good):
             older = reversed(self._run.steps[: self._run.steps.index(step)])
             alike = (s for s in older if s.series == step.series and not [*self._by_names(s)])
             had = next((s for s in alike if mine.has_lost_state_of(self.contents_of(s))), None)

@@ -12,14 +12,13 @@ from msgspec import Struct
 
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
-from ckptool.commands.runs.names import Position, parse_name
-from ckptool.commands.runs.steps import Run, Step, nested_in
-from ckptool.core.catalog import Catalog
+from ckptool.commands.runs.names import Position
+from ckptool.commands.runs.steps import Run, Step
+from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.state_category import state_category, weights
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError
 from ckptool.formats.companions import TRAINER_STATE, read_json_object, trainer_optimizer
-from ckptool.storage.url import Location, within
 
 _STEPS = (
     "train_state.step",
@@ -68,15 +67,12 @@ def recorded_position(step: Step, options: ReadOptions = AS_DETECTED) -> Positio
     return Position(epoch=_count(found.catalog, _EPOCHS), step=steps)
 
 
+_GROUPS = "param_groups"
+
+
 def has_optimizer(each: Survey) -> bool:
     """Return whether a checkpoint, as far as it was read, has an optimizer, if only its groups."""
     return _has_file_of_optimizer(each) or any(True for _ in _of_optimizer(each))
-
-
-def _has_state(each: Survey) -> bool:
-    """Return whether a checkpoint has what an optimizer keeps of parameters, as SGD may not."""
-    names = (name.split(".") for name in _of_optimizer(each))
-    return _has_file_of_optimizer(each) or any(_GROUPS not in name for name in names)
 
 
 def _has_file_of_optimizer(each: Survey) -> bool:
@@ -85,22 +81,23 @@ def _has_file_of_optimizer(each: Survey) -> bool:
     return trainer_optimizer(each.source.files, each.catalog.files) is not None
 
 
-def _of_optimizer(each: Survey) -> Iterator[str]:
-    """Yield the names of what a checkpoint has of an optimizer, but for empty dicts."""
+def _of_optimizer(each: Survey) -> Iterator[tuple[list[str], Any]]:
+    """Yield what a checkpoint has of an optimizer, but for what is empty: name, tensor or value."""
     if each.catalog is None:
         return
     for name, entry in each.catalog.tensors.items():
         if state_category(entry) == "optimizer":
-            yield name
+            yield name.split("."), entry
     for name, value in each.catalog.objects.items():
-        if state_category(value) == "optimizer" and value.value != {}:
-            yield name
+        if state_category(value) == "optimizer" and value.value not in ({}, []):
+            yield name.split("."), value.value
 
 
 class Contents(Struct, frozen=True):
     """Whether a step has tensors of a model, an optimizer, and anything of either.
 
-    Of an optimizer, it may have ``state`` of parameters, and groups with some ``settings``.
+    Of an optimizer, it may have ``state`` of parameters, and groups with some ``settings``, of
+    which one is whether there is momentum: without, SGD has no state.
     """
 
     model: bool
@@ -122,23 +119,24 @@ class Contents(Struct, frozen=True):
         parts = [state_category(e) for c in catalogs for e in c.tensors.values()]
         parts += [state_category(e) for c in catalogs for e in c.objects.values()]
         has_model = any(bool(weights(catalog)) for catalog in catalogs)
-        names = [name.split(".") for each in surveys for name in _of_optimizer(each)]
+        has_file = any(map(_has_file_of_optimizer, surveys))
+        found = [each for survey in surveys for each in _of_optimizer(survey)]
+        of_parameters = (value for names, value in found if _GROUPS not in names)
+        settings = [(names[-1], value) for names, value in found if _GROUPS in names]
         return cls(
             has_model,
-            any(map(has_optimizer, surveys)),
+            has_file or bool(found),
             {*parts} != {"other"},
-            any(map(_has_state, surveys)),
-            frozenset(name[-1] for name in names if _GROUPS in name),
+            has_file or any(isinstance(value, TensorEntry) for value in of_parameters),
+            frozenset(name for name, value in settings if name != "momentum" or value != 0),
         )
 
 
-_GROUPS = "param_groups"
 Matrices = Mapping[str, tuple[int, ...]]
 """The shapes of a model's matrices, by name: of buffers, versions of a library save others."""
 _PART, _SHOWN = 4, 2
 """The share of a model, one in so many, of which more is not lost but left out."""
-_NUMBER = re.compile(r"\d[^/]*$")
-"""In the name of a tensor, which what lies in a folder has after its path."""
+_NUMBER = re.compile(r"\d")
 
 
 class _Model(NamedTuple):
@@ -151,16 +149,9 @@ class _Model(NamedTuple):
 
     @classmethod
     def of(cls, step: Step, surveys: Sequence[Survey]) -> _Model:
-        names: set[str] = set()
-        matrices: dict[str, tuple[int, ...]] = {}
-        for each in surveys:
-            if each.catalog is not None:
-                place = _place_in(step, each.path)
-                names |= {place + name for name in each.catalog.tensors}
-                found = _matrices_in(each.catalog).items()
-                matrices |= {place + name: shape for name, shape in found}
+        names = {name for each in surveys if each.catalog for name in each.catalog.tensors}
         configs = [*filter(None, map(_config_beside, surveys))]
-        return cls(step.path.name, names, matrices, configs)
+        return cls(step.path.name, names, _matrices_in(surveys), configs)
 
     def is_another_than(self, first: _Model) -> bool:
         """Return whether it differs on purpose: in its config, names or shapes, or by much less."""
@@ -217,17 +208,11 @@ class Models:
     def _find_first(self, series: object) -> _Model | None:
         for step in self._run.steps:
             if step.series == series:
-                model = _Model.of(step, [*self._surveys(step.parts)])
+                found = [survey_readable(part, self._options) for part in step.parts]
+                model = _Model.of(step, [each for each in found if each is not None])
                 if model.matrices:
                     return model
         return None
-
-    def _surveys(self, parts: Iterable[Location]) -> Iterator[Survey]:
-        for part in parts:
-            found = survey_readable(part, self._options)
-            if found is not None:
-                yield found
-                yield from self._surveys(nested_in(found))
 
 
 def _config_beside(each: Survey) -> Mapping[str, Any]:
@@ -242,19 +227,11 @@ def _config_beside(each: Survey) -> Mapping[str, Any]:
     return {}
 
 
-def _place_in(step: Step, path: Location) -> str:
-    """Return the folders of a checkpoint in a step's, without the step's number: ``unet/``."""
-    if step.path not in path.parents:
-        return ""
-    folder = path if path.is_dir() else path.parent
-    said = ((name, parse_name(name, is_folder=True)) for name in within(folder, step.path).parts)
-    return "".join(f"{name.kind if name.position else text}/" for text, name in said)
-
-
-def _matrices_in(catalog: Catalog) -> Matrices:
+def _matrices_in(surveys: Iterable[Survey]) -> Matrices:
     from ckptool.commands.verify.checks.meaning.weights import is_matrix
 
-    found = ((name, catalog.tensors.get(name)) for name in weights(catalog))
+    catalogs = [each.catalog for each in surveys if each.catalog is not None]
+    found = ((name, catalog.tensors.get(name)) for catalog in catalogs for name in weights(catalog))
     return {
         name: entry.shape
         for name, entry in found

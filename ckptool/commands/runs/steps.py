@@ -9,15 +9,13 @@ from pathlib import PurePath
 
 from msgspec import Struct
 
-from ckptool.commands.detect import find_checkpoints
-from ckptool.commands.open import Survey, open_checkpoint
+from ckptool.commands.open import open_checkpoint
 from ckptool.commands.runs.names import (
     EntryName,
     Position,
     parse_name,
 )
 from ckptool.commands.runs.trainers import EXPORTS, UNFINISHED
-from ckptool.commands.unread_files import is_adapter
 from ckptool.errors import CkptoolError
 from ckptool.storage.files import Files
 from ckptool.storage.url import Location, within
@@ -109,24 +107,6 @@ class Run(Struct, frozen=True, dict=True):
         for name, why in self.source.unlisted.items():
             if name == head or name.startswith(f"{head}/"):
                 yield f"{name}: {why}"
-
-
-def nested_in(surveyed: Survey) -> Iterator[Location]:
-    """Yield the models inside a checkpoint that are saved with it, but not read with it.
-
-    A folder of each, as of diffusers' scripts (``unet/``, ``unet_ema/``) and sentence-transformers
-    (``2_Dense/``), or an adapter's file. What has the number of a step is another's.
-    """
-    place, catalog = surveyed.path, surveyed.catalog
-    if catalog is None or not place.is_dir():
-        return
-    read = [place / file for file in catalog.files]
-    own = {*read, *(folder for file in read for folder in file.parents)}
-    for path in find_checkpoints(place, surveyed.source)[1]:
-        said = (parse_name(name, is_folder=True) for name in within(path, place).parts)
-        counts = any(name.position for name in said)
-        if path not in own and not counts and (path.is_dir() or is_adapter(path.name)):
-            yield path
 
 
 def is_unfinished_name(step: Step) -> bool:
