@@ -29,8 +29,10 @@ _PART = re.compile(
 )
 _OF_ATTENTION = f"{_INNER}.out_proj"
 """How the module ends that PEFT adapts together with all of an nn.MultiheadAttention."""
-_TWICE = re.compile(r"(?P<module>.+)\.(?:modules_to_save|original_module)\.bias")
-"""Biases of modules to save, which PEFT (0.21) saves again if all biases are, and never reads."""
+_TWICE = re.compile(r"\.(?:modules_to_save(?:\.default)?|original_module)(?=\..*\bbias$)")
+"""What is in the names by which PEFT (0.21) saves biases of modules to save again, if it saves all
+biases, and never reads them.
+"""
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 _KINDS = {
     "lora_A.weight": "right",
@@ -195,8 +197,8 @@ def read_adapter(operand: Operand) -> Adapter:
     if not (loras or tokens):
         there = list_some([*whole], _FEW) or "no tensors"
         raise Unsupported(f"{place}: {there}, but no LoRA", hint=TAKES)
-    saved_again = filter(_TWICE.fullmatch, whole) if record.get("bias") == "all" else ()
-    unread = [name for name in saved_again if _TWICE.sub(r"\g<module>.bias", name) in whole]
+    saved_again = filter(_TWICE.search, whole) if record.get("bias") == "all" else ()
+    unread = [name for name in saved_again if _TWICE.sub("", name) in whole]
     for name in unread:
         del whole[name]
     settings = _settings(record, where)

@@ -286,18 +286,23 @@ def test_a_new_head_is_added_and_said(tmp_path: Path) -> None:
 
 def test_biases_that_peft_saves_twice_are_left_out(tmp_path: Path) -> None:
     """With ``bias="all"`` it saves those of a module to save by three names and reads one."""
-    base = save_base(tmp_path / "base.safetensors", {"q.weight": some(5, 6), "head.bias": some(3)})
-    once = pair("q", 5, 6) | {"head.bias": some(3, seed=2)}
-    twice = {f"head.{copy}.bias": some(3) for copy in ("modules_to_save", "original_module")}
-    said = {"bias": "all", "modules_to_save": ["head"]}
-    adapter = save_adapter(tmp_path / "adapter", once | twice, **said)
+    own = {"head.bias": some(3, seed=2), "score.dense.bias": some(3, seed=4)}
+    base = save_base(tmp_path / "base.safetensors", {"q.weight": some(5, 6), **own})
+    again = (
+        *("head.modules_to_save.bias", "head.original_module.bias"),
+        *("score.modules_to_save.default.dense.bias", "score.original_module.dense.bias"),
+    )
+    trained = {name: some(3, seed=9) for name in own}
+    said = {"bias": "all", "modules_to_save": ["head", "score"]}
+    parts = pair("q", 5, 6) | trained | {name: some(3) for name in again}
+    adapter = save_adapter(tmp_path / "adapter", parts, **said)
     words = ("--lora", adapter, "--onto", base)
     code, told = run(tmp_path / "out.safetensors", *words)
     assert code == 0, told
-    assert "without head.modules_to_save.bias, head.original_module.bias, which PEFT saves" in told
+    assert "which PEFT saves and never reads" in told
     found = load_file(tmp_path / "out.safetensors")
-    assert found.keys() == {"q.weight", "head.bias"}
-    assert torch.equal(found["head.bias"], once["head.bias"])
+    assert found.keys() == {"q.weight", *own}
+    assert all(torch.equal(found[name], trained[name]) for name in own)
 
 
 def test_only_biases_are_left_out_and_only_if_all_were_saved(tmp_path: Path) -> None:
