@@ -6,15 +6,14 @@ Every load is the second of its process, from the page cache, into tensors that 
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from benchmarks.report import TransferBenchReport
 from benchmarks.rows import PROGRAM, Row
 from benchmarks.samples import run_sample
-from benchmarks.scene import Progress, Scene, count_bytes, measure, missing_package
+from benchmarks.scene import Progress, Scene, bench_folder, count_bytes, measure, without_packages
 from benchmarks.transfer import output_paths, require_torch
-from ckptool.commands.bench.machine import describe_machine, list_versions, require_disk
+from ckptool.commands.bench.machine import describe_machine, list_versions
 from ckptool.commands.bench.save_folders import DiskFolder
 
 _LIBRARIES = ("torch", "safetensors", "numpy", "fastsafetensors", "runai-model-streamer")
@@ -54,15 +53,13 @@ def load_bench(
     where the disk will not hold it, or torch is missing.
     """
     require_torch()
-    require_disk(workdir, int(size * 3.1))
-    with tempfile.TemporaryDirectory(prefix="ckptool-bench-", dir=workdir) as scratch:
-        folder = Path(scratch, "model")
+    with bench_folder(workdir, int(size * 3.1)) as scratch:
+        folder = scratch / "model"
         progress(f"writing a model of {size:,} bytes, three times")
         run_sample((*PROGRAM, "write-loads", str(folder), str(size)))
         places = {mark: str(folder / name) for mark, name in _PLACES.items()}
-        paths = {"{device}": device, **places, **output_paths(Path(scratch))}
-        obstacles = {row.name: missing_package(row) for row in rows}
-        skipped = {name: reason for name, reason in obstacles.items() if reason}
+        paths = {"{device}": device, **places, **output_paths(scratch)}
+        skipped = without_packages(rows)
         return TransferBenchReport(
             source="bf16 in tensors alike",
             conditions=f"onto {device}, page cache warm",

@@ -7,15 +7,14 @@ are sparse files, which are planned and not read.
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from benchmarks.report import TransferBenchReport
 from benchmarks.rows import CKPTOOL, CONVERT, PROGRAM, Row
 from benchmarks.samples import run_sample
-from benchmarks.scene import Progress, Scene, count_bytes, measure
+from benchmarks.scene import Progress, Scene, bench_folder, count_bytes, measure
 from benchmarks.transfer import output_paths, require_torch
-from ckptool.commands.bench.machine import describe_machine, list_versions, require_disk
+from ckptool.commands.bench.machine import describe_machine, list_versions
 from ckptool.commands.bench.save_folders import DiskFolder
 
 _MERGE = (*CKPTOOL, "merge", "--quiet", "{target}.safetensors")
@@ -66,13 +65,12 @@ def merge_bench(
     where the disk will not hold it, or torch is missing.
     """
     require_torch()
-    require_disk(workdir, int(size * 3 * 1.05))
-    with tempfile.TemporaryDirectory(prefix="ckptool-bench-", dir=workdir) as scratch:
-        paths = output_paths(Path(scratch))
+    with bench_folder(workdir, int(size * 3 * 1.05)) as scratch:
+        paths = output_paths(scratch)
         for mark, (task, last) in _WRITTEN.items():
             progress(f"writing {mark.strip('{}')}")
             name = mark.strip("{}") + (".safetensors" if task == "write-model" else "")
-            paths[mark] = str(Path(scratch) / name)
+            paths[mark] = str(scratch / name)
             run_sample((*PROGRAM, task, paths[mark], str(size), str(last)))
         scene = Scene(paths, ("{source}", "{other}"))
         return TransferBenchReport(

@@ -8,7 +8,9 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +23,7 @@ from benchmarks.page_cache import walk_files
 from benchmarks.report import RowResult
 from benchmarks.rows import OTHERS, Row
 from benchmarks.samples import Sample, isolated_environment, run_sample
+from ckptool.commands.bench.machine import require_disk
 from ckptool.errors import TransferError
 
 Progress = Callable[[str], None]
@@ -95,6 +98,23 @@ class Scene:
 def count_bytes(path: Path) -> int:
     """Return the bytes of all files of a checkpoint."""
     return sum(file.stat().st_size for file in walk_files(path))
+
+
+@contextmanager
+def bench_folder(workdir: Path, nbytes: int) -> Iterator[Path]:
+    """Make a folder below ``workdir`` for so many bytes, and remove it in every case.
+
+    Raises Unsupported where the disk will not hold them.
+    """
+    require_disk(workdir, nbytes)
+    with tempfile.TemporaryDirectory(prefix="ckptool-bench-", dir=workdir) as scratch:
+        yield Path(scratch)
+
+
+def without_packages(rows: Iterable[Row]) -> dict[str, str]:
+    """Return the rows that need a package that is missing, by name, each with the reason."""
+    reasons = {row.name: missing_package(row) for row in rows}
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def missing_package(row: Row) -> str | None:

@@ -6,7 +6,6 @@ store that is some way off: clients then differ as they do there. It counts what
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -23,13 +22,14 @@ from benchmarks.samples import Sample, run_sample
 from benchmarks.scene import (
     Progress,
     Scene,
+    bench_folder,
     count_bytes,
     measure,
-    missing_package,
+    without_packages,
 )
 from benchmarks.store_rows import STORE_ROWS
 from benchmarks.transfer import output_paths, require_torch
-from ckptool.commands.bench.machine import describe_machine, list_versions, require_disk
+from ckptool.commands.bench.machine import describe_machine, list_versions
 from ckptool.commands.bench.save_folders import DiskFolder
 from ckptool.errors import Unsupported
 
@@ -59,14 +59,12 @@ def store_bench(
     require_torch()
     if find_spec("s3fs") is None:
         raise Unsupported("s3fs is not installed", hint="pip install 'ckptool[s3]'")
-    require_disk(workdir, int(size * 3 * 1.05))
     with (
-        tempfile.TemporaryDirectory(prefix="ckptool-bench-", dir=workdir) as scratch,
+        bench_folder(workdir, int(size * 3 * 1.05)) as scratch,
         _serve() as server,
     ):
-        scene = _prepare(server, size, Path(scratch), progress)
-        obstacles = {row.name: missing_package(row) for row in rows}
-        skipped = {name: reason for name, reason in obstacles.items() if reason}
+        scene = _prepare(server, size, scratch, progress)
+        skipped = without_packages(rows)
         results = measure(rows, scene, repeat, skipped, progress)
         source = Path(scene.paths["{source}"])
         return TransferBenchReport(

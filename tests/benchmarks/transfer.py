@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,11 +23,12 @@ from benchmarks.samples import run_sample
 from benchmarks.scene import (
     Progress,
     Scene,
+    bench_folder,
     count_bytes,
     measure,
     missing_package,
 )
-from ckptool.commands.bench.machine import describe_machine, list_versions, require_disk
+from ckptool.commands.bench.machine import describe_machine, list_versions
 from ckptool.commands.bench.save_folders import DiskFolder
 from ckptool.commands.bench.specs import parameter_shapes
 from ckptool.errors import Unsupported
@@ -58,9 +58,9 @@ def transfer_bench(
     # room for the largest output, and for the sources too where they are made here
     times = [other.times for other in OTHERS.values()]
     checkpoints = 1.0 if source else 1 + sum(times) + max(times)
-    require_disk(workdir, int(nbytes * checkpoints * 1.05) + 4 * _LIGHT_BYTES)
-    with tempfile.TemporaryDirectory(prefix="ckptool-bench-", dir=workdir) as scratch:
-        paths = _prepare_paths(rows, opened, size, Path(scratch), has_torch, progress)
+    needed = int(nbytes * checkpoints * 1.05) + 4 * _LIGHT_BYTES
+    with bench_folder(workdir, needed) as scratch:
+        paths = _prepare_paths(rows, opened, size, scratch, has_torch, progress)
         obstacles = {row.name: _obstacle(row, paths, dcp=dcp) for row in rows}
         skipped = {name: reason for name, reason in obstacles.items() if reason}
         before = os.getloadavg()[0]
