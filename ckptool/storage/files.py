@@ -31,7 +31,7 @@ def count_cores() -> int:
 
 
 CORES = min(8, count_cores())
-"""Threads of a command that reads a disk, as the kernel orders its reads."""
+"""Threads of a command: more would only wait for a disk, whose reads the kernel orders."""
 _MOST_READERS = 16
 """Threads that load into memory: on 16 cores they read the page cache 1.4 times as fast as 8."""
 

@@ -307,10 +307,9 @@ def read_verbatim(
 
 def _are_near(one: TensorEntry, other: TensorEntry) -> bool:
     """Return whether the first bytes of two tensors, or of what they are computed of, are near."""
-    pairs = list(zip_longest(_first_bytes(one), _first_bytes(other)))
     return all(
         first and second and first[0] == second[0] and abs(first[1] - second[1]) < _NEAR
-        for first, second in pairs
+        for first, second in zip_longest(_first_bytes(one), _first_bytes(other))
     )
 
 
