@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ckptool.commands.inspect.steps import RunSummary
     from ckptool.commands.runs.assessment import RunReport
     from ckptool.commands.runs.convert import ConvertRunReport
-    from ckptool.commands.runs.prune import PruneReport
+    from ckptool.commands.runs.prune.prune import PruneReport
     from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.compare.diff import DiffReport
     from ckptool.commands.verify.findings import VerifyReport
@@ -320,7 +320,7 @@ def prune(run: AnyPath, *, keep_last: int, **options: Unpack[PruneKeywords]) -> 
     Same as ``ckptool prune RUN --keep-last N``; ``ok`` of the report is true if all kept steps are
     good. Raises TransferError if something cannot be removed.
     """
-    from ckptool.commands.runs.prune import prune as _prune
+    from ckptool.commands.runs.prune.prune import prune as _prune
 
     keywords = Keywords("prune", options, PruneKeywords)
     return _prune(location(run), keywords.options(PruneOptions, keep_last=keep_last))

@@ -26,7 +26,7 @@ def prune(
     the data of the newest good step is still read: NaN shows nowhere else. Exits 0 if all kept
     steps are good, 1 if a kept step is damaged or none is good.
     """
-    from ckptool.commands.runs.prune import prune as _prune
+    from ckptool.commands.runs.prune.prune import prune as _prune
     from ckptool.render.data import print_json
     from ckptool.render.messages import show_step
 

@@ -8,8 +8,8 @@ from ckptool.core.text import plural, size
 from ckptool.render.text import Cell, columns, console, emit, escaped, say
 
 if TYPE_CHECKING:
-    from ckptool.commands.runs.fates import StepFate
-    from ckptool.commands.runs.prune import PruneReport
+    from ckptool.commands.runs.prune.fates import StepFate
+    from ckptool.commands.runs.prune.prune import PruneReport
 
 _COLORS = {"keep": "green", "strip": "cyan", "remove": "red", "leave": "yellow"}
 _DONE = {"keep": "kept", "strip": "stripped", "remove": "removed", "leave": "left"}

@@ -24,7 +24,7 @@ from note_mutations import KINDS, NAMES, mutate
 from ckptool.commands.convert import prepare
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
-from ckptool.commands.runs.strip import finish_strips
+from ckptool.commands.runs.prune.strip import finish_strips
 from ckptool.engine.share import Share
 from ckptool.engine.write import commit
 from ckptool.engine.write.journal import Journal

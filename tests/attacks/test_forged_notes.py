@@ -18,7 +18,7 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, TransferOptions
-from ckptool.commands.runs.prune import prune
+from ckptool.commands.runs.prune.prune import prune
 from ckptool.engine.write.removal import clear, leftovers
 from ckptool.errors import TransferError, Unsupported
 from ckptool.storage import note as note_module

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ckptool
-from ckptool.commands.runs.prune import PruneReport
+from ckptool.commands.runs.prune.prune import PruneReport
 
 
 def damage(step: Path) -> None:

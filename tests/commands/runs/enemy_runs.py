@@ -36,7 +36,7 @@ from msgspec import Struct, field
 import ckptool
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.runs.prune import prune
+from ckptool.commands.runs.prune.prune import prune
 from ckptool.errors import CkptoolError
 
 NOBODY = 65534

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 import ckptool
 from ckptool.commands.options.prune import PruneOptions
-from ckptool.commands.runs.prune import prune
+from ckptool.commands.runs.prune.prune import prune
 from ckptool.errors import CkptoolError, Unrecognized, Unsupported
 
 

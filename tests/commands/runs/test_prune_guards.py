@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import ckptool
 from ckptool.cli.app import app
 from ckptool.commands.options.prune import PruneOptions
-from ckptool.commands.runs.prune import prune
+from ckptool.commands.runs.prune.prune import prune
 from ckptool.engine.write import removal
 from ckptool.errors import Changed, TransferError
 from ckptool.storage.url import RemotePath, location
@@ -293,7 +293,7 @@ def test_what_happens_before_the_next_removal(
         real(path, side)
         work(run)
 
-    monkeypatch.setattr("ckptool.commands.runs.prune.remove", removing)
+    monkeypatch.setattr("ckptool.commands.runs.prune.prune.remove", removing)
     if error:
         with pytest.raises((Changed, TransferError), match=error):
             pruned(run, yes=True, quick=True)
@@ -390,7 +390,7 @@ def test_steps_of_a_store_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -
         real(path, side)
         (run / "latest.json").write_bytes(json.dumps({"step": "step-2"}).encode())
 
-    monkeypatch.setattr("ckptool.commands.runs.prune.remove", removing)
+    monkeypatch.setattr("ckptool.commands.runs.prune.prune.remove", removing)
     report = prune(location(str(run)), PruneOptions(keep_last=1, yes=True))
     assert fates(report) == {"step-3": "keep", "step-2": "keep", "step-1": "remove"}
     before = hashes(SOURCE)

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import ckptool
 from ckptool.cli.app import app
 from ckptool.commands.options.prune import PruneOptions
-from ckptool.commands.runs.prune import prune
+from ckptool.commands.runs.prune.prune import prune
 from ckptool.engine.write import removal
 from ckptool.errors import Changed, TransferError
 from ckptool.storage.commit_note import UNFINISHED
@@ -39,7 +39,7 @@ def test_a_step_to_be_kept_that_is_gone_ends_it(
         real(path, side)
         shutil.rmtree(run / "step-3")
 
-    monkeypatch.setattr("ckptool.commands.runs.prune.remove", other_process)
+    monkeypatch.setattr("ckptool.commands.runs.prune.prune.remove", other_process)
     with pytest.raises(Changed, match=r"step-3: was to be kept and is gone"):
         pruned(run, yes=True)
     assert names_in(run) == ["step-2"]
@@ -55,7 +55,7 @@ def test_a_step_that_is_pointed_to_meanwhile_stays(
         real(path, side)
         (run / "latest").write_text("step-2")
 
-    monkeypatch.setattr("ckptool.commands.runs.prune.remove", trainer)
+    monkeypatch.setattr("ckptool.commands.runs.prune.prune.remove", trainer)
     report = pruned(run, yes=True)
     assert fates(report)["step-2"] == "keep"
     assert names_in(run) == ["latest", "step-2", "step-3"]

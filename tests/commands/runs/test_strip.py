@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.commands.options.prune import PruneOptions
-from ckptool.commands.runs.prune import PruneReport, prune
+from ckptool.commands.runs.prune.prune import PruneReport, prune
 from ckptool.engine.write import commit
 from ckptool.errors import UsageError
 from ckptool.storage.url import RemotePath, location

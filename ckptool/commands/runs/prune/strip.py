@@ -13,7 +13,7 @@ from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, require_agr
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import SaveOptions, TransferOptions
-from ckptool.commands.runs.optimizer_files import (
+from ckptool.commands.runs.prune.optimizer_files import (
     files_apart,
     require_optimizer,
     require_unlisted,
