@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from math import inf
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptool.commands.document import Report
-from ckptool.commands.open import Survey, open_checkpoint, survey_readable
+from ckptool.commands.open import Survey, open_checkpoint
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import (
     Completeness,
@@ -21,10 +22,11 @@ from ckptool.commands.runs.contents import (
     lost_ranks,
     unfinished,
 )
+from ckptool.commands.runs.models import Found, Models, as_read, survey_models, walk_models
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.order import open_run, written_after
 from ckptool.commands.runs.pointers import find_pointers, is_for_that, latest_source
-from ckptool.commands.runs.records import Contents, Models
+from ckptool.commands.runs.records import Contents
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoiling
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
@@ -158,6 +160,15 @@ class Assessment(Struct, frozen=True):
     surveys: tuple[Survey, ...]
 
 
+class _Seen(Struct):
+    """What is found of a step's checkpoints: why it is not good, and which have nothing in them."""
+
+    reasons: list[str]
+    empty: list[str] = field(default_factory=list)
+    parts: list[Verification] = field(default_factory=list)
+    reports: list[VerifyReport] = field(default_factory=list)
+
+
 class Assessor:
     """Assesses the steps of one run, each once, from the newest.
 
@@ -181,41 +192,49 @@ class Assessor:
         It ``reads`` the data even where the options leave it out.
         """
         options = replace(self._options, quick=self._options.quick and not reads)
-        reasons = [*self._by_names(step)]
-        reports: list[VerifyReport] = []
-        parts: list[Verification] = []
-        empty: list[str] = []
-        if not reasons or self._thorough:
-            for part in step.parts:
-                where = "" if part == step.path else f"{within(part, self._run.path)}: "
-                where = f"{within(part, step.path)}: " if part in step and where else where
-                try:
-                    examined = examine(part, self._options_for(part, step, options))
-                    report = examined.report()
-                except NoAnswer:
-                    raise
-                except (CkptoolError, OSError) as error:
-                    may_be = isinstance(error, Empty) and self._is_rightly_empty(part, step)
-                    (empty if may_be else reasons).append(f"{where}{error}")
-                    continue
-                parts.append(examined)
-                reports.append(report)
-                reasons += [where + why for why in self._faults(report, examined.surveyed.catalog)]
-        surveys = tuple(part.surveyed for part in parts)
-        if empty and not Contents.of(surveys).model:
-            reasons += empty
+        seen = _Seen(reasons=[*self._by_names(step)])
+        found: list[Found] = []
+        if not seen.reasons or self._thorough:
+            found += walk_models(step, partial(self._look, step, options, seen))
+        contents = Contents.of([each for _, each in found])
+        if seen.empty and not contents.model:
+            seen.reasons += seen.empty
         export = is_export(step, self._run.path) and not self._is_of_exports()
-        if not reasons:
-            reasons += damaged_side_files(step, self._run, parts, options)
-        if not reasons:
-            self._contents[step.path] = Contents.of(surveys)
+        if not seen.reasons:
+            seen.reasons += damaged_side_files(step, self._run, seen.parts, options)
+        if not seen.reasons:
+            self._contents[step.path] = contents
             export = export or self._is_state_beside(step)
-            reasons += () if export else self._by_contents(step, surveys)
-        if not reasons:
+            seen.reasons += () if export else self._by_contents(step, found)
+        if not seen.reasons:
             self._good.add(step.series)
-        found = tuple(reports), tuple(reasons)
-        whole = StepReport(step.path, step.number, *found, step.beside, export)
-        return Assessment(whole, surveys)
+        said = tuple(seen.reports), tuple(seen.reasons)
+        whole = StepReport(step.path, step.number, *said, step.beside, export)
+        return Assessment(whole, tuple(each for inside, each in found if not inside))
+
+    def _look(
+        self, step: Step, options: VerifyOptions, seen: _Seen, place: Location, inside: bool
+    ) -> Survey | None:
+        """Examine a checkpoint of a step, or a model inside one; None if it cannot be read.
+
+        What is found is added to what was ``seen``. Raises NoAnswer.
+        """
+        options = replace(options, read=as_read(options.read, inside))
+        head = "" if place == step.path else f"{within(place, self._run.path)}: "
+        head = f"{within(place, step.path)}: " if place in step and head else head
+        try:
+            examined = examine(place, self._options_for(place, step, options))
+            report = examined.report()
+        except NoAnswer:
+            raise
+        except (CkptoolError, OSError) as error:
+            may_be = isinstance(error, Empty) and self._is_rightly_empty(place, step)
+            (seen.empty if may_be else seen.reasons).append(f"{head}{error}")
+            return None
+        seen.parts.append(examined)
+        seen.reports.append(report)
+        seen.reasons += [head + why for why in self._faults(report, examined.surveyed.catalog)]
+        return examined.surveyed
 
     @staticmethod
     def _options_for(part: Location, step: Step, options: VerifyOptions) -> VerifyOptions:
@@ -234,8 +253,8 @@ class Assessor:
     def contents_of(self, step: Step) -> Contents:
         """Return what a step has, from its metadata. Raises NoAnswer."""
         if step.path not in self._contents:
-            found = [survey_readable(part, self._options.read) for part in step.parts]
-            self._contents[step.path] = Contents.of(tuple(each for each in found if each))
+            found = survey_models(step, self._options.read)
+            self._contents[step.path] = Contents.of([each for _, each in found])
         return self._contents[step.path]
 
     def _is_rightly_empty(self, part: Location, step: Step) -> bool:
@@ -318,14 +337,14 @@ class Assessor:
             elif finding.code in ANOTHER:
                 yield f"{_text_of(finding, report)} (--ignore {finding.code} counts it as good)"
 
-    def _by_contents(self, step: Step, surveys: Sequence[Survey]) -> Iterator[str]:
+    def _by_contents(self, step: Step, found: Sequence[Found]) -> Iterator[str]:
         """Yield what a whole checkpoint lacks that training needs."""
         mine = self._contents[step.path]
         if not mine.either:
             yield "has nothing of a model or an optimizer"
         elif not mine.model and any(self.contents_of(each).model for each in self._run.steps):
             yield "has no tensors of a model, which other steps have"
-        elif _LOST not in self._options.ignore and (lost := self._models.lost(step, surveys)):
+        elif _LOST not in self._options.ignore and (lost := self._models.lost(step, found)):
             yield f"{_LOST}: {lost} (--ignore {_LOST} counts it as good)"
         if not mine.state and (mine.optimizer or step.series not in self._good):
             older = reversed(self._run.steps[: self._run.steps.index(step)])

@@ -1,22 +1,20 @@
-"""What a checkpoint tells of its place in a run: by its values, and its model by earlier ones."""
+"""What a checkpoint records of its place in a run, and what it has of a model and an optimizer."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import Struct
 
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.names import Position
-from ckptool.commands.runs.steps import Run, Step
+from ckptool.commands.runs.steps import Step
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.state_category import state_category, weights
-from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError
 from ckptool.formats.companions import TRAINER_STATE, read_json_object, trainer_optimizer
 
@@ -113,7 +111,7 @@ class Contents(Struct, frozen=True):
         return other.state and not self.state and self.settings == other.settings
 
     @classmethod
-    def of(cls, surveys: tuple[Survey, ...]) -> Contents:
+    def of(cls, surveys: Sequence[Survey]) -> Contents:
         """Return what some checkpoints have together."""
         catalogs = [each.catalog for each in surveys if each.catalog is not None]
         parts = [state_category(e) for c in catalogs for e in c.tensors.values()]
@@ -130,113 +128,6 @@ class Contents(Struct, frozen=True):
             has_file or any(isinstance(value, TensorEntry) for value in of_parameters),
             frozenset(name for name, value in settings if name != "momentum" or value != 0),
         )
-
-
-Matrices = Mapping[str, tuple[int, ...]]
-"""The shapes of a model's matrices, by name: of buffers, versions of a library save others."""
-_PART, _SHOWN = 4, 2
-"""The share of a model, one in so many, of which more is not lost but left out."""
-_NUMBER = re.compile(r"\d")
-
-
-class _Model(NamedTuple):
-    """The tensors that a step has, the model's matrices, and the configs beside them."""
-
-    step: str
-    names: Set[str]
-    matrices: Matrices
-    configs: Sequence[Mapping[str, Any]]
-
-    @classmethod
-    def of(cls, step: Step, surveys: Sequence[Survey]) -> _Model:
-        names = {name for each in surveys if each.catalog for name in each.catalog.tensors}
-        configs = [*filter(None, map(_config_beside, surveys))]
-        return cls(step.path.name, names, _matrices_in(surveys), configs)
-
-    def is_another_than(self, first: _Model) -> bool:
-        """Return whether it differs on purpose: in its config, names or shapes, or by much less."""
-        had, mine = first.matrices, self.matrices
-        differs = bool(self.configs and first.configs) and self.configs != first.configs
-        return (
-            differs
-            or any(had.get(name) != shape for name, shape in mine.items())
-            or _PART * len(had.keys() - mine.keys()) > len(had)
-        )
-
-    def lost_of(self, first: _Model) -> list[str]:
-        """Return the first one's matrices that are not here.
-
-        None are those of which a tensor has the name, in another type, what no layer has any
-        longer, such as masks, and what may have been tied since, such as a head.
-        """
-        from ckptool.core.keymap.model import abstract
-
-        had, lost = first.matrices, first.matrices.keys() - self.matrices.keys()
-        if not lost.isdisjoint(self.names):
-            return []
-        kind = {name: abstract(name)[0] for name in had}
-        kinds, left = Counter(kind.values()), {kind[name] for name in self.matrices}
-        apart = {shape for name, shape in self.matrices.items() if not _NUMBER.search(name)}
-        return sorted(
-            name
-            for name in lost
-            if (kinds[kind[name]] == 1 or kind[name] in left)
-            and (_NUMBER.search(name) or had[name] not in apart)
-        )
-
-
-class Models:
-    """Compares each step's model with that of the first step of its series, by names and shapes."""
-
-    def __init__(self, run: Run, options: ReadOptions) -> None:
-        self._run = run
-        self._options = options
-        self._first: dict[object, _Model | None] = {}
-
-    def lost(self, step: Step, surveys: Sequence[Survey]) -> str | None:
-        """Return what a step's model has lost; None if nothing, or if it is another model.
-
-        Raises NoAnswer.
-        """
-        if step.series not in self._first:
-            self._first[step.series] = self._find_first(step.series)
-        first, own = self._first[step.series], _Model.of(step, surveys)
-        if first is None or own.is_another_than(first) or not (names := own.lost_of(first)):
-            return None
-        return f"{list_some(names, _SHOWN)}: missing, {first.step} has it"
-
-    def _find_first(self, series: object) -> _Model | None:
-        for step in self._run.steps:
-            if step.series == series:
-                found = [survey_readable(part, self._options) for part in step.parts]
-                model = _Model.of(step, [each for each in found if each is not None])
-                if model.matrices:
-                    return model
-        return None
-
-
-def _config_beside(each: Survey) -> Mapping[str, Any]:
-    """Return the config of a model, but for what transformers calls private."""
-    from ckptool.commands.model.records import CONFIG, object_in
-
-    if CONFIG not in each.source.files:
-        return {}
-    with suppress(CkptoolError):  # said by its own check
-        config = object_in(each.source, CONFIG)
-        return {key: value for key, value in config.items() if not key.startswith("_")}
-    return {}
-
-
-def _matrices_in(surveys: Iterable[Survey]) -> Matrices:
-    from ckptool.commands.verify.checks.meaning.weights import is_matrix
-
-    catalogs = [each.catalog for each in surveys if each.catalog is not None]
-    found = ((name, catalog.tensors.get(name)) for catalog in catalogs for name in weights(catalog))
-    return {
-        name: entry.shape
-        for name, entry in found
-        if entry and entry.source_dtype.kind == "float" and is_matrix(entry.shape)
-    }
 
 
 def _count(catalog: Catalog, names: tuple[str, ...]) -> int | None:

@@ -26,6 +26,7 @@ from ckptool.core.text import natural_key
 from ckptool.errors import NoAnswer, NotFound, Unrecognized
 from ckptool.formats import file_rule, latest_markers
 from ckptool.formats.base import FileRole
+from ckptool.formats.companions import TRAINER_FILES
 from ckptool.serialization.file_kinds import nothing_found
 from ckptool.serialization.file_roles import is_beside_model, is_of_training
 from ckptool.storage.files import Files
@@ -94,7 +95,7 @@ def _checkpoints(place: Location, run: Location, source: Files) -> Iterator[Loca
     the trainer calls the latest.
     """
     is_checkpoint, inner = find_checkpoints(place, source)
-    inner = [path for path in inner if not _is_hidden(path, run) and not _is_pointer(path)]
+    inner = [path for path in inner if not _is_hidden(path, run) and not _has_no_tensors(path)]
     if is_checkpoint:
         own = _files_of_whole(place, source)
         inner = [path for path in inner if path not in own]
@@ -117,8 +118,9 @@ def _may_hold_run(path: Location, run: Location, source: Files) -> bool:
     return any(name.position and name.tells for name in parsed)
 
 
-def _is_pointer(path: Location) -> bool:
-    return re.fullmatch(POINTERS, path.name) is not None
+def _has_no_tensors(path: Location) -> bool:
+    """Return whether a file names a step, or has the arguments of transformers' Trainer."""
+    return re.fullmatch(POINTERS, path.name) is not None or path.name in TRAINER_FILES
 
 
 def _files_of_whole(place: Location, source: Files) -> set[Location]:

@@ -1,0 +1,228 @@
+"""The models of a step: which lie inside its checkpoints, and what each lost since the first."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from ckptool.commands.detect import find_checkpoints
+from ckptool.commands.open import Survey, survey_readable
+from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.runs.names import parse_name
+from ckptool.commands.runs.steps import Run, Step
+from ckptool.commands.runs.trainers import SPARED, UNFINISHED
+from ckptool.core.catalog import Catalog
+from ckptool.core.state_category import weights
+from ckptool.core.text import list_some
+from ckptool.errors import CkptoolError
+from ckptool.serialization.file_roles import is_of_training, role_of
+from ckptool.storage.url import Location, within
+
+Found = tuple[bool, Survey]
+"""What is seen of a checkpoint, and whether it lies inside another of its step."""
+Look = Callable[[Location, bool], Survey | None]
+"""Sees a checkpoint at a place, inside another or not."""
+Matrices = Mapping[str, tuple[int, ...]]
+"""The shapes of a model's matrices, by name: of buffers, versions of a library save others."""
+
+_LOADED = ".safetensors"
+"""How files of models end that may be called anything: torch saves other values, too."""
+_PART, _SHOWN = 4, 2
+"""The share of a model, one in so many, of which more is not lost but left out."""
+_NUMBER = re.compile(r"\d")
+_PASSING = re.compile(r"_|.*step")
+
+
+def walk_models(step: Step, look: Look) -> Iterator[Found]:
+    """Yield what is seen of a step's checkpoints, then of the models inside them, at any depth.
+
+    Raises NoAnswer, and what ``look`` raises.
+    """
+    places, inside = list(step.parts), False
+    while places:
+        found = [each for place in places if (each := look(place, inside)) is not None]
+        yield from ((inside, each) for each in found)
+        places = [place for each in found for place in _models_inside(each, step)]
+        inside = True
+
+
+def survey_models(step: Step, options: ReadOptions) -> Iterator[Found]:
+    """Yield what is readable of a step's checkpoints and the models inside. Raises NoAnswer."""
+    return walk_models(step, lambda at, inside: survey_readable(at, as_read(options, inside)))
+
+
+def as_read(options: ReadOptions, inside: bool) -> ReadOptions:
+    """Return how a checkpoint of a step is read: inside another, in its own format."""
+    return replace(options, from_format=None) if inside else options
+
+
+def _models_inside(outer: Survey, step: Step) -> Iterator[Location]:
+    """Yield the models in a checkpoint's folder that are saved with it, but not read with it.
+
+    As diffusers' scripts save ``unet/`` and ``unet_ema/`` in accelerate's folder, and
+    sentence-transformers ``2_Dense/`` in the encoder's. Raises NoAnswer.
+    """
+    head, catalog = outer.path, outer.catalog
+    if catalog is None or not head.is_dir():
+        return
+    files = [head / name for name in (*catalog.files, *catalog.companions, *catalog.copies)]
+    own = {*files, *(folder for file in files for folder in file.parents), *step.parts}
+    for place in find_checkpoints(head, outer.source)[1]:
+        names = within(place, head).parts
+        if place not in own and all(map(_may_be_saved, names)) and _is_model(place, names):
+            yield place
+
+
+def _may_be_saved(name: str) -> bool:
+    """Return whether a name says neither a copy, a leftover, another step, nor training state."""
+    is_other = name.startswith(".") or name.isdecimal() or is_of_training(name)
+    patterns = (UNFINISHED, SPARED)
+    counted = parse_name(name, is_folder=True).position
+    return not (is_other or counted or any(re.fullmatch(each, name) for each in patterns))
+
+
+def _is_model(place: Location, names: Sequence[str]) -> bool:
+    """Return whether a place has a model, or by its names had one before it was damaged."""
+    found = survey_readable(place)
+    if found is not None and found.path != place:
+        return False
+    says_model = place.name.endswith(_LOADED) or any(role_of(name) == "model" for name in names)
+    if found is None or found.catalog is None or not matrices_in(found.catalog):
+        inside = found.source.files if found is not None else ()
+        is_cut = found is None or bool(found.problems)
+        return is_cut and (says_model or any(role_of(name) == "model" for name in inside))
+    return says_model or place.is_dir()
+
+
+class Models:
+    """Compares each step's models with those of the first of its series, by names and shapes."""
+
+    def __init__(self, run: Run, options: ReadOptions) -> None:
+        self._run = run
+        self._options = options
+        self._first: dict[object, Mapping[str, _Model]] = {}
+
+    def lost(self, step: Step, found: Iterable[Found]) -> str | None:
+        """Return what a step's models have lost; None if nothing, or if they are other models.
+
+        Raises NoAnswer.
+        """
+        if step.series not in self._first:
+            self._first[step.series] = self._find_first(step.series)
+        for place, model in _models_of(step, found).items():
+            first = self._first[step.series].get(place)
+            if first is None or model.is_another_than(first):
+                continue
+            if names := model.lost_of(first):
+                where = f"{place}: " if place else ""
+                return f"{where}{list_some(names, _SHOWN)}: missing, {first.step} has it"
+        return None
+
+    def _find_first(self, series: object) -> Mapping[str, _Model]:
+        for step in self._run.steps:
+            if step.series == series:
+                models = _models_of(step, survey_models(step, self._options))
+                if any(model.matrices for model in models.values()):
+                    return models
+        return {}
+
+
+class _Model(NamedTuple):
+    """The tensors that a step has, the model's matrices, and the configs beside them."""
+
+    step: str
+    names: Set[str]
+    matrices: Matrices
+    configs: Sequence[Mapping[str, Any]]
+
+    def is_another_than(self, first: _Model) -> bool:
+        """Return whether it differs on purpose: in its config, names or shapes, or by much less."""
+        had, mine = first.matrices, self.matrices
+        differs = bool(self.configs and first.configs) and self.configs != first.configs
+        return (
+            differs
+            or any(had.get(name) != shape for name, shape in mine.items())
+            or _PART * len(had.keys() - mine.keys()) > len(had)
+        )
+
+    def lost_of(self, first: _Model) -> list[str]:
+        """Return the first one's matrices that are not here.
+
+        None are those of which a tensor has the name, in another type, what no layer has any
+        longer, such as masks, and what may have been tied since, such as a head.
+        """
+        from ckptool.core.keymap.model import abstract
+
+        had, lost = first.matrices, first.matrices.keys() - self.matrices.keys()
+        if not lost.isdisjoint(self.names):
+            return []
+        kind = {name: abstract(name)[0] for name in had}
+        kinds, left = Counter(kind.values()), {kind[name] for name in self.matrices}
+        apart = {shape for name, shape in self.matrices.items() if not _NUMBER.search(name)}
+        return sorted(
+            name
+            for name in lost
+            if (kinds[kind[name]] == 1 or kind[name] in left)
+            and (_NUMBER.search(name) or had[name] not in apart)
+        )
+
+
+def _models_of(step: Step, found: Iterable[Found]) -> Mapping[str, _Model]:
+    """Return the models of a step, by their places."""
+    surveys: dict[str, list[Survey]] = {}
+    for inside, each in found:
+        surveys.setdefault(_place_in(step, each.path, inside), []).append(each)
+    models: dict[str, _Model] = {}
+    for place, alike in surveys.items():
+        catalogs = [each.catalog for each in alike if each.catalog is not None]
+        names = {name for catalog in catalogs for name in catalog.tensors}
+        matrices = {n: shape for c in catalogs for n, shape in matrices_in(c).items()}
+        configs = [*filter(None, map(_config_beside, alike))]
+        models[place] = _Model(step.path.name, names, matrices, configs)
+    return models
+
+
+def _place_in(step: Step, path: Location, inside: bool) -> str:
+    """Return a model's path in its step, as other steps have it; nothing for the step's own.
+
+    Files side by side are one model, and so are the folders of ranks.
+    """
+    folder = path if inside or path.is_dir() else path.parent
+    entry = next((each for each in step.entries if each in folder.parents), None)
+    names = within(folder, entry).parts if entry is not None else ()
+    said = {name: parse_name(name, is_folder=True) for name in names}
+    if not inside and any(name.has_rank for name in said.values()):
+        return ""
+    return "/".join(name.kind if name.position else text for text, name in said.items())
+
+
+def matrices_in(catalog: Catalog) -> Matrices:
+    """Return the matrices of floats of a checkpoint's model."""
+    from ckptool.commands.verify.checks.meaning.weights import is_matrix
+
+    found = ((name, catalog.tensors.get(name)) for name in weights(catalog))
+    return {
+        name: entry.shape
+        for name, entry in found
+        if entry and entry.source_dtype.kind == "float" and is_matrix(entry.shape)
+    }
+
+
+def _config_beside(each: Survey) -> Mapping[str, Any]:
+    """Return the config of a model, but for what transformers calls private, and counted steps.
+
+    Diffusers' EMAModel counts them in the config of its average (0.42).
+    """
+    from ckptool.commands.model.records import CONFIG, object_in
+
+    if CONFIG not in each.source.files:
+        return {}
+    with suppress(CkptoolError):  # said by its own check
+        config = object_in(each.source, CONFIG)
+        return {key: value for key, value in config.items() if not _PASSING.match(key)}
+    return {}
