@@ -39,8 +39,10 @@ _WRAPPER = re.compile(r"model|models|state_dict|model_state_dict|module|network|
 _OF_AN_OPTIMIZER = re.compile(
     rf"(?s)(.+\.)?{_STATE_DICT}(\.[^.]+)?\.(state|param_groups|base_optimizer_state)(\..+)?"
     rf"|(?=.*\.(?:{_KIND}|step)\Z)(.+\.)?state\..+\.({_KIND}|step)"
+    rf"|state/\d+/(?:{_KIND}|step)"
 )
-"""Names of an optimizer's state dict somewhere in another state dict."""
+"""Names of an optimizer's state dict somewhere in another state dict, or by itself with slashes, as
+LeRobot 0.4 saves it (optim/optimizers.py)."""
 _GROUPS = ".param_groups"
 _STATE = frozenset(["state", "param_groups", "base_optimizer_state"])
 _OF_A_LAYER = re.compile(r".+\.(weight|bias|running_mean|running_var|num_batches_tracked)")

@@ -27,7 +27,8 @@ _TYPE = (
 ``flux.fp8_e4m3fn.pt``, ``model-q4_0.safetensors``, ``gptq_model-4bit-128g.safetensors``."""
 _NUMBER = r"(?P<number>\d{1,18})(?P<unit>k|m)?(?![a-z0-9])(?!\.\d)"
 _UNITS = {None: 1, "k": 1000, "m": 1_000_000}
-_HYPER = r"(?<!max[-_])(?<!total[-_])(?<!num[-_])(?<!warmup[-_])(?<!accum[-_])"
+_HYPER = r"(?<!max[-_])(?<!total[-_])(?<!num[-_])(?<!warmup[-_])(?<!accum[-_])(?<!processor[-_])"
+"""Not before a word: settings, and steps of a processor of data (LeRobot 0.4, pipeline.py)."""
 
 
 def _after(words: str) -> str:

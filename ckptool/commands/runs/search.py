@@ -204,8 +204,8 @@ def _entries(
     for checkpoint in checkpoints:
         parts = within(checkpoint, run).parts
         at, position = _entry_in(parts, is_folder=_is_folder(checkpoint))
-        is_of_save = checkpoint.parent in saves and checkpoint.parent != run
-        own = checkpoint.parent if is_of_save else checkpoint
+        holder = _holder(checkpoint)
+        own = holder if holder in saves and holder != run else checkpoint
         path = run.joinpath(*parts[: at + 1]) if position else own
         groups.setdefault(path, []).append(checkpoint)
     return [_entry(run, path, inner) for path, inner in groups.items()]
@@ -219,9 +219,14 @@ def _saves_by_contents(checkpoints: Sequence[Location]) -> set[Location]:
     """
     folders: dict[Location, list[Location]] = {}
     for path in checkpoints:
-        folders.setdefault(path.parent, []).append(path)
+        folders.setdefault(_holder(path), []).append(path)
     around = {outer for folder in folders for outer in folder.parents}
     return {f for f, files in folders.items() if f not in around and _is_one_save(files)}
+
+
+def _holder(path: Location) -> Location:
+    """Return the folder that a checkpoint lies in, or around those of parts: ``training_state``."""
+    return next(folder for folder in path.parents if not is_part_folder(folder.name))
 
 
 def _is_one_save(files: Sequence[Location]) -> bool:

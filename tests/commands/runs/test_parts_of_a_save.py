@@ -8,6 +8,7 @@ from zipfile import ZipFile
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from trainer_runs import OPTIMIZER, WEIGHT, checked
 
 import ckptool
@@ -403,3 +404,30 @@ def test_few_lost_ranks_between_others_are_no_nodes(
         for rank in ranks:
             torch.save({"w": WEIGHT}, tmp_path / f"model_step{step}_rank{rank}.pt")
     assert [step.ok for step in checked(tmp_path).steps] == [is_whole] * 2
+
+
+def test_what_lies_in_folders_of_parts_is_one_step(tmp_path: Path) -> None:
+    """LeRobot 0.4, train_utils.py and processor/pipeline.py, whose steps are no training's."""
+    for number in (100, 200):
+        step = tmp_path / "checkpoints" / f"{number:06d}"
+        model, state = step / "pretrained_model", step / "training_state"
+        model.mkdir(parents=True)
+        state.mkdir()
+        save_file({"w": torch.rand(16, 8)}, model / "model.safetensors")
+        (model / "config.json").write_text("{}")
+        processor = "policy_preprocessor_step_5_normalizer_processor.safetensors"
+        save_file({"action.mean": torch.rand(6)}, model / processor)
+        moments = {"exp_avg": torch.zeros(16, 8), "exp_avg_sq": torch.rand(16, 8)}
+        moments["step"] = torch.tensor(float(number))
+        saved = {f"state/0/{name}": value for name, value in moments.items()}
+        save_file(saved, state / "optimizer_state.safetensors")
+        save_file({"torch_rng_state": torch.get_rng_state()}, state / "rng_state.safetensors")
+    (tmp_path / "checkpoints" / "last").symlink_to("000200")
+    report = checked(tmp_path)
+    assert [step.path.name for step in report.steps] == ["000200", "last", "000100"]
+    assert all(step.ok for step in report.steps), report.steps
+    assert report.chosen == "by checkpoints/last"
+    (state / "rng_state.safetensors").unlink()
+    assert (
+        "training_state/rng_state.safetensors is missing" in checked(tmp_path).steps[0].reasons[0]
+    )
