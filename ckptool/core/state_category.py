@@ -24,9 +24,16 @@ Tried once, as are others below whose end is looked for first: else a long name 
 takes the square of its length.
 """
 _OPTIMIZER = re.compile(rf"{_STATE_DICT}|(opt|adam|chained)(_?\d+)?|{_KIND}")
-RANDOM = r"(\w*_)?rng(_(tracker_)?states?)?|random_states?"
+RANDOM = r"(\w*_)?rngs?(_(tracker_)?states?(_\w+)?)?|(\w*_)?random_states?(_\w+)?"
 """A step that holds states of random number generators, as verl, Megatron-core, transformers and
 accelerate call it."""
+_RANDOM = re.compile(RANDOM)
+_GENERATOR = re.compile(r"(\w*_)?generators?(_states?)?")
+"""The last step of such a state: elsewhere it may be half of a GAN."""
+_OF_DATA = re.compile(
+    r"(\w*_)?(data_?(loader|set|iter(ator)?)|sampler|loader)s?(_states?(_dict)?)?|metrics?"
+)
+"""A step that holds positions in the data of a rank, or what came of it."""
 _OTHER = re.compile(
     r"(?>(?:\w*_)?schedulers?(?:[A-Z_0-9]\w*)?(?!\w))|train_state|train|trainer|dataloader|data_loader"
     rf"|{RANDOM}|extra_state|scaler|loss_scaler|sampler|meta|callbacks"
@@ -57,6 +64,25 @@ def state_category_of_name(name: str, path: Path) -> str:
     """Return ``model``, ``optimizer`` or ``other``, by a name alone."""
     category = _category_of_step(_head(str(path[0]) if path else name))
     return category or ("optimizer" if _is_of_optimizer(name) else "model")
+
+
+def is_of_a_rank(path: Path) -> bool:
+    """Return whether a name says that each rank has it for itself, so that it is no replica."""
+    return is_of_data(path) or _says(path, _RANDOM) or _says(path, _GENERATOR, last=True)
+
+
+def is_of_data(path: Path) -> bool:
+    """Return whether a name says that it is a place in the data, of which each rank has a part."""
+    return _says(path, _OF_DATA)
+
+
+def _says(path: Path, words: re.Pattern[str], *, last: bool = False) -> bool:
+    """Return whether a step, or the last, is such words; none of a layer, model or optimizer is."""
+    steps = [step for step in path if isinstance(step, str)]
+    if not any(map(words.fullmatch, steps[-1:] if last else steps)):
+        return False
+    is_of_part = _WRAPPER.fullmatch(steps[0]) or _category_of_step(steps[0]) == "optimizer"
+    return not is_of_part and _OF_A_LAYER.fullmatch(".".join(steps)) is None
 
 
 def is_state_of_optimizer(name: str) -> bool:

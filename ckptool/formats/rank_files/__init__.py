@@ -10,6 +10,7 @@ come in several families, the family begins each name.
 from __future__ import annotations
 
 import math
+import posixpath
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -39,13 +40,13 @@ from ckptool.formats.rank_files.items import (
     read_item_file,
 )
 from ckptool.formats.rank_files.names import (
-    STATES_OF_A_RANK,
     VERL_FAMILIES,
     RankFile,
     are_slices,
     by_family,
     find_numbered_files,
     has_fsdp_folder,
+    is_state_of_a_rank,
     keep_processes,
     missing_ranks,
     other_saves,
@@ -198,7 +199,8 @@ def _writer(files: list[RankFile]) -> str:
 def _read(
     source: Source, item: RankFile, declared: Declared | None, archives: AlikeFiles
 ) -> dict[str, Leaf]:
-    state = item.family.startswith(STATES_OF_A_RANK) or _is_flat_optimizer(source, item)
+    name = item.family or posixpath.basename(source.root)
+    state = is_state_of_a_rank(name) or _is_flat_optimizer(source, item)
     return read_item_file(source, item, declared, archives, state)
 
 

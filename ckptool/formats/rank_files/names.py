@@ -41,7 +41,10 @@ _SINGLE = re.compile(
     r"(?P<family>scheduler|sampler|dl_state_dict|optimizer|pytorch_model|pytorch_model_fsdp)"
     r"(?:_(?P<number>\d+))?\.bin|(scaler|scheduler|optimizer)\.pt|custom_checkpoint_\d+\.pkl"
 )
-STATES_OF_A_RANK = ("random_states", "rng_state", "extra_state")
+_STATE_OF_A_RANK = re.compile(
+    r"(?<![a-z])(?:random|rng|extra[-_]state|(?:data)?[-_]?loader|dataset|(?:\w+[-_])?sampler)",
+    re.IGNORECASE,
+)
 _SAVE_IN = re.compile(
     rf"{_SAVE}[-_=.]?[0-9]{{1,18}}(?![0-9])|(?<![a-z])(?:best|last|latest)(?![a-z])"
     r"|(?<![0-9])(?<!part[-_])(?<!shard[-_])(?<!chunk[-_])(?<!layer[-_])(?<!block[-_])(?<!expert[-_])"
@@ -305,6 +308,11 @@ def by_family(files: Iterable[RankFile]) -> dict[str, list[RankFile]]:
     return families
 
 
+def is_state_of_a_rank(name: str) -> bool:
+    """Return whether a name says that a file has what each rank has for itself."""
+    return _STATE_OF_A_RANK.search(name) is not None
+
+
 def keep_processes(source: Source, files: Sequence[RankFile]) -> list[RankFile]:
     """Return the files without the families whose numbers are not ranks of processes."""
     kept = {name for name, of in by_family(files).items() if _are_processes(source, of)}
@@ -314,7 +322,7 @@ def keep_processes(source: Source, files: Sequence[RankFile]) -> list[RankFile]:
 def _are_processes(source: Source, items: Sequence[RankFile]) -> bool:
     """Return whether files are of processes, counted from 0 or recorded in the files."""
     numbers = {item.rank for item in items}
-    stated = any(item.world for item in items) or items[0].family.startswith(STATES_OF_A_RANK)
+    stated = any(item.world for item in items) or is_state_of_a_rank(items[0].family)
     return stated or 0 in numbers or are_processes(source, [item.file for item in items], numbers)
 
 

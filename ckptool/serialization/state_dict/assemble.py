@@ -17,8 +17,10 @@ from ckptool.core.catalog import (
     TensorEntry,
     merge_copies,
 )
+from ckptool.core.chunks import proved_equal
 from ckptool.core.mesh import Mesh, Partial
 from ckptool.core.sharding.dtensor import LocalShard, local_shards
+from ckptool.core.state_category import is_of_a_rank
 from ckptool.core.views import shift_place
 from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, coded
 from ckptool.serialization.archive.dtensor import DeclaredShare, DTensorShare, ShardedShare
@@ -66,10 +68,11 @@ def _merge(name: str, leaves: _Leaves, result: Assembled, per_rank: bool) -> Non
     if _REFUSED in kinds:
         _merge_refused(name, leaves, result)
         return
+    is_own = _first(leaves).rank_state or is_of_a_rank(_first(leaves).path)
     if len(kinds) > 1:
         message = f"is {' on some ranks, '.join(sorted(kinds))} on others"
         raise Damaged(message, "ranks-disagree")
-    keep = per_rank or _first(leaves).rank_state
+    keep = per_rank or is_own
     with coded("dtensor-contradiction"):
         if kinds == {DTensorShare.kind}:
             _merge_dtensor(name, leaves, result, keep)
@@ -78,7 +81,7 @@ def _merge(name: str, leaves: _Leaves, result: Assembled, per_rank: bool) -> Non
         elif kinds == {DeclaredShare.kind}:
             result.tensors[name] = _entry(name, leaves, _declared_chunks(leaves))
         elif kinds == {PlainLeaf.kind}:
-            _merge_plain(name, leaves, result, keep)
+            _merge_plain(name, leaves, result, keep, is_own=is_own)
         else:
             _merge_object(name, leaves, result)
 
@@ -127,18 +130,24 @@ def _counted(names: set[str]) -> str:
     return min(names) if len(names) == 1 else f"{len(names):,} tensors"
 
 
-def _merge_plain(name: str, leaves: _Leaves, result: Assembled, keep: bool) -> None:
+def _merge_plain(
+    name: str, leaves: _Leaves, result: Assembled, keep: bool, *, is_own: bool
+) -> None:
+    """Add the plain tensor of ranks; what each has for its own is one if checksums prove it."""
     difference = _difference(leaves)
-    if difference is None:
-        result.tensors[name] = _plain_entry(name, leaves)
-    elif keep:
+    are_apart = difference is not None or (is_own and not _are_proved_equal(leaves))
+    if keep and are_apart:
         for rank in leaves:
             own, leaf = _own(name, rank, leaves)
-            result.tensors[own] = _plain_entry(own, {rank: leaf})
-    else:
+            entry = _plain_entry(own, {rank: leaf})
+            is_other = is_of_a_rank(_first(leaves).path)  # whatever it is called
+            result.tensors[own] = replace(entry, part="other") if is_other else entry
+    elif difference is not None:
         message = f"{name}: plain tensors that {difference}; cannot determine how to merge them"
         code = "replicas-differ" if "content" in difference else "ranks-disagree"
         result.conflicts[name] = Problem(message, code, tensor=name)
+    else:
+        result.tensors[name] = _plain_entry(name, leaves)
 
 
 def _difference(leaves: _Leaves) -> str | None:
@@ -155,6 +164,11 @@ def _difference(leaves: _Leaves) -> str | None:
         if _contents_differ(first.value, leaf.value):
             return f"differ in content between rank {first_rank} and rank {rank}"
     return None
+
+
+def _are_proved_equal(leaves: _Leaves) -> bool:
+    first, *others = (leaf.value.place for leaf in leaves.values())
+    return all(proved_equal(first, other) for other in others)
 
 
 def _contents_differ(a: PlainLeaf, b: PlainLeaf) -> bool:

@@ -10,7 +10,7 @@ from itertools import islice
 from ckptool.commands.verify.checks.begun_later import code_of_fewer
 from ckptool.commands.verify.checks.optimizer_names import StateName, groups_of
 from ckptool.core.catalog import Catalog, Container, Place, RankStep, TensorEntry
-from ckptool.core.state_category import state_category
+from ckptool.core.state_category import is_of_data, state_category
 from ckptool.core.text import list_some
 from ckptool.engine.read.tensors import (
     TensorReader,
@@ -116,12 +116,14 @@ def models_by_tail(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]
 
 
 def differing_step_values(catalog: Catalog) -> Iterator[Problem]:
-    """Yield differing step counters that each rank has for itself (``NAME@rankR``)."""
+    """Yield differing step counters of ranks (``NAME@rankR``), but of what each has in the data."""
     groups: dict[str, list[str]] = defaultdict(list)
     for entry in catalog.objects.values():
         last = entry.path[-1] if entry.path else None
         is_number = isinstance(entry.value, int | float) and not isinstance(entry.value, bool)
-        if isinstance(last, RankStep) and str(last.step) in _STEPS and is_number:
+        if not is_number or is_of_data(entry.path):
+            continue
+        if isinstance(last, RankStep) and str(last.step) in _STEPS:
             groups[entry.name.rpartition("@rank")[0]].append(f"{entry.value} on rank {last.rank}")
     for name, counters in groups.items():
         yield Problem(f"{name}: {', '.join(counters[:_SHOWN])}", "steps-differ", tensor=name)
