@@ -8,7 +8,7 @@ beside it in the same save, or with what no step can leave.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 
 from ckptool.commands.open import Survey
@@ -33,6 +33,12 @@ _FIRST = 2
 _RATES = ("param_groups.0.lr", "optimizer.param_groups.0.lr")
 """The learning rate in an optimizer.pt, and in DeepSpeed's files; the optimizer of a second
 ``train()`` is the first's."""
+_ACCELERATE = "accelerate (by its file names)"
+_OWN_RATE = re.compile(r"optimizer(?:_\d+)?\.param_groups\.\d+\.lr")
+_GIVEN_RATES = re.compile(r"(scheduler(?:_\d+)?)\._last_lr")
+"""The learning rates in accelerate's files."""
+_SLOW = 4
+"""Fewer steps than an epoch has, after which a scheduler may count, too."""
 _SCALER = re.compile(r"(?:meta\.)?\w+Precision\.scale")
 _FIRST_RATE = re.compile(r"(?:optimizer_states\.|optimizer_)\d+\.param_groups\.0\.lr")
 """What Lightning saves of loss scaling, and of each of its optimizers."""
@@ -65,6 +71,8 @@ def optimizer_step_problems(
     """
     if surveyed.catalog is None or optimizer is None:
         return
+    if optimizer is surveyed.catalog:
+        yield from _of_rates(optimizer, read)
     are_several = optimizer is not surveyed.catalog or len(optimizer.files) > 1
     each = _steps_of_each(optimizer, read)
     values = values_of(surveyed.source, surveyed.catalog) if each else {}
@@ -126,6 +134,43 @@ def _has_other_rate(trainer: Trainer, values: Values, optimizer: Catalog) -> boo
     given, entries = values.get(trainer.rates), map(optimizer.objects.get, _RATES)
     rate = next((entry.value for entry in entries if entry), None)
     return isinstance(rate, float) and isinstance(given, list) and rate not in given
+
+
+def _of_rates(catalog: Catalog, read: Mapping[str, float]) -> Iterator[Problem]:
+    """Yield a problem if no optimizer has a learning rate that its scheduler has given last.
+
+    accelerate saves each in a file of its own. Users may set rates themselves, to warm up before a
+    scheduler that counts epochs: so it must have given a smaller one before its first step, or have
+    counted others than all steps, of this process or of all.
+    """
+    values = {name: entry.value for name, entry in catalog.objects.items()}
+    own = {name: value for name, value in values.items() if _OWN_RATE.fullmatch(name)}
+    given = {m[1]: values[name] for name in values if (m := _GIVEN_RATES.fullmatch(name))}
+    odd = [name for name, rates in given.items() if _are_other(rates, own.values())]
+    optimizers = {name.partition(".")[0] for name in own}
+    is_theirs = catalog.info.get("writer") == _ACCELERATE
+    if not odd or not is_theirs or len(odd) < len(given) != len(optimizers):
+        return
+    steps = int(max(_steps_of_each(catalog, read).values(), default=0))
+    for name in odd if _FIRST <= steps < UNCOUNTED else ():
+        count = number_in(values, f"{name}.last_epoch")
+        if count is None or f"{name}.num_bad_epochs" in values:
+            continue
+        message = f"{name}.last_epoch is {count:,}, but the optimizer has taken {steps:,} steps,"
+        message += " and has another learning rate than it gave"
+        if count == 0:
+            is_larger = max(own.values()) > max(given[name])
+            code = _DIFFER if is_larger else "counts-apart"
+            yield Problem(f"{message}: it would begin again", code)
+        elif count not in (steps, steps * (catalog.world_size or 1)) and _SLOW * count > steps:
+            yield Problem(f"{message}: they are of two saves", _DIFFER)
+
+
+def _are_other(given: object, own: Collection[object]) -> bool:
+    """Return whether rates were given of which nothing has one, if all are numbers."""
+    rates = given if isinstance(given, list) else []
+    are_numbers = all(type(rate) is float for rate in (*rates, *own))
+    return bool(rates and own) and are_numbers and not any(rate in rates for rate in own)
 
 
 def _of_step(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
