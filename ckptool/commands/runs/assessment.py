@@ -32,6 +32,7 @@ from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoili
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
 from ckptool.commands.runs.trainers import SPARED
 from ckptool.commands.verify.codes import require_codes
+from ckptool.commands.verify.compare.earlier import TWO_SAVES, mixed_saves
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.commands.verify.verify import Verification, examine
 from ckptool.core.catalog import Catalog
@@ -352,6 +353,11 @@ class Assessor:
             had = next((s for s in alike if mine.has_lost_state_of(self.contents_of(s))), None)
             if had is not None:
                 yield f"has no optimizer's state, which {had.path.name} has"
+        if not self._options.quick and TWO_SAVES not in self._options.ignore:
+            earlier = self._run.steps[: self._run.steps.index(step)]
+            before = [each for each in earlier if each.series == step.series]
+            if mixed := mixed_saves(step, surveys, before, self._options.read):
+                yield f"{TWO_SAVES}: {mixed} (--ignore {TWO_SAVES} counts it as good)"
 
 
 def _text_of(finding: Finding, report: VerifyReport) -> str:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckptool.engine.check.fingerprint import Printer, RunPrinter
 
 _FEW = 2
-_AVERAGE = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])", re.IGNORECASE)
+AVERAGE = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])", re.IGNORECASE)
 
 
 class _Pair(Struct, frozen=True):
@@ -100,7 +100,7 @@ class Masters:
         found = self._without_another(differences(odd, elements.source))
         way, explained = other_way(found)
         weights = (each.weight for each in found)
-        if way is None and (place := elements.place_named(_AVERAGE, weights)):
+        if way is None and (place := elements.place_named(AVERAGE, weights)):
             way, explained = f"averages, as {place} says, beside", similar(found)
         for each in found:
             if each not in explained:

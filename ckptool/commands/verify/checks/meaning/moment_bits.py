@@ -108,10 +108,13 @@ def largest_sizes(entries: Iterable[TensorEntry], source: Files) -> dict[str, fl
     return found
 
 
-def are_equal(one: TensorEntry, other: TensorEntry, source: Files) -> bool:
+def are_equal(
+    one: TensorEntry, other: TensorEntry, source: Files, others: Files | None = None
+) -> bool:
     """Return whether two tensors of one type and shape can be read and have the same bits.
 
-    The first difference ends it: most weights differ in their first bytes.
+    The other may be in ``others``. The first difference ends it: most weights differ in their first
+    bytes.
     """
     equal: list[bool] = []
 
@@ -122,7 +125,8 @@ def are_equal(one: TensorEntry, other: TensorEntry, source: Files) -> bool:
             equal.append(False)
 
     elements, jobs = TensorSource(source), pair_jobs([TensorPair(one, other)])
-    read_tiles(PairSource(elements, elements), jobs, compare, source.policy.workers)
+    sides = PairSource(elements, elements if others is None else TensorSource(others))
+    read_tiles(sides, jobs, compare, source.policy.workers)
     return all(equal)
 
 

@@ -1,0 +1,188 @@
+"""Whether the files of a save are those of two, as an earlier save of its run tells.
+
+Training moves weights and what an optimizer keeps of them together. If one of the two is, bit for
+bit, that of an earlier save and the other is not, they are of two. Much may rightly stand still:
+what is frozen or learns too slowly to be seen, an average, and a model that the optimizer beside it
+is not of.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from msgspec import Struct
+
+from ckptool.commands.open import Survey, survey_readable
+from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.runs.steps import Step
+from ckptool.commands.verify.checks.content import located
+from ckptool.commands.verify.checks.meaning.masters import AVERAGE
+from ckptool.commands.verify.checks.meaning.trainer_counts import number_in
+from ckptool.commands.verify.checks.meaning.weights import is_matrix
+from ckptool.commands.verify.checks.optimizer_names import StateName
+from ckptool.commands.verify.checks.training import StepCounters
+from ckptool.core.catalog import ObjectEntry, TensorEntry
+from ckptool.core.state_category import state_category
+from ckptool.errors import CkptoolError
+from ckptool.formats.companions import trainer_optimizer
+from ckptool.storage.url import within
+
+TWO_SAVES = "counts-differ"
+_RATE = re.compile(r"(?:.+\.)?param_groups\..+\.lr")
+_BEFORE = 3
+"""How many of the steps before it a step is compared with."""
+_SQUARES = frozenset(["exp_avg_sq", "square_avg"])
+_VISIBLE = 1e-6
+"""A learning rate whose steps change some weight of any model, if divided by sizes of gradients."""
+_VISIBLE_OF_GRADIENTS = 1e-2
+"""The same of steps that are not, as of SGD."""
+_COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
+"""What accelerate saves of a scheduler."""
+
+
+def mixed_saves(
+    step: Step, saves: Sequence[Survey], earlier: Sequence[Step], options: ReadOptions
+) -> str | None:
+    """Return what in a step is of one of the ``earlier`` ones, though not all of it; else None.
+
+    ``saves`` are the step's checkpoints. Raises NoAnswer.
+    """
+    named = {within(each.path, step.path): each for each in saves if each.path in step}
+    for before in reversed(earlier[-_BEFORE:]):
+        for part in (part for part in before.parts if part in before):
+            save = named.get(within(part, before.path))
+            was = survey_readable(part, options) if save else None
+            both = (save, was, before.path.name) if save and was else None
+            why = both and (_restarted(*both) or _mixed_with(*both))
+            if why is not None:
+                return why
+    return None
+
+
+def _restarted(save: Survey, was: Survey, name: str) -> str | None:
+    """Return which scheduler of accelerate has not stepped, unlike one that did at each step."""
+    values, before = ({n: e.value for n, e in _values(each)} for each in (save, was))
+    for count in filter(_COUNT.fullmatch, values):
+        steps = number_in(before, count) or 0
+        if values[count] == 0 < steps and 0 < _taken(was) <= steps and _taken(was) < _taken(save):
+            message = f"{count} is 0, but {steps:,} in {name}, after which the optimizer has taken"
+            return f"{message} more steps: the learning rate would begin again"
+    return None
+
+
+def _values(save: Survey) -> Iterable[tuple[str, ObjectEntry]]:
+    return save.catalog.objects.items() if save.catalog else ()
+
+
+def _taken(save: Survey) -> float:
+    """Return how many steps an optimizer has taken; 0 if it does not count them."""
+    counters, catalog = StepCounters(), save.catalog
+    with suppress(CkptoolError):  # said by the check of the save by itself
+        numbers = {n: e for n, e in catalog.tensors.items() if e.elements == 1} if catalog else {}
+        alone = catalog.with_tensors(numbers) if catalog else None
+        opened = located(save.format, save.source, alone, lambda item: True)[0] if alone else {}
+        counters.read(opened.values(), save.source, announced=False)
+    return max(counters.taken.values(), default=0.0)
+
+
+def _mixed_with(save: Survey, was: Survey, name: str) -> str | None:
+    """Return what a save alone has of an earlier one, if that is its model or its optimizer.
+
+    Little is read, unless something is the same: the smallest matrices first, and of each what
+    precedes the first difference.
+    """
+    weights, weights_before = _matrices(save, "model"), _matrices(was, "model")
+    one, other = _optimizer_of(save), _optimizer_of(was)
+    if not one or not other or weights.looks != weights_before.looks or weights.are_averages:
+        return None
+    state, state_before = _matrices(one, "optimizer"), _matrices(other, "optimizer")
+    if state.looks != state_before.looks or not state.are_of(weights):
+        return None
+    has_weights = weights.are_those_of(weights_before)
+    has_state = state.are_those_of(state_before)
+    is_moving = min(_rate_of(one), _rate_of(other)) >= state.visible_rate
+    if has_weights and not has_state and is_moving:
+        return f"its weights are those of {name}, but not its optimizer: they are of two saves"
+    if has_state and not has_weights and not state.are_zero:
+        return f"its optimizer is that of {name}, but not its weights: they are of two saves"
+    return None
+
+
+class _Matrices(Struct, frozen=True):
+    """Matrices of a save, by their names."""
+
+    entries: Mapping[str, TensorEntry]
+    save: Survey
+
+    @property
+    def looks(self) -> Mapping[str, object]:
+        """Their shapes and types."""
+        return {name: (each.shape, each.source_dtype) for name, each in self.entries.items()}
+
+    @property
+    def are_averages(self) -> bool:
+        """Return whether the name of a file or of the folder says that they move otherwise."""
+        files = {chunk.at.file for entry in self.entries.values() for chunk in entry.chunks}
+        return any(map(AVERAGE.search, (posixpath.basename(self.save.source.root), *files)))
+
+    @property
+    def visible_rate(self) -> float:
+        """Return the least learning rate with which this state's steps are seen in weights."""
+        is_scaled = any(StateName.of(name).kind in _SQUARES for name in self.entries)
+        return _VISIBLE if is_scaled else _VISIBLE_OF_GRADIENTS
+
+    @property
+    def are_zero(self) -> bool:
+        from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
+
+        opened = map(self._opened, self.entries)
+        return not any(largest_sizes(filter(None, opened), self.save.source).values())
+
+    def are_of(self, weights: _Matrices) -> bool:
+        """Return whether they may be the state of a model's parameters, or most of them."""
+        shapes = {entry.shape for entry in weights.entries.values()}
+        own = [entry.shape for entry in self.entries.values()]
+        return shapes.issuperset(own) and 2 * len(own) >= len(weights.entries) > 0
+
+    def are_those_of(self, other: _Matrices) -> bool:
+        """Return whether all are bit for bit those of another save, which has the same names."""
+        from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
+
+        for name in sorted(self.entries, key=lambda name: self.entries[name].elements):
+            one, was = self._opened(name), other._opened(name)
+            sources = self.save.source, other.save.source
+            if one is None or was is None or not are_equal(one, was, *sources):
+                return False
+        return True
+
+    def _opened(self, name: str) -> TensorEntry | None:
+        """Return a matrix with its containers opened, None if they cannot be."""
+        if self.save.catalog is None:
+            return None
+        with suppress(CkptoolError):  # said by the check of the save by itself
+            alone = self.save.catalog.with_tensors({name: self.entries[name]})
+            return located(self.save.format, self.save.source, alone, lambda item: True)[0][name]
+        return None
+
+
+def _matrices(save: Survey, part: str) -> _Matrices:
+    entries = save.catalog.tensors.items() if save.catalog else ()
+    own = {n: e for n, e in entries if is_matrix(e.shape) and state_category(e) == part}
+    return _Matrices(own, save)
+
+
+def _optimizer_of(model: Survey) -> Survey | None:
+    """Return the save that has the optimizer of a model's: its own, or that of a file beside it."""
+    if model.catalog is None:
+        return None
+    beside = trainer_optimizer(model.source.files, model.catalog.files)
+    return survey_readable(model.path / beside, ReadOptions("torch-save")) if beside else model
+
+
+def _rate_of(optimizer: Survey) -> float:
+    """Return the largest learning rate of an optimizer, 0 if it has none that is a number."""
+    rates = (entry.value for name, entry in _values(optimizer) if _RATE.fullmatch(name))
+    return max((rate for rate in rates if isinstance(rate, float)), default=0.0)

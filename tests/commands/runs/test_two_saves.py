@@ -1,0 +1,118 @@
+"""Steps that have weights, an optimizer or a scheduler of an earlier step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prune_runs import fates, pruned
+from safetensors.torch import save_file
+from torch.optim import lr_scheduler as schedules
+
+import ckptool
+
+
+def train(
+    run: Path,
+    *,
+    frozen: bool = False,
+    learns: bool = True,
+    rate: float = 1e-3,
+    decays: bool = False,
+    made: Any = torch.optim.AdamW,
+    file: str = "optimizer.bin",
+    **options: Any,
+) -> Path:
+    """Train for eight steps, and save every other one as accelerate or transformers do.
+
+    If it is ``frozen``, an adapter is trained that is not saved; no ``learns``, no step is taken.
+    """
+    torch.manual_seed(0)
+    weights = {f"l.{n}.weight": torch.nn.Parameter(torch.randn(16, 8)) for n in range(3)}
+    trained = [torch.nn.Parameter(torch.randn(2, 8))] if frozen else [*weights.values()]
+    optimizer = made(trained, lr=rate, **options)
+    scheduler = schedules.LambdaLR(optimizer, lambda at: max(0.0, 1 - at / 3) if decays else 1.0)
+    for step in range(1, 9):
+        for weight in trained:
+            weight.grad = torch.randn_like(weight) * 1e-3
+        if learns:
+            optimizer.step()
+        scheduler.step()
+        if step % 2 == 0:
+            (folder := run / f"checkpoint-{step}").mkdir(parents=True)
+            tensors = {name: weight.detach() for name, weight in weights.items()}
+            save_file(tensors, folder / "model.safetensors")
+            torch.save(optimizer.state_dict(), folder / file)
+            if file.endswith("bin"):
+                torch.save(scheduler.state_dict(), folder / "scheduler.bin")
+                torch.save({"step": 0}, folder / "random_states_0.pkl")
+    return run
+
+
+def reasons(run: Path, **options: Any) -> dict[str, str]:
+    steps = ckptool.verify_run(run, every=True, **options).steps
+    return {step.path.name: reason for step in steps for reason in step.reasons}
+
+
+@pytest.mark.parametrize("file", ["optimizer.bin", "optimizer.pt"])
+@pytest.mark.parametrize("old", [2, 6])
+def test_files_of_an_earlier_step(file: str, old: int, tmp_path: Path) -> None:
+    run = train(tmp_path, file=file)
+    assert reasons(run) == {}
+    shutil.copy(run / f"checkpoint-{old}" / file, run / "checkpoint-8")
+    why = f"counts-differ: its optimizer is that of checkpoint-{old}, but not its weights: they are"
+    assert reasons(run)["checkpoint-8"].startswith(why)
+    assert reasons(run, ignore=("counts-differ",)) == {}
+    shutil.copy(run / f"checkpoint-{old}/model.safetensors", run / "checkpoint-8")
+    assert reasons(run) == {}  # nothing was trained in between
+    shutil.copy(run / "checkpoint-4/model.safetensors", run / "checkpoint-6")
+    why = "counts-differ: its weights are those of checkpoint-4, but not its optimizer"
+    assert reasons(run)["checkpoint-6"].startswith(why)
+    assert fates(pruned(run, keep_last=2))["checkpoint-6"] == "leave"
+
+
+def test_a_scheduler_that_has_not_stepped(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    path = run / "checkpoint-8/scheduler.bin"
+    torch.save(torch.load(path) | {"last_epoch": 0, "_step_count": 1}, path)
+    assert reasons(run) == {
+        "checkpoint-8": "counts-differ: scheduler.last_epoch is 0, but 6 in checkpoint-6, after"
+        " which the optimizer has taken more steps: the learning rate would begin again (--ignore"
+        " counts-differ counts it as good)"
+    }
+    for step in (2, 4, 6):  # it counts epochs
+        path = run / f"checkpoint-{step}/scheduler.bin"
+        torch.save(torch.load(path) | {"last_epoch": step // 2}, path)
+    assert reasons(run) == {}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({"frozen": True}, id="an adapter is trained"),
+        pytest.param({"rate": 0.0}, id="a rate of zero"),
+        pytest.param({"rate": 1e-9}, id="a rate too small to be seen"),
+        pytest.param({"decays": True}, id="a rate that ends at zero"),
+        pytest.param({"learns": False}, id="no step"),
+        pytest.param({"made": torch.optim.SGD}, id="no state"),
+        pytest.param(
+            {"made": torch.optim.SGD, "momentum": 0.9, "rate": 1e-6}, id="SGD of a small rate"
+        ),
+        pytest.param({"made": torch.optim.Adafactor, "rate": 1e-2}, id="Adafactor"),
+    ],
+)
+def test_what_stands_still(how: dict[str, Any], tmp_path: Path) -> None:
+    assert reasons(train(tmp_path, **how)) == {}
+
+
+def test_an_average_begins_later(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    for step in (2, 4, 6, 8):
+        folder = run / f"checkpoint-{step}"
+        average = run / f"ema-{step}"
+        shutil.copytree(folder, average)
+        shutil.copy(run / "checkpoint-2/model.safetensors", average)
+    assert reasons(run) == {}
