@@ -15,7 +15,7 @@ from ckptool.core.layout import tiles
 from ckptool.engine.formulas.doubles import SINGLE, as_floats, from_doubles
 from ckptool.engine.read.gather import unit
 from ckptool.engine.read.numbers import Array
-from ckptool.engine.read.rounding import cast_few, pieces
+from ckptool.engine.read.rounding import cast_few, may_have_lost, pieces
 
 _MOST = 4 << 20
 """Bytes that are read at a time of all tensors together."""
@@ -43,30 +43,23 @@ class WeightedSum(Struct, frozen=True):
     def __call__(self, gather: Gather, at: Computed, box: Box, dtype: DType) -> Array:
         """Compute a box of the sum, as bits of a type, a part of it at a time."""
         result: Array = np.empty(box.volume, unit(dtype.itemsize))
-        done, numbers = 0, result.view(f"u{dtype.part.itemsize}")
+        left = result.view(f"u{dtype.part.itemsize}")
         for part in tiles(box, sum(entry.source_dtype.itemsize for entry in at.stored), _MOST):
-            made = self._sums(
-                [_numbers_of(entry, gather(entry, part)) for entry in at.stored], dtype.part
-            )
-            numbers[done : done + made.size] = made
-            done += made.size
+            terms = [_numbers_of(entry, gather(entry, part)) for entry in at.stored]
+            made, left = np.split(left, [terms[0][0].size])
+            for piece in pieces(made.size):
+                few = [(bits[piece], stored) for bits, stored in terms]
+                self._sum(few, made[piece], dtype.part)
         return result
 
-    def _sums(self, terms: Terms, wanted: DType) -> Array:
-        """Return the sums of numbers, of few at a time."""
-        made: Array = np.empty(terms[0][0].size, f"u{wanted.itemsize}")
-        for piece in pieces(made.size):
-            made[piece] = self._sum([(bits[piece], stored) for bits, stored in terms], wanted)
-        return made
-
-    def _sum(self, terms: Terms, wanted: DType) -> Array:
-        """Return the sum of some numbers, cast once."""
+    def _sum(self, terms: Terms, made: Array, wanted: DType) -> None:
+        """Fill an array with the sum of some numbers, cast once."""
         with np.errstate(all="ignore"):  # what is not finite stays so
             if self._is_rounded_once and all(t.itemsize <= 4 for t in (wanted, *_types(terms))):
-                singles = self._total(terms, "f4")
-                if np.isfinite(singles.max() - singles.min()):
-                    return cast_few(singles.view("u4"), SINGLE, wanted)
-            return from_doubles(self._total(terms, "f8"), wanted)
+                made[...] = cast_few(self._total(terms, "f4").view("u4"), SINGLE, wanted)
+                if not may_have_lost(made, wanted):
+                    return
+            made[...] = from_doubles(self._total(terms, "f8"), wanted)
 
     @property
     def _is_rounded_once(self) -> bool:
@@ -86,7 +79,7 @@ class WeightedSum(Struct, frozen=True):
             term = as_floats(bits, stored).astype(kind, copy=False)
             term = term if weight == 1 else term * weight
             # the first is not added to zeros: its own keep their sign
-            total = total + term if number else term
+            total = np.add(total, term, out=total if number > 1 else None) if number else term
         if frexp(self.divisor)[0] == 0.5:
             return total if self.divisor == 1 else total * (1 / self.divisor)  # exact, and faster
         return total / self.divisor
