@@ -16,8 +16,7 @@ from ckptool.engine.formulas.doubles import as_doubles, from_doubles
 from ckptool.engine.formulas.products import Factor, multiply, split
 from ckptool.engine.read.numbers import Array
 
-_CELL = 256
-"""Columns of a cell, of which each is one multiplication of matrices."""
+_FEWEST_COLUMNS, _MOST_COLUMNS = 32, 256
 _MOST_ROWS = 64
 _ONE_THREAD = 1 << 18
 """Multiplications up to which OpenBLAS uses one thread, whatever the machine."""
@@ -132,14 +131,25 @@ def magnitude_reads(at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]
     yield at.stored[3], Box((box.lo[0],), (box.hi[0],))
 
 
+def columns_of_cell(rank: int) -> int:
+    """Return the columns of a cell, of which each is one multiplication of matrices.
+
+    A high rank leaves fewer columns, and fewer rows: for two rows BLAS would read all of A's
+    columns, of 256 more than the processor's cache has.
+    """
+    most = max(1, _ONE_THREAD // (_FEWEST_COLUMNS * rank))
+    return max(_FEWEST_COLUMNS, min(1 << (most.bit_length() - 1), _MOST_COLUMNS))
+
+
 def rows_of_cell(rank: int) -> int:
-    """Return the rows of a cell, fewer the more numbers each is the sum of."""
-    return max(1, min(_MOST_ROWS, _ONE_THREAD // (_CELL * rank)))
+    """Return the rows of a cell, as many as one thread multiplies."""
+    return max(1, min(_MOST_ROWS, _ONE_THREAD // (columns_of_cell(rank) * rank)))
 
 
 def columns_of_band(rank: int) -> int:
     """Return the columns of a band, whole cells: fewer the more rows of A it has."""
-    return max(1, min(_PART // rows_of_cell(rank), _BAND // rank) // _CELL) * _CELL
+    cell = columns_of_cell(rank)
+    return max(1, min(_PART // rows_of_cell(rank), _BAND // rank) // cell) * cell
 
 
 def _products(
@@ -149,7 +159,7 @@ def _products(
     factor = split if is_exact else _whole
     weight, left, right = at.stored[:3]
     rank, (most_rows, most_columns) = left.shape[-1], weight.shape[-2:]
-    height, width = rows_of_cell(rank), columns_of_band(rank)
+    height, cell, width = rows_of_cell(rank), columns_of_cell(rank), columns_of_band(rank)
     top, bottom = _aligned(box.lo[-2], box.hi[-2], height, most_rows)
 
     def rows_of(first: int, last: int) -> Array:
@@ -162,13 +172,13 @@ def _products(
         stop = min(start + width, most_columns)
         columns, own_columns = _common(start, stop, box.lo[-1], box.hi[-1])
         bits = gather(right, _within(outer, (0, start), (rank, stop))).reshape(rank, stop - start)
-        of_cells = factor(_in_cells(as_doubles(bits, right.source_dtype)), 1)
-        most = height if is_exact else _PART // max(len(of_cells.high) * _CELL, rank)
+        of_cells = factor(_in_cells(as_doubles(bits, right.source_dtype), cell), 1)
+        most = height if is_exact else _PART // max(len(of_cells.high) * cell, rank)
         for row, count in _rows_at_once(top, bottom, height, most):
             of_rows = rows_of(row, row + count) if of_box is None else of_box[row - top :][:count]
             of_blocks = as_doubles(of_rows, left.source_dtype)
             blocks = of_blocks.reshape(-1, min(count, height), rank)
-            product = np.empty((*blocks.shape[:2], len(of_cells.high), _CELL))
+            product = np.empty((*blocks.shape[:2], len(of_cells.high), cell))
             multiply(factor(blocks, 2), of_cells, np.moveaxis(product, 2, 0))
             rows, own_rows = _common(row, row + count, box.lo[-2], box.hi[-2])
             yield (own_rows, own_columns), product.reshape(count, -1)[rows, columns]
@@ -186,13 +196,13 @@ def _rows_at_once(top: int, bottom: int, height: int, most: int) -> Iterator[tup
         yield whole, bottom - whole
 
 
-def _in_cells(columns: Array) -> Array:
+def _in_cells(columns: Array, width: int) -> Array:
     """Return columns by cells, of which the last may be filled up with zeros."""
     rank, count = columns.shape
-    cells = -(-count // _CELL)
-    filled = np.zeros((rank, cells * _CELL))
+    cells = -(-count // width)
+    filled = np.zeros((rank, cells * width))
     filled[:, :count] = columns
-    return np.ascontiguousarray(filled.reshape(rank, cells, _CELL).swapaxes(0, 1))
+    return np.ascontiguousarray(filled.reshape(rank, cells, width).swapaxes(0, 1))
 
 
 def _whole(matrix: Array, rank_dim: int) -> Factor:

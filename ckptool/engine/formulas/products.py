@@ -15,6 +15,8 @@ from ckptool.engine.read.numbers import Array
 
 _FRACTION = 53
 """Bits of a double."""
+_FEW = 1 << 14
+"""Numbers of products that are added up at a time, in the processor's cache."""
 _LEAST_EXPONENT = -900
 """Parts of numbers so small are zero."""
 
@@ -52,14 +54,16 @@ def multiply(left: Factor, right: Factor, products: Array) -> None:
     if left.low is None or right.low is None:
         np.matmul(left.whole, right.whole[:, None], out=products)
         return
-    for high, low, product in zip(right.high, right.low, products, strict=True):
+    step = max(1, _FEW // products[0].size)
+    for first in range(0, len(products), step):
+        high, low = (part[first : first + step, None] for part in (right.high, right.low))
         total = left.high @ high
         total += 0.0  # the sign of a zero would be that of some order
         middle = left.high @ low
         middle += left.low @ high  # a sum of so many bits is exact, too
         total += middle
         total += left.low @ low
-        product[...] = total
+        products[first : first + step] = total
 
 
 def _rounded(numbers: Array, exponents: Array) -> Array:

@@ -16,6 +16,8 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.engine.formulas.low_rank import (
     LowRank,
     Magnitudes,
+    columns_of_band,
+    columns_of_cell,
     low_rank_reads,
     magnitude_reads,
     rows_of_cell,
@@ -69,6 +71,7 @@ def lora(shape: tuple[int, ...], rank: int, dtype: torch.dtype) -> Stored:
 
 
 SHAPES = [((300, 2100), 3), ((40, 4500), 200), ((3, 130, 300), 17), ((1, 1), 1), ((130, 1), 64)]
+SHAPES += [((50, 700), 600)]
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -164,9 +167,12 @@ def test_what_is_not_finite_stays_so() -> None:
     assert np.array_equal(found.box(Box.whole((2, 2)), "float32"), bits(weight))
 
 
-def test_a_cell_is_multiplied_by_one_thread() -> None:
-    for rank in (1, 16, 64, 256, 1024):
-        assert rows_of_cell(rank) * 256 * rank <= 1 << 18 or rows_of_cell(rank) == 1
+def test_a_cell_is_multiplied_by_one_thread_and_no_strip() -> None:
+    for rank in (1, 3, 16, 17, 64, 200, 512, 1024, 9000, 20000):
+        rows, columns = rows_of_cell(rank), columns_of_cell(rank)
+        assert rows * columns * rank <= 1 << 18 or rows == 1
+        assert 5 * rows >= columns or rank > 1024
+        assert columns_of_band(rank) % columns == 0
 
 
 def draw_box(shape: tuple[int, ...], data: st.DataObject) -> Box:
