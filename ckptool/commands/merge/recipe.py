@@ -218,7 +218,15 @@ def _added(sources: Sequence[Location], options: ExpressionOptions) -> tuple[Ter
             hint="--onto BASE names what they are added to",
         )
     signed = ((options.onto, 1.0), (options.add, options.scale), (options.minus, -options.scale))
-    return tuple(Term(place, weight) for place, weight in signed if place is not None)
+    terms = tuple(Term(place, weight) for place, weight in signed if place is not None)
+    if len(terms) == 1 and (options.minus is not None or options.scale == 1):
+        way, what = ("--add", "added to") if options.minus is None else ("--minus", "taken from")
+        raise UsageError(
+            f"{way} {terms[0].place}: {what} nothing",
+            hint=f"ckptool merge OUT --onto BASE {way} {terms[0].place}; of two checkpoints,"
+            " --add A --minus B is the difference",
+        )
+    return terms
 
 
 def _base_of(sources: Sequence[Location], options: ExpressionOptions) -> Term:
