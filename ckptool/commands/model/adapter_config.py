@@ -8,6 +8,7 @@ named.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from math import isfinite
@@ -47,9 +48,9 @@ class _Matrix(Struct, frozen=True):
 
 
 def method_of(config: Record) -> str:
-    """Return the method of an adapter: ``LORA``, if the config names none."""
+    """Return the method of an adapter: ``LORA`` without one; as JSON what is no name."""
     method = config.get("peft_type", _LORA)
-    return method if isinstance(method, str) else _LORA
+    return method if isinstance(method, str) else json.dumps(method)
 
 
 def is_of_lora(name: str) -> bool:
@@ -61,6 +62,9 @@ def adapter_problems(
     config: Record, tensors: Mapping[str, TensorEntry], place: str = ADAPTER_CONFIG
 ) -> Iterator[Problem]:
     """Yield where an adapter's config, read from ``place``, contradicts the tensors."""
+    if not isinstance(config.get("peft_type", _LORA), str):
+        message = f"{place} says peft_type {method_of(config)}, which is no method's name"
+        yield Problem(message, "config-mismatch", file=place)
     is_adaptive = method_of(config) == _ADAPTIVE
     empty = [name for name, entry in tensors.items() if not entry.elements]
     empty = [name for name in empty if not is_adaptive or len(tensors[name].shape) == 1]

@@ -95,6 +95,8 @@ def test_what_peft_saves_is_sound(
         ({"use_dora": True}, SOUND, "says use_dora, but no tensor is a magnitude"),
         ({"use_dora": False}, SOUND | {f"{LAYER}.q.lora_magnitude_vector": torch.ones(3)},
          "does not say use_dora"),
+        ({"peft_type": None}, SOUND, "says peft_type null, which is no method's name"),
+        ({"peft_type": 3}, SOUND, "says peft_type 3, which is no method's name"),
         ({"r": "8"}, SOUND, "says r '8', which is no rank"),
         ({"rank_pattern": {"q_proj": [1]}}, SOUND, r"says q_proj \[1\], which is no rank"),
         ({"rank_pattern": {"q.*": None}}, SOUND, r"says q\.\* None, which is no rank"),
