@@ -142,7 +142,9 @@ def open_merged(
             require_apart(operand.opened, target)
     computation = compute(recipe, operands, rewriting.map.assets)
     opened, rewritten = _as_one(operands, computation, rewriting)
-    sources = {operand.label: place for place, operand in operands.items()}
+    sources = dict[str, Location]()
+    for place, operand in operands.items():
+        sources.setdefault(operand.label, place)
     weights = [operands[term.place] for term in recipe.terms]
     weights += [operands[each.place] for each in recipe.takes]
     matched = selected(_names_in(weights), rewriting.selection)

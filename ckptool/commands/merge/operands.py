@@ -45,23 +45,29 @@ def open_operands(
 ) -> dict[Location, Operand]:
     """Open every checkpoint, rewritten in the same way, but not cast: that is for the result.
 
-    An adapter and deltas, which are no weights, are opened as they are. Raises UsageError for a
-    pattern that means nothing in any of them, Unsupported if none has quantized tensors to
-    dequantize.
+    An adapter and deltas, which are no weights, are opened as they are. Weights that two places
+    lead to, as a folder and its file, are one operand. Raises UsageError for a pattern that means
+    nothing in any of them, Unsupported if none has quantized tensors to dequantize.
     """
     alike = Rewriter(replace(rewriting, casts=None))
     as_is = Rewriter(RewriteOptions())
     labels = _labels(recipe.places)
     operands = dict[Location, Operand]()
+    known, firsts = dict[object, Location](), dict[Location, Location]()
     for place, label in labels.items():
+        key: object = place
         if place in recipe.deltas:
-            operands[place] = _open_delta(place, label)
+            operand = _open_delta(place, label)
         elif place == recipe.lora:
-            operands[place] = _open(_adapter_file(place), label, AS_DETECTED, as_is)
+            operand = _open(_adapter_file(place), label, AS_DETECTED, as_is)
         else:
-            operands[place] = _open(place, label, read, alike)
+            operand = _open(place, label, read, alike)
+            key = operand.opened.path.resolve(), *sorted(operand.opened.catalog.files)
+        firsts[place] = known.setdefault(key, place)
+        operands.setdefault(firsts[place], operand)
     alike.require_used()
-    return _relocated(operands)
+    operands = _relocated(operands)
+    return {place: operands[first] for place, first in firsts.items()}
 
 
 def model_only(rewriting: RewriteOptions) -> RewriteOptions:
@@ -72,9 +78,8 @@ def model_only(rewriting: RewriteOptions) -> RewriteOptions:
 
 def join(operands: Mapping[Location, Operand]) -> PlacedFiles:
     """Return the files of all checkpoints as one."""
-    first, *others = operands.values()
-    sources = {operand.folder: operand.opened.source for operand in others}
-    return join_folders(first.opened.source, sources)
+    sources = {operand.folder: operand.opened.source for operand in operands.values()}
+    return join_folders(sources.pop(""), sources)
 
 
 def _open(place: Location, label: str, read: ReadOptions, rewriter: Rewriter) -> Operand:

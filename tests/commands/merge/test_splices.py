@@ -67,6 +67,28 @@ def test_a_torn_or_undeclared_quantized_tensor_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_checkpoint_is_one_whatever_place_leads_to_it(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "link").symlink_to(places["p8b"])
+    file = f"{places['p8b']}/model.safetensors"
+    for one, other in (
+        (places["p8b"], file),
+        (file, f"{tmp_path}/link"),
+        (file, f"{tmp_path}/p1/../p8b"),
+    ):
+        takes = ["--take", "model.l.weight", "FROM", one]
+        takes += ["--take", "*l.weight_scale_inv", "FROM", other]
+        code, said = run(str(tmp_path / "out"), places["p8"], *takes, "--overwrite")
+        assert code == 0, said
+    made = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(made["model.l.weight_scale_inv"], quantized(4)["model.l.weight_scale_inv"])
+    code, said = run(
+        str(tmp_path / "same"), "--average", places["p1"], f"{places['p1']}/model.safetensors"
+    )
+    assert (code, "(p1 + p1) / 2" in said) == (0, True)
+
+
 @pytest.mark.parametrize(
     ("left_out", "is_refused"),
     [
