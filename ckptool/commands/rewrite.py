@@ -242,8 +242,7 @@ def only_model(catalog: Catalog) -> Catalog:
     if not names and not any(isinstance(why, Refusal) for why in conflicts.values()):
         raise NoModel(
             "no tensors of a model, which is what --model-only keeps",
-            hint="`ckptool inspect CKPT` lists what there is; --select and --drop may leave it out;"
-            " merge keeps the model alone, or all --with-optimizer",
+            hint="`ckptool inspect CKPT` lists what there is; --select and --drop may leave it out",
         )
     model = replace(
         catalog,

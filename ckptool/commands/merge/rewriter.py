@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ckptool.commands.convert import require_some
 from ckptool.commands.open import OpenedCheckpoint, Opens
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
-from ckptool.commands.rewrite import RewriteResult, rewrite
+from ckptool.commands.rewrite import NoModel, RewriteResult, rewrite
 from ckptool.core.quantization.apply import NoneQuantized
 from ckptool.core.selection import Unmatched
 from ckptool.errors import Unsupported
@@ -36,6 +36,12 @@ class Rewriter:
         while True:
             try:
                 return rewrite(opened, options, opens=Opens.AT_ONCE, check=require_some)
+            except NoModel:
+                raise NoModel(
+                    f"{opened.path}: no tensors of a model, which is what merge keeps",
+                    hint=f"`ckptool inspect {opened.path}` lists what there is; --with-optimizer"
+                    " keeps all",
+                ) from None
             except NoneQuantized:
                 self._plain.append(str(opened.path))
                 options = replace(options, dequantize=False)

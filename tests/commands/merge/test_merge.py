@@ -210,7 +210,10 @@ def test_dry_run_says_what_each_tensor_is(places: list[str], tmp_path: Path) -> 
         (("--average", "{a}", "{less}"), "lacks 1 of 6 tensors of"),
         (("--average", "{a}", "{bent}"), "layers.0.w: [64, 33] in"),
         (("--average", "{a}", "{none}"), "no such file"),
-        (("--average", "{a}", "{b}", "--drop", "*"), "{a}: no tensors of a model, which is"),
+        (
+            ("--average", "{a}", "{b}", "--drop", "*"),
+            "{a}: no tensors of a model, which is what merge",
+        ),
     ],
 )
 def test_what_makes_no_merge_is_refused(
@@ -227,6 +230,19 @@ def test_what_makes_no_merge_is_refused(
     assert code != 0
     assert wanted.format(**names) in said
     assert not out.exists()
+
+
+def test_what_has_no_model_is_answered_with_what_the_command_has(tmp_path: Path) -> None:
+    moments = {"optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []}}
+    torch.save(moments, tmp_path / "o.pt")
+    source, target = str(tmp_path / "o.pt"), str(tmp_path / "made.pt")
+    hints = []
+    for words in (["merge", target, "--average", source, source], ["convert", source, target]):
+        is_merge = words[0] == "merge"
+        error = CliRunner().invoke(app, [*words, *([] if is_merge else ["--model-only"])]).exception
+        assert isinstance(error, CkptoolError)
+        hints.append(str(error.hint))
+    assert ["--with-optimizer" in hint for hint in hints] == [True, False]
 
 
 def test_another_vocabulary_is_answered_with_rows(places: list[str], tmp_path: Path) -> None:
