@@ -108,6 +108,7 @@ class Command(TyperCommand):
         """Parse the words of the command line; UsageError if they are wrong."""
         with answering(ctx):
             _require_values(self, args)
+            _require_once(self, args)
             return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -140,6 +141,25 @@ def _require_values(command: Any, args: Sequence[str]) -> None:
         option = flags.get(word) if word.startswith("--") else None
         if option is not None and not option.is_flag and value in flags and value.startswith("--"):
             raise UsageError(f"{word} needs a value", hint=_described(option))
+
+
+def _require_once(command: Any, args: Sequence[str]) -> None:
+    """Raise UsageError where an option of one value has two, of which typer drops the first."""
+    known = dict[str, str]()
+    once = {flag: each for each in command.params if _takes_one(each) for flag in each.opts}
+    words = args[: args.index("--")] if "--" in args else args
+    for word, following in pairwise([*words, ""]):
+        flag, equals, own = word.partition("=")
+        value = own if equals else following
+        if (option := once.get(flag)) and known.setdefault(option.name, value) != value:
+            message = f"{option.opts[0]} takes one value, not {known[option.name]} and {value}"
+            raise UsageError(message, hint=_described(option))
+
+
+def _takes_one(parameter: Any) -> bool:
+    """Return whether a parameter is an option of one value, of one word."""
+    is_option = parameter.opts[0].startswith("-")
+    return is_option and not (parameter.is_flag or parameter.multiple) and parameter.nargs == 1
 
 
 @contextmanager

@@ -32,6 +32,7 @@ WRONG_USAGES: dict[str, tuple[str, ...]] = {
         "inspect dcp_base w --rows 0:3",
         "inspect dcp_base --shards --mesh 2x4",
         "verify run --resumable",
+        "merge out.pt --onto dcp_base --add dcp_base --minus dcp_base --add dcp_fsdp2",
         "convert dcp_base out --to",
         "convert dcp_base out.pt --overwrit",
         "convert dcp_base out.pt --no-optim",
