@@ -95,17 +95,17 @@ def _print_json_error(error: CkptoolError) -> None:
 
 
 def _show_interruption(code: int, error: BaseException | None) -> int:
-    """Show what an interruption left behind, from the notes on its error and its causes."""
+    """Show what an interruption left behind, from its notes or those of one that caused it."""
     from ckptool.render.messages import show_interrupted
 
     notes: list[str] = []
     while error is not None and not notes:
-        notes = getattr(error, "__notes__", [])
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            notes = getattr(error, "__notes__", [])
         error = error.__cause__ or error.__context__
-    show_interrupted(notes if _WRITING & set(sys.argv) else ())
+    show_interrupted(notes)
     return code
 
 
 _PIPE_CLOSED = 128 + signal.SIGPIPE
-_WRITING = {"convert", "reshard"}
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)

@@ -17,6 +17,7 @@ from ckptool.cli import _run
 from ckptool.cli.process import _writes_to_sockets
 from ckptool.commands import detect as detect_checkpoint
 from ckptool.engine.ranks import Launch, read_launch
+from ckptool.engine.write.stage import Stage
 from ckptool.errors import UsageError
 
 DCP = Path(__file__).parents[2] / "fixtures" / "dcp_base" / "ckpt"
@@ -95,6 +96,25 @@ def test_no_error_ends_in_a_traceback(
     assert all(line.startswith(("error: ", "hint: ")) for line in told.err.splitlines())
     assert ("--debug" in told.err) == (code == 70)
     assert json.loads(told.out)["exit_code"] == code
+
+
+@pytest.mark.parametrize(
+    "words", [["convert", str(DCP), "o.pt"], ["merge", "o.pt", "--average", str(DCP), str(DCP)]]
+)
+def test_an_interruption_says_what_continues(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(self: Stage) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stage, "commit", interrupt)
+    monkeypatch.setattr(sys, "argv", ["ckptool", *words])
+    monkeypatch.chdir(tmp_path)
+    assert _run() == 130
+    assert "with --resume continues" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback_too(
