@@ -12,7 +12,6 @@ made of them; whatever does not match is left to the opcodes.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -58,7 +57,10 @@ _MOST_EQUAL = 1 << 8
 _LONGEST_WAIT = 63
 _FAR = 1 << 22
 _WORTH_NUMPY = 1 << 11
-"""So many rows within so many bytes are worth importing numpy."""
+"""So many rows within so many bytes are read as columns, which needs numpy.
+
+Also if it is there: else a plan is another in a program that has imported it.
+"""
 _KEY = 5
 """Bytes that identify a class: LONG_BINGET and its number, or BINGET's with EMPTY_TUPLE, NEWOBJ."""
 _SHORT, _TUPLE, _SHORT_TEXT = ord("h"), ord("t"), 0x8C
@@ -127,9 +129,8 @@ class InstanceReader:
         if not classes:
             return None
         start = classes[0].reference + row_reader.BEGIN
-        fewest = row_reader.LEAST if "numpy" in sys.modules else _WORTH_NUMPY
         found = None
-        if self._row_reader or self._data.count(start, pos, pos + _FAR) >= fewest:
+        if self._row_reader or self._data.count(start, pos, pos + _FAR) >= _WORTH_NUMPY:
             self._row_reader = self._row_reader or RowReader(self._data, self._memo)
             found = self._row_reader.read(pos, frame_end, classes)
         self._attempts = 0

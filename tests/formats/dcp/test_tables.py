@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from ckptool.formats.dcp import FORMAT
 from ckptool.formats.dcp.metadata import parse
 from ckptool.formats.dcp.write import lay_out
 from ckptool.formats.writing import WriterAssignment
-from ckptool.serialization.pickle import builder, machine, records, row_reader
+from ckptool.serialization.pickle import builder, instances, machine, records, row_reader
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.storage.local import LocalSource
 
@@ -38,6 +39,13 @@ CHANGES = [
     "item lost", "item twice", "item of another name", "chunk lost", "chunk twice", "chunk moved",
     "of other dims", "packed", "overlapping", "outside the file", "file missing", "negative",
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_rows_too() -> Iterator[None]:
+    """Read rows as columns however few they are."""
+    with mock.patch.object(instances, "_WORTH_NUMPY", 0):
+        yield
 
 
 def make(shapes: list[tuple[int, ...]], ranks: int, changes: list[Change]) -> bytes:

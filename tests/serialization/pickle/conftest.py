@@ -7,11 +7,14 @@ from unittest import mock
 
 import pytest
 
-from ckptool.serialization.pickle import machine
+from ckptool.serialization.pickle import instances, machine
 
 
 @pytest.fixture(autouse=True, scope="package")
 def small_pickles_too() -> Iterator[None]:
-    """Search for instances in any pickle, however small."""
-    with mock.patch.object(machine, "_LEAST_REPEATED", 0):
+    """Search for instances in any pickle, however small, and for rows, however few."""
+    with (
+        mock.patch.object(machine, "_LEAST_REPEATED", 0),
+        mock.patch.object(instances, "_WORTH_NUMPY", 0),
+    ):
         yield
