@@ -63,7 +63,7 @@ class PlannedPiece(Struct, frozen=True):
         return len(self.data)
 
 
-class PlanReader:
+class PlanReader(TensorReader):
     """Reads tiles of a plan for one thread.
 
     Tiles of straight runs of bytes are read piece by piece; those of a band are cut from it, others
@@ -72,11 +72,8 @@ class PlanReader:
     """
 
     def __init__(self, source: Files, records: RecordCheck, sums: ReadSums | None = None) -> None:
-        self._source = source
+        super().__init__(source, records.note, sums, None if sums is None else RangeCheck())
         self._records = records
-        self._sums = sums
-        self._beyond = None if sums is None else RangeCheck()
-        self._bytes = TensorReader(source, records.note, sums, self._beyond)
         self._tile = memoryview(b"")
 
     def pieces(self, tiles: Sequence[Tile]) -> Iterator[PlannedPiece]:
@@ -110,13 +107,13 @@ class PlanReader:
         from ckptool.engine.read.gather import cut
 
         entry = tiles[0].entry
-        found = self._bytes.elements.find(entry, band)
+        found = self.elements.find(entry, band)
         if sum(each.box.volume for each in found) != band.volume:
             raise Damaged(f"{entry.name}: {band} is not covered")
         values = self._gather(entry, band.shape, found)
         self._note_made(entry, [(band, values)])
         for tile in tiles:
-            yield tile, cut(values, tile, self._memory(tile.nbytes))
+            yield tile, cut(values, tile, self._tile_memory(tile.nbytes))
 
     def _small(self, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, memoryview]]:
         """Read small tensors, and cut tiles from each, each valid until the next.
@@ -132,7 +129,7 @@ class PlanReader:
                 others.append(some)
             else:
                 straight.append((some, rows))
-        read = iter(self._bytes.read_close(row[:3] for _, rows in straight for row in rows))
+        read = iter(self.read_close(row[:3] for _, rows in straight for row in rows))
         alike = dict[object, list[tuple[list[Tile], memoryview]]]()
         for some, rows in straight:
             entry, parts = some[0].entry, [*islice(read, len(rows))]
@@ -146,15 +143,11 @@ class PlanReader:
         for some in others:
             yield from self._cut(some, Box.whole(some[0].entry.shape))
 
-    def _memory(self, nbytes: int) -> memoryview:
+    def _tile_memory(self, nbytes: int) -> memoryview:
         """Return memory for a tile, which the next call may return again."""
         if nbytes > len(self._tile):
             self._tile = memoryview(bytearray(nbytes))
         return self._tile
-
-    def close(self) -> None:
-        """Close all files."""
-        self._bytes.close()
 
     def _touch(self, entry: TensorEntry, found: Iterable[Overlap]) -> None:
         """Note the records of what chunks of a tensor, which are open, have of something."""
@@ -164,11 +157,11 @@ class PlanReader:
     def _copy(self, tile: Tile, segment: Segment) -> Iterator[PlannedPiece]:
         """Read a segment in pieces that fit the processor's cache."""
         file, offset, nbytes, record, skip = segment
-        most = min(self._source.policy.piece, self._source.policy.tile)
+        most = min(self.policy.piece, self.policy.tile)
         step = -(-nbytes // (-(-nbytes // most) or 1)) or 1
         total, step = 0, -(-step // _WIDEST) * _WIDEST  # no element is cut in two
         for done in range(0, nbytes, step):
-            data = self._bytes.read(file, offset + done, min(step, nbytes - done))
+            data = self.read(file, offset + done, min(step, nbytes - done))
             crc = crc32(data)
             total = crc32_combine(total, crc, len(data)) if done else crc
             yield PlannedPiece(tile, skip + done, data, crc)
@@ -192,9 +185,9 @@ class PlanReader:
 
         self._touch(entry, found)
         stored = entry.source_dtype
-        values = array(shape, stored, self._bytes.memory(math.prod(shape) * stored.itemsize))
-        self._bytes.elements.fill(values, entry, found)
-        return self._bytes.elements.convert(entry, values)
+        values = array(shape, stored, self.memory(math.prod(shape) * stored.itemsize))
+        self.elements.fill(values, entry, found)
+        return self.elements.convert(entry, values)
 
     def _note_made(self, entry: TensorEntry, boxes: Iterable[tuple[Box, Array]]) -> None:
         """Note boxes of a tensor that is cast or computed, as they are to be written."""

@@ -9,8 +9,6 @@ from itertools import chain, groupby, zip_longest
 from operator import attrgetter
 from pathlib import Path
 
-from msgspec import Struct
-
 from ckptool.core.casts import is_in_order
 from ckptool.core.catalog import Computed, TensorEntry
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
@@ -31,9 +29,10 @@ from ckptool.engine.write.journal import Journal, find_finished
 from ckptool.engine.write.output import (
     WRITE,
     OutputFiles,
+    SmallRun,
     UnfinishedFile,
-    WrittenRun,
     apply_patches,
+    small_runs,
     write_at,
 )
 from ckptool.engine.write.work import RunOptions, Work
@@ -62,7 +61,8 @@ def run(work: Work, folder: Path, journal: Journal | None = None) -> None:
     work.source.keep(fetched_ahead(work.source, work.options))
     finished = [] if journal is None else find_finished(work, folder, journal)
     todo = [number for number in work.numbers if number not in finished]
-    _PlanWriter(work, folder).write(todo, finished, journal)
+    work.progress.add(sum(work.plan.layout.files[number].nbytes for number in finished))
+    _PlanWriter(work, folder, journal, work.check_records(finished)).write(todo)
 
 
 def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool = True) -> int:
@@ -100,31 +100,43 @@ def workers_within_budget(plan: Plan, options: RunOptions, *sources: Files) -> i
 
 
 class _PlanWriter:
-    """One run of a plan: the files that are still to be written, and the state of each."""
+    """One run of a plan: the files that are still to be written, and the state of each.
 
-    def __init__(self, work: Work, folder: Path) -> None:
+    Its threads read tiles of ``sides``, the source, and write them.
+    """
+
+    def __init__(
+        self, work: Work, folder: Path, journal: Journal | None, records: RecordCheck
+    ) -> None:
         self._work = work
         self._plan = work.plan
         self._files = work.plan.layout.files
         self._source = work.source
         self._folder = folder
+        self._journal = journal
+        self._records = records
         self._fsync = work.options.fsync
-        self._output = OutputFiles(folder, self._files, self._note, synced=self._fsync)
+        self._output = OutputFiles(folder, synced=self._fsync)
         self._progress = work.progress
         self._lock = threading.Lock()
         self._unfinished: dict[int, UnfinishedFile] = {}
 
-    def write(self, todo: Sequence[int], finished: Sequence[int], journal: Journal | None) -> None:
-        """Write the files ``todo``; the sources of the ``finished`` ones are checked again."""
-        self._journal = journal
+    @property
+    def sides(self) -> tuple[Files]:
+        """The files that are read."""
+        return (self._source,)
+
+    def reader(self) -> PlanReader:
+        """Return the reader for one thread."""
+        return _WritingReader(self._source, self._records, self._work.sums, self._output)
+
+    def write(self, todo: Sequence[int]) -> None:
+        """Write the files ``todo``."""
         workers = workers_within_budget(self._plan, self._work.options, self._source)
-        records = self._work.check_records(finished)
-        self._progress.add(sum(self._files[number].nbytes for number in finished))
         jobs = map(plan_job, self._write_jobs(todo))
-        tiles = _PlanTiles(self._source, records, self._work.sums, self._output)
-        read_tiles(tiles, jobs, self._write_tiles, workers, self._progress)
-        records.read_unseen(self._source, workers)
-        require_intact(records.problems())
+        read_tiles(self, jobs, self._write_tiles, workers, self._progress)
+        self._records.read_unseen(self._source, workers)
+        require_intact(self._records.problems())
         for number in [number for number, file in self._unfinished.items() if not file.left]:
             self._finish(number)
 
@@ -168,11 +180,10 @@ class _PlanWriter:
             allocate(stream.fileno(), file.nbytes)
 
     def _write_tiles(self, tiles: Sequence[Tile], read: Iterator[PlannedPiece]) -> None:
-        """Write the pieces of some tiles as they are read; small parts a little later."""
+        """Write the pieces of some tiles as they are read; of small ones those that adjoin."""
         if are_small(tiles):
-            for piece in read:
-                parts = self._unfinished[piece.tile.file].parts
-                self._output.add(piece.tile, parts, piece.data, piece.crc)
+            for run in small_runs(read, self._unfinished):
+                self._write_small(run)
             return
         done = []
         for tile, pieces in groupby(read, _TILE_OF):
@@ -188,13 +199,12 @@ class _PlanWriter:
         self._output.write(self._files[tile.file].path, tile.offset + piece.skip, piece.data)
         return piece.skip, piece.nbytes, piece.crc
 
-    def _note(self, run: WrittenRun) -> None:
-        """Note a run of small parts that was written."""
-        file = self._unfinished[run.file]
+    def _write_small(self, run: SmallRun) -> None:
+        self._output.write(self._files[run.file].path, run.start, memoryview(run.data))
         with self._lock:
-            file.crcs.update(run.crcs)
+            self._unfinished[run.file].crcs.update(run.crcs)
         self._progress.add(run.literals)
-        self._count(run.file, run.tensors)
+        self._count(run.file, len(run.data) - run.literals)
 
     def _count(self, number: int, nbytes: int) -> None:
         """Note that more bytes of a file's tensors are written; the last of them finish it."""
@@ -262,24 +272,6 @@ class _WritingReader(PlanReader):
             self._output.close()
         finally:
             super().close()
-
-
-class _PlanTiles(Struct, frozen=True):
-    """The files to read the tiles of a plan from, and those that the same threads write."""
-
-    files: Files
-    records: RecordCheck
-    sums: ReadSums | None
-    output: OutputFiles
-
-    @property
-    def sides(self) -> tuple[Files]:
-        """The files that are read."""
-        return (self.files,)
-
-    def reader(self) -> PlanReader:
-        """Return the reader for one thread."""
-        return _WritingReader(self.files, self.records, self.sums, self.output)
 
 
 def read_verbatim(

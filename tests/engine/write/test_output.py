@@ -6,7 +6,7 @@ import os
 import random
 import tracemalloc
 import zlib
-from contextlib import closing
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,15 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.layout import Data, FileLayout, Literal, Part, Patch
 from ckptool.core.planning.groups import Tile
+from ckptool.engine.read.planned import PlannedPiece
 from ckptool.engine.write import output
-from ckptool.engine.write.output import OutputFiles, UnfinishedFile, WrittenRun, apply_patches
+from ckptool.engine.write.output import (
+    OutputFiles,
+    SmallRun,
+    UnfinishedFile,
+    apply_patches,
+    small_runs,
+)
 
 ENTRY = TensorEntry("t", ("t",), BY_NAME["uint8"], (64,), ())
 
@@ -43,16 +50,23 @@ def layouts(draw: st.DrawFn) -> list[Part]:
     return parts
 
 
+def read(tiles: Iterable[Tile], images: list[bytearray]) -> Iterator[PlannedPiece]:
+    for tile in tiles:
+        data = bytearray(images[tile.file][tile.offset : tile.offset + tile.nbytes])
+        yield PlannedPiece(tile, 0, memoryview(data), zlib.crc32(data))
+        data[:] = bytes(len(data))  # as what is read next may be where it was
+
+
 @given(
     files=st.lists(layouts(), min_size=1, max_size=3),
     random=st.randoms(use_true_random=False),
-    limits=st.tuples(st.sampled_from([1, 20, 1000]), st.sampled_from([1, 2])),
+    limit=st.sampled_from([1, 20, 1000]),
     in_order=st.booleans(),
 )
 def test_what_is_noted_is_written(
     files: list[list[Part]],
     random: Any,
-    limits: tuple[int, int],
+    limit: int,
     in_order: bool,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -73,7 +87,7 @@ def test_what_is_noted_is_written(
 
     state = [UnfinishedFile(file.parts) for file in rows]
 
-    def note(run: WrittenRun) -> None:
+    def note(run: SmallRun) -> None:
         content = (folder / rows[run.file].path).read_bytes()
         parts, written = rows[run.file].parts, run.crcs
         ends = [*accumulate(part.nbytes for part in parts)]
@@ -82,21 +96,20 @@ def test_what_is_noted_is_written(
         assert not noted & {(run.file, part) for part in written}
         noted.update((run.file, part) for part in written)
         of_tensors = [parts[at].nbytes for at in written if isinstance(parts[at], Data)]
-        assert run.tensors == sum(of_tensors)
+        assert len(run.data) - run.literals == sum(of_tensors)
         literals = [parts[at].nbytes for at in written if isinstance(parts[at], Literal)]
         assert run.literals == sum(literals)
         state[run.file].crcs.update(written)
 
     if not in_order:
         random.shuffle(tiles)
+    opened = OutputFiles(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(output, "_RUN", limits[0])
-        patch.setattr(output, "_MOST_RUNS", limits[1])
-        opened = OutputFiles(folder, rows, note)
-        for tile in tiles:
-            data = memoryview(images[tile.file])[tile.offset : tile.offset + tile.nbytes]
-            opened.add(tile, rows[tile.file].parts, data, zlib.crc32(data))
-        opened.close()
+        patch.setattr(output, "_RUN", limit)
+        for run in small_runs(read(tiles, images), dict(enumerate(state))):
+            opened.write(rows[run.file].path, run.start, memoryview(run.data))
+            note(run)
+    opened.close()
     assert {(tile.file, tile.part) for tile in tiles} <= noted
     for file, image, written in zip(rows, images, state, strict=True):
         left = {at: offset for at, offset, _ in written.unwritten()}
@@ -114,16 +127,15 @@ def test_what_is_noted_is_written(
         assert left or written.crc == zlib.crc32(image)
 
 
-def test_what_is_noted_of_a_small_part_is_its_checksum(tmp_path: Path) -> None:
+def test_what_is_noted_of_a_small_part_is_its_checksum() -> None:
     count = 20_000
-    file = FileLayout("f", (Data.of("t", Box((0,), (8,)), 1),) * count)
-    (tmp_path / "f").write_bytes(bytes(8 * count))
-    state, data = UnfinishedFile(file.parts), memoryview(b"12345678")
-    opened = OutputFiles(tmp_path, [file], lambda run: state.crcs.update(run.crcs))
+    state = UnfinishedFile((Data.of("t", Box((0,), (8,)), 1),) * count)
+    data = memoryview(b"12345678")
+    tiles = (Tile(0, at, 8 * at, (8,), ENTRY, ()) for at in range(count))
+    read = (PlannedPiece(tile, 0, data, 1 << 31 | tile.part) for tile in tiles)
     tracemalloc.start()
-    for at in range(count):
-        opened.add(Tile(0, at, 8 * at, (8,), ENTRY, ()), file.parts, data, 1 << 31 | at)
-    opened.close()
+    for run in small_runs(read, {0: state}):
+        state.crcs.update(run.crcs)
     noted, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(state.crcs) == count
@@ -151,19 +163,16 @@ def test_many_small_tensors_take_few_writes(
     assert written == read_back("safetensors", out / "source")
 
 
-def test_an_error_while_writing_is_not_hidden_by_what_is_kept(tmp_path: Path) -> None:
-    """What a thread keeps when it ends by an error is not written, and cannot fail again."""
+def test_parts_of_which_a_later_one_cannot_be_read_are_not_written() -> None:
+    """Whoever goes on with the file reads them again."""
     part = Data.of("t", Box((0,), (4,)), 1)
-    files = OutputFiles(tmp_path / "missing", [FileLayout("0", (part,))])
-    tile = Tile(0, 0, 0, part.shape, ENTRY, ())
 
-    def fail() -> None:
-        with closing(files):
-            files.add(tile, [part], memoryview(b"four"), 0)
-            raise ValueError("the first")
+    def read() -> Iterator[PlannedPiece]:
+        yield PlannedPiece(Tile(0, 0, 0, part.shape, ENTRY, ()), 0, memoryview(b"four"), 0)
+        raise ValueError("the first")
 
     with pytest.raises(ValueError, match="the first"):
-        fail()
+        next(small_runs(read(), {0: UnfinishedFile((part,))}))
 
 
 def test_what_is_synced_while_it_is_written_is_the_same(tmp_path: Path) -> None:
