@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from ckptool.commands.extract import ExtractReport
     from ckptool.commands.inspect.stats import StatsReport
     from ckptool.commands.inspect.steps import RunSummary
-    from ckptool.commands.runs.assessment import RunReport
     from ckptool.commands.runs.convert import ConvertRunReport
     from ckptool.commands.runs.prune.prune import PruneReport
+    from ckptool.commands.runs.verify import RunReport
     from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.compare.diff import DiffReport
     from ckptool.commands.verify.findings import VerifyReport
@@ -307,7 +307,7 @@ def verify_run(
 
     Same as ``ckptool verify RUN --latest-good``; with ``every``, as ``--all``.
     """
-    from ckptool.commands.runs.assessment import verify_run as _verify_run
+    from ckptool.commands.runs.verify import verify_run as _verify_run
 
     parsed = Keywords("verify_run", options, VerifyRunKeywords).options(VerifyOptions)
     return _verify_run(location(run), parsed, every=every)

@@ -109,7 +109,7 @@ def _verify_steps(
 
     For every step, exit 0 if none has errors; for the latest good one, if there is one.
     """
-    from ckptool.commands.runs.assessment import verify_run
+    from ckptool.commands.runs.verify import verify_run
     from ckptool.commands.verify.answer import Suite
     from ckptool.render.verify import show_latest_good, show_steps
 

@@ -20,7 +20,8 @@ from ckptool.render.data import print_json_line
 from ckptool.render.text import Cell, columns, console, emit, escaped, say
 
 if TYPE_CHECKING:
-    from ckptool.commands.runs.assessment import RunReport, StepReport
+    from ckptool.commands.runs.assessment import StepReport
+    from ckptool.commands.runs.verify import RunReport
     from ckptool.commands.verify.compare.against import AgainstReport
     from ckptool.commands.verify.compare.coverage import Coverage
     from ckptool.commands.verify.salvage.salvage import SalvageReport

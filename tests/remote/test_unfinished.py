@@ -22,7 +22,7 @@ from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
-from ckptool.commands.runs.assessment import verify_run
+from ckptool.commands.runs.verify import verify_run
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
 from ckptool.engine.read.tiles import read_tiles

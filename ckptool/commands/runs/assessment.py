@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 from math import inf
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -24,22 +23,17 @@ from ckptool.commands.runs.contents import (
 )
 from ckptool.commands.runs.models import Found, Models, as_read, survey_models, walk_models
 from ckptool.commands.runs.names import parse_name
-from ckptool.commands.runs.order import open_run, written_after
-from ckptool.commands.runs.pointers import find_pointers, is_for_that, latest_source
 from ckptool.commands.runs.records import Contents
-from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoiling
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
 from ckptool.commands.runs.trainers import SPARED
-from ckptool.commands.verify.codes import require_codes
 from ckptool.commands.verify.compare.earlier import TWO_SAVES, mixed_saves
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.commands.verify.verify import Verification, examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some
-from ckptool.errors import CkptoolError, Empty, NoAnswer, NotFound, TransferError
+from ckptool.errors import CkptoolError, Empty, NoAnswer, NotFound
 from ckptool.serialization.file_roles import may_be_empty, role_of
-from ckptool.storage.place import is_gone
 from ckptool.storage.url import Location, within
 
 _LOST = "like-missing"
@@ -71,87 +65,6 @@ class StepReport(Report, frozen=True):
     def goes_on(self) -> bool:
         """Whether training can go on from it: it is good, and no export."""
         return self.ok and not self.export
-
-
-class RunReport(Report, frozen=True):
-    """The verified steps, newest first; ``total`` is how many the run has.
-
-    True if one is good; if ``every`` step was verified, true if all are. ``chosen`` says how the
-    newest good step was found to be the newest.
-    """
-
-    computed: ClassVar = ("ok",)
-
-    path: Location
-    steps: tuple[StepReport, ...]
-    total: int
-    every: bool = field(default=False, name="_every")
-    chosen: str = ""
-
-    schema: ClassVar = "verify-run"
-
-    @property
-    def ok(self) -> bool:
-        if self.every:
-            return all(step.ok for step in self.steps)
-        return self.latest_good is not None
-
-    def more(self) -> Mapping[str, object]:
-        """Return the path of the newest good step."""
-        return {"latest_good": None if self.latest_good is None else self.latest_good.path}
-
-    def _short(self) -> dict[str, Any]:
-        newest = {name: str(path) for name, path in self.more().items() if path is not None}
-        return Report._short(self) | newest
-
-    @property
-    def latest_good(self) -> StepReport | None:
-        """Return the newest step without errors."""
-        return next((step for step in self.steps if step.goes_on), None)
-
-
-def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunReport:
-    """Assess the steps of a run from the newest to the first good one, or every one.
-
-    An unreadable step fails; one that is removed meanwhile is skipped. Raises NotFound or
-    Unrecognized if the folder has no checkpoint, UsageError for options that suit no step, NoAnswer
-    if a store does not answer.
-    """
-    require_codes(options.ignore)
-    opened = as_one_step(open_run(run, options.read))
-    assessor = Assessor(opened, options, thorough=every)
-    reports, chosen = [], ""
-    for step in reversed(opened.steps):
-        report = assessor.assess(step).report
-        if not report.ok and is_gone(report.path):
-            continue
-        reports.append(report)
-        if report.goes_on:
-            chosen = chosen or _chosen(opened, step)
-            if not every:
-                break
-    return RunReport(run, tuple(reports), len(opened.steps), every, chosen)
-
-
-def _chosen(run: Run, step: Step) -> str:
-    """Return how a step was found to be the newest, with what speaks against it."""
-    later = written_after(run, step)
-    but = "" if later is None else f"; {later.path.name} was written later"
-    but += "".join(f"; {source} names {other}" for source, other in _named_instead(run, step))
-    return f"{step.placed or 'the only step'}{but}"
-
-
-def _named_instead(run: Run, step: Step) -> Iterator[tuple[str, str]]:
-    """Yield what a trainer would resume by, and the other step that it names.
-
-    A pointer that cannot be read names none.
-    """
-    with suppress(TransferError):
-        pointers = find_pointers(run)
-        named = {path: latest_source(sources) for path, sources in pointers.items()}
-        for path, source in named.items():
-            if source is not None and not named.get(step.path) and is_for_that(run, source):
-                yield source, str(within(path, run.path))
 
 
 class Assessment(Struct, frozen=True):
@@ -356,7 +269,8 @@ class Assessor:
         if not self._options.quick and TWO_SAVES not in self._options.ignore:
             earlier = self._run.steps[: self._run.steps.index(step)]
             before = [each for each in earlier if each.series == step.series]
-            if mixed := mixed_saves(step, surveys, before, self._options.read):
+            own = [each for inside, each in found if not inside]
+            if mixed := mixed_saves(step, own, before, self._options.read):
                 yield f"{TWO_SAVES}: {mixed} (--ignore {TWO_SAVES} counts it as good)"
 
 

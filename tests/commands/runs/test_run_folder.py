@@ -25,9 +25,9 @@ from ckptool.commands.inspect.steps import list_steps
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs import assessment, search
-from ckptool.commands.runs.assessment import RunReport, verify_run
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.steps import Step
+from ckptool.commands.runs.verify import RunReport, verify_run
 from ckptool.commands.verify.verify import examine
 from ckptool.errors import (
     Changed,

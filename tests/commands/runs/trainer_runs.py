@@ -19,7 +19,7 @@ from conftest import case
 from safetensors.torch import save_file
 
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.runs.assessment import RunReport, verify_run
+from ckptool.commands.runs.verify import RunReport, verify_run
 
 CLOCK = 1_700_000_000
 WEIGHT = torch.arange(4.0)

@@ -1,0 +1,102 @@
+"""The newest good step of a run, or all its steps, and how the newest is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from msgspec import field
+
+from ckptool.commands.document import Report
+from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.runs.assessment import Assessor, StepReport
+from ckptool.commands.runs.order import open_run, written_after
+from ckptool.commands.runs.pointers import find_pointers, is_for_that, latest_source
+from ckptool.commands.runs.search import as_one_step
+from ckptool.commands.runs.steps import Run, Step
+from ckptool.commands.verify.codes import require_codes
+from ckptool.errors import TransferError
+from ckptool.storage.place import is_gone
+from ckptool.storage.url import Location, within
+
+
+class RunReport(Report, frozen=True):
+    """The verified steps, newest first; ``total`` is how many the run has.
+
+    True if one is good; if ``every`` step was verified, true if all are. ``chosen`` says how the
+    newest good step was found to be the newest.
+    """
+
+    computed: ClassVar = ("ok",)
+
+    path: Location
+    steps: tuple[StepReport, ...]
+    total: int
+    every: bool = field(default=False, name="_every")
+    chosen: str = ""
+
+    schema: ClassVar = "verify-run"
+
+    @property
+    def ok(self) -> bool:
+        if self.every:
+            return all(step.ok for step in self.steps)
+        return self.latest_good is not None
+
+    def more(self) -> Mapping[str, object]:
+        """Return the path of the newest good step."""
+        return {"latest_good": None if self.latest_good is None else self.latest_good.path}
+
+    def _short(self) -> dict[str, Any]:
+        newest = {name: str(path) for name, path in self.more().items() if path is not None}
+        return Report._short(self) | newest
+
+    @property
+    def latest_good(self) -> StepReport | None:
+        """Return the newest step without errors."""
+        return next((step for step in self.steps if step.goes_on), None)
+
+
+def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunReport:
+    """Assess the steps of a run from the newest to the first good one, or every one.
+
+    An unreadable step fails; one that is removed meanwhile is skipped. Raises NotFound or
+    Unrecognized if the folder has no checkpoint, UsageError for options that suit no step, NoAnswer
+    if a store does not answer.
+    """
+    require_codes(options.ignore)
+    opened = as_one_step(open_run(run, options.read))
+    assessor = Assessor(opened, options, thorough=every)
+    reports, chosen = [], ""
+    for step in reversed(opened.steps):
+        report = assessor.assess(step).report
+        if not report.ok and is_gone(report.path):
+            continue
+        reports.append(report)
+        if report.goes_on:
+            chosen = chosen or _chosen(opened, step)
+            if not every:
+                break
+    return RunReport(run, tuple(reports), len(opened.steps), every, chosen)
+
+
+def _chosen(run: Run, step: Step) -> str:
+    """Return how a step was found to be the newest, with what speaks against it."""
+    later = written_after(run, step)
+    but = "" if later is None else f"; {later.path.name} was written later"
+    but += "".join(f"; {source} names {other}" for source, other in _named_instead(run, step))
+    return f"{step.placed or 'the only step'}{but}"
+
+
+def _named_instead(run: Run, step: Step) -> Iterator[tuple[str, str]]:
+    """Yield what a trainer would resume by, and the other step that it names.
+
+    A pointer that cannot be read names none.
+    """
+    with suppress(TransferError):
+        pointers = find_pointers(run)
+        named = {path: latest_source(sources) for path, sources in pointers.items()}
+        for path, source in named.items():
+            if source is not None and not named.get(step.path) and is_for_that(run, source):
+                yield source, str(within(path, run.path))
