@@ -118,7 +118,7 @@ class Assessor:
             seen.reasons += damaged_side_files(step, self._run, seen.parts, options)
         if not seen.reasons:
             self._contents[step.path] = contents
-            export = export or self._is_state_beside(step)
+            export = export or self._is_state_beside(step) or self._is_model_beside(step)
             seen.reasons += () if export else self._by_contents(step, found)
         if not seen.reasons:
             self._good.add(step.series)
@@ -225,6 +225,19 @@ class Assessor:
         beside = (each for each in counted if each.path.parent == step.path.parent)
         is_model = self._contents[step.path].model
         return not is_model and any(self.contents_of(each).model for each in beside)
+
+    def _is_model_beside(self, step: Step) -> bool:
+        """Return whether it is a model alone, and what is resumed from counts the same elsewhere.
+
+        As PRIME-RL's ``weights/step_10`` beside ``checkpoints/step_10``, and kohya's model beside
+        ``NAME-step10-state``.
+        """
+        if not step.position or self._contents[step.path].optimizer:
+            return False
+        of_models = role_of(step.path.parent.name) == "model"
+        others = (s for s in self._run.steps if s.home == step.home or of_models)
+        same = (s for s in others if s.position == step.position and s.series != step.series)
+        return any(c.model and c.optimizer for c in map(self.contents_of, same))
 
     def _missing_parts(self, step: Step) -> list[str]:
         """Return the checkpoints that every older step of a series has, and a step has not."""

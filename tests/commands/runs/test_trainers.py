@@ -309,3 +309,32 @@ def test_a_run_that_was_started_again_keeps_what_it_wrote_last(tmp_path: Path) -
     before = hashes(run)
     pruned(run, 1, yes=True, quick=True, keep_every=50, no_optimizer=True)
     assert hashes(run) == before
+
+
+@pytest.mark.parametrize(
+    ("model", "state"),
+    [
+        ("weights/step_{}/model.pt", "checkpoints/step_{}/trainer.pt"),
+        ("lora-step{:08d}.pt", "lora-step{:08d}-state/model.pt"),
+    ],
+    ids=["PRIME-RL", "kohya"],
+)
+def test_the_newest_good_is_what_has_an_optimizer(model: str, state: str, tmp_path: Path) -> None:
+    for number in (10, 20):
+        for name, state_dict in (
+            (model, {"w": WEIGHT}),
+            (state, {"w": WEIGHT, "optimizer": OPTIMIZER}),
+        ):
+            path = tmp_path / name.format(number)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(state_dict, path)
+    assert latest(tmp_path) == state.format(20).rpartition("/")[0]
+
+
+def test_a_model_alone_is_good_in_a_run_of_its_own(tmp_path: Path) -> None:
+    """Another training that counts the same steps, and keeps its optimizer, is not its."""
+    for folder, state_dict in (("a", {"w": WEIGHT, "optimizer": OPTIMIZER}), ("b", {"w": WEIGHT})):
+        (tmp_path / folder).mkdir()
+        torch.save(state_dict, tmp_path / folder / "step_10.pt")
+    report = ckptool.verify_run(tmp_path, every=True)
+    assert [step.export for step in report.steps] == [False, False]
