@@ -160,6 +160,13 @@ class VerifyReport(Report, frozen=True):
 _READ = {"full": "all data read and checked", "quick": "metadata checked, data not read"}
 
 
+_LIMITS = {
+    "checkpoint-nested": "checkpoints inside it are not read",
+    "no-checksum": "changed values cannot be detected in files without checksums",
+}
+"""What is not proved where something was found."""
+
+
 def summarize(report: VerifyReport, options: VerifyOptions) -> str:
     """Return one line on a verification with these options."""
     sampled = f"a sample of {options.sample:.3g} of the data read and checked (seed {options.seed})"
@@ -179,8 +186,8 @@ def summarize(report: VerifyReport, options: VerifyOptions) -> str:
         return f"FAILED: {', '.join(counts)}{rest}{ignored}"
     if ignored and report.depth == "full":
         read = "not all data read and checked"
-    unprotected = any(finding.code == "no-checksum" for finding in report.findings)
-    limits = "; changed values cannot be detected in files without checksums" if unprotected else ""
+    codes = {finding.code for finding in report.findings}
+    limits = "".join(f"; {limit}" for code, limit in _LIMITS.items() if code in codes)
     return f"OK: {', '.join([read, *counts])}{ignored}{limits}"
 
 

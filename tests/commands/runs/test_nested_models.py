@@ -188,3 +188,10 @@ def test_a_loss_in_one_of_two_models_is_not_hidden_by_the_other(tmp_path: Path) 
             save(weights(number), tmp_path / f"step_{number}" / name / "model.safetensors")
     lose_one(tmp_path / "step_3" / "critic" / "model.safetensors")
     assert newest_good(tmp_path) == "step_2"
+
+
+def test_verify_of_one_step_says_that_it_reads_no_model_inside(tmp_path: Path) -> None:
+    step = save_step(tmp_path, 1)
+    set_nan(step / PLACES["a folder"])
+    report = ckptool.verify(step)
+    assert report.summary.endswith("; checkpoints inside it are not read")
