@@ -164,6 +164,29 @@ def test_optimizer_state_of_another_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("matrix", "vector", "count"),
+    [
+        ((16, 12), (12,), 1),
+        ((16, 12), (6,), 0),  # what has the shape of a norm is of this model
+        ((2, 6), (), 0),  # a LoRA that was merged
+        ((), (54,), 0),  # a buffer of all
+    ],
+)
+def test_numbered_state_of_another_model(
+    matrix: tuple[int, ...], vector: tuple[int, ...], count: int, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    model = {"up": torch.ones(8, 6), "norm": torch.ones(6)}
+    shapes = [shape for shape in (matrix, vector) if shape]
+    kinds = ("exp_avg", "exp_avg_sq")
+    state = {n: {k: torch.ones(shape) for k in kinds} for n, shape in enumerate(shapes)}
+    groups = [{"params": [*state]}]
+    content = {"model": model, "optimizer": {"state": state, "param_groups": groups}}
+    findings = checked(saved(tmp_path / "c", state=content), quick=True).findings
+    assert [found.code for found in findings] == ["optimizer-shape"] * count
+
+
+@pytest.mark.parametrize(
     ("odd", "of", "count"),
     [
         ((2, 6), "abcd", 0),  # as GaLore and APOLLO project gradients

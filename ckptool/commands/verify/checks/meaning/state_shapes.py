@@ -1,4 +1,7 @@
-"""Whether an optimizer's state has the shape of its parameter, however the two are named."""
+"""Whether an optimizer's state has the shape of its parameter, however the two are named.
+
+Of parameters that have numbers alone, all shapes together tell whether they are the model's.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +75,33 @@ def shape_problems(catalog: Catalog) -> Iterator[Problem]:
         name = pair.state.name
         message = f"{name}: {list(pair.state.shape)}, but {pair.said_by} is {list(pair.shape)}"
         yield Problem(message, "optimizer-shape", tensor=name)
+    yield from _of_another_model(catalog)
+
+
+def _of_another_model(catalog: Catalog) -> Iterator[Problem]:
+    """Yield a problem if no state of numbered parameters has the shape of any of the model's.
+
+    State of matrices alone may be of what is projected, or was merged into the model (LoRA), and of
+    vectors alone, of buffers.
+    """
+    tensors = catalog.tensors.values()
+    named = ((StateName.of(entry.name), entry) for entry in tensors if _is_state(entry))
+    states = [e for of, e in named if of.kind in _KINDS and of.parameter.isdigit()]
+    models = [entry for entry in tensors if state_category(entry) == "model"]
+    count = len({entry.name.rpartition(".")[0] for entry in states})
+    if not all(map(_has_both, (states, models))) or 2 * len(models) < count:
+        return  # what it has of a model is little
+    if not {entry.shape for entry in states}.isdisjoint(entry.shape for entry in models):
+        return
+    first = states[0]
+    message = f"{first.name}: {list(first.shape)}, and no state of {count:,} parameters has a shape"
+    yield Problem(f"{message} that the model has", "optimizer-shape", tensor=first.name)
+
+
+def _has_both(entries: Sequence[TensorEntry]) -> bool:
+    """Return whether there are matrices and vectors among tensors."""
+    dims = [len(entry.shape) for entry in entries if entry.elements > 1]
+    return min(dims, default=_DIMS) < _DIMS <= max(dims, default=0)
 
 
 def _pairs(catalog: Catalog) -> Iterator[_Pair]:
