@@ -224,9 +224,9 @@ def test_squares_too_small_for_their_type_are_none(tmp_path: Path) -> None:
     assert not found(saved(tmp_path / "c", state))
 
 
-def zero_tail(state: State, count: int, *kinds: str) -> State:
+def zero_tail(state: State, count: int, *kinds: str, of: str = "up") -> State:
     for kind in kinds or ("exp_avg", "exp_avg_sq"):
-        of_layer(state, 2)[kind].view(-1)[-count:] = 0
+        of_layer(state, 2, of)[kind].view(-1)[-count:] = 0
     return state
 
 
@@ -255,7 +255,7 @@ def half_of(
 
 def test_a_slice_that_ends_with_zeros(tmp_path: Path) -> None:
     state = zero_tail(trained(), 50)
-    assert not found(saved(tmp_path / "one", state))  # no rank begins or ends in it
+    assert not found(saved(tmp_path / "one", state))  # its rows are short
     (finding,) = found(saved_by_ranks(tmp_path / "c", state))
     assert (finding.code, finding.severity.value) == ("moments-zero", "warning")
     assert finding.message == (
@@ -264,6 +264,27 @@ def test_a_slice_that_ends_with_zeros(tmp_path: Path) -> None:
     )
     state["model"]["layers.2.up.weight"].view(-1)[-50:] = 0  # as padding is
     assert not found(saved_by_ranks(tmp_path / "filled", state))
+
+
+@pytest.mark.parametrize(
+    ("count", "kinds", "is_found"),
+    [
+        (50, ("exp_avg", "exp_avg_sq"), True),
+        (35, ("exp_avg", "exp_avg_sq"), True),
+        (50, ("exp_avg",), True),
+        (50, ("exp_avg_sq",), True),
+        (45, ("exp_avg",), False),  # what began to be too small
+        (35, ("exp_avg",), False),
+        (80, ("exp_avg", "exp_avg_sq"), False),  # whole rows
+    ],
+)
+def test_moments_that_were_not_written_to_their_end(
+    count: int, kinds: Sequence[str], is_found: bool, tmp_path: Path
+) -> None:
+    state = zero_tail(trained(), count, *kinds, of="down")
+    messages = [finding.message for finding in found(saved(tmp_path / "c", state))]
+    assert all(each.endswith("which end where the tensor does") for each in messages)
+    assert bool(messages) is is_found
 
 
 def dead_columns(state: State) -> State:

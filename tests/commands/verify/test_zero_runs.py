@@ -31,6 +31,7 @@ ROWS = entry(
 """Rank 0 has 430 elements, rank 1 the others: rows, and part of one."""
 VECTOR = entry((1000,), (0, Box((0,), (500,))), (1, Box((500,), (1000,))))
 WHOLE = entry((10, 100), (0, Box((0, 0), (10, 100))))
+KERNELS = entry((50, 20), (0, Box((0, 0), (50, 20))))
 COLUMNS = entry((10, 100), (0, Box((0, 0), (10, 50))), (1, Box((0, 50), (10, 100))))
 
 
@@ -50,7 +51,10 @@ COLUMNS = entry((10, 100), (0, Box((0, 0), (10, 50))), (1, Box((0, 50), (10, 100
         (VECTOR, [(900, 1000)], []),  # longer than what is used of it
         (VECTOR, [(450, 500), (500, 550)], []),
         (COLUMNS, [(0, 40)], []),
-        (WHOLE, [(950, 1000)], []),  # filled up, as there are no ranks
+        (WHOLE, [(950, 1000)], [ZeroRange(950, 1000, False, is_of_ranks=False)]),
+        (WHOLE, [(0, 350)], [ZeroRange(0, 350, True, is_of_ranks=False)]),
+        (WHOLE, [(600, 650)], []),
+        (KERNELS, [(910, 1000)], []),
     ],
 )
 def test_only_ranges_at_borders_of_ranks_are_found(

@@ -135,7 +135,8 @@ def cut_ranges(
 ) -> Iterator[ZeroRange]:
     """Yield the zeros of a moment that end or begin at a rank's border, and nowhere else.
 
-    Where its weight is zero as well, it is filled up, and has no gradient.
+    Where its weight is zero as well, it is filled up, and has no gradient. The ends of a tensor are
+    no borders of ranks: what has no weight may be filled up to them.
     """
     found = list(zero_ranges(entry, moment.runs))
     if not found:
@@ -145,7 +146,8 @@ def cut_ranges(
         with suppress(CkptoolError):  # the reader of all data reports on it
             for each in found:
                 known = weight if weight is not None and weight.shape == entry.shape else None
-                if known is not None and not window.read(known, each.start, each.stop).any():
+                is_used = known is not None and window.read(known, each.start, each.stop).any()
+                if not is_used and (known is not None or not each.is_of_ranks):
                     continue
                 if window.is_cut(entry, each):
                     yield each

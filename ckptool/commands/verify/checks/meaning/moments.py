@@ -153,20 +153,28 @@ class Moments:
     ) -> Iterator[Problem]:
         """Yield ranges of zeros that end at the border of a rank's part, in all of a parameter's.
 
-        In one alone a mean may be zero, which forgets, or a square too small for its type.
+        In one alone a mean may be zero, which forgets, or a square too small for its type, but
+        neither in a part of a row and in all that follows it.
         """
         for kinds in self._names.values():
-            if not all(n in seen and seen[n].runs and not seen[n].is_zero for n in kinds.values()):
+            if not all(name in seen and not seen[name].is_zero for name in kinds.values()):
+                continue
+            if not any(seen[name].runs for name in kinds.values()):
                 continue
             from ckptool.commands.verify.checks.meaning.moment_bits import cut_ranges
 
             weight = weight_of(next(iter(kinds.values())))
-            found = [
-                {*cut_ranges(entries[name], seen[name], weight, source)} for name in kinds.values()
-            ]
-            for each in sorted(set.intersection(*found)):
-                first = next(iter(kinds.values()))
-                yield Problem(each.describe(entries[first]), "moments-zero", tensor=first)
+            found = {
+                name: {*cut_ranges(entries[name], seen[name], weight, source)}
+                for name in kinds.values()
+            }
+            for each in sorted(set.union(*found.values())):
+                having = [name for name, ranges in found.items() if each in ranges]
+                types = {entries[name].source_dtype.name for name in having}
+                is_alone = types <= {*_WHOLE} and each.is_of_rows(entries[having[0]].shape)
+                if having == [*found] or is_alone:
+                    message = each.describe(entries[having[0]])
+                    yield Problem(message, "moments-zero", tensor=having[0])
 
 
 def _lost_ranks(seen: Seen, located: Located) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """Zeros that begin or end where a rank's part of a tensor does, as slices leave that were moved.
 
-What a trainer leaves of zeros has other borders: rows that were never seen, columns of dead units,
-experts that are never chosen.
+So does what was not written to its end. What a trainer leaves of zeros has other borders: rows that
+were never seen, columns of dead units, experts that are never chosen.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from ckptool.engine.read.tensors import TensorReader
 
 _LEAST = 32
 """Zeros of a range that may be none of chance, as underflow leaves them."""
+_PART = 8
+"""Zeros of a part of a row that are none of chance, beside others that are not."""
 _SEEN = 64
 """Elements beside a range that are looked at."""
 _MOST = 0.9
@@ -31,11 +33,15 @@ Range = tuple[int, int]
 
 
 class ZeroRange(NamedTuple):
-    """Zeros of a tensor that ``start`` or end at a border of the parts that ranks hold of it."""
+    """Zeros of a tensor that ``start`` or end at a border of the parts that ranks hold of it.
+
+    If it ``is_of_ranks`` not, then at its own end: it has no other.
+    """
 
     start: int
     stop: int
     begins_at_border: bool
+    is_of_ranks: bool = True
 
     def describe(self, entry: TensorEntry) -> str:
         """Return what is wrong with a tensor, with the numbers and the places."""
@@ -44,7 +50,14 @@ class ZeroRange(NamedTuple):
         edge = "begin" if self.begins_at_border else "end"
         count = f"{self.stop - self.start:,} of {entry.elements:,}"
         message = f"{entry.name}: {count} values are zero, from {first} to {last}, which"
-        return f"{message} {edge} where the part of a rank does"
+        of = "the part of a rank" if self.is_of_ranks else "the tensor"
+        return f"{message} {edge} where {of} does"
+
+    def is_of_rows(self, shape: Sequence[int]) -> bool:
+        """Return whether it is all of a row, and several elements of the next one."""
+        width = _width(shape)
+        part = self.stop % width if self.begins_at_border else -self.start % width
+        return self.stop - self.start >= width + part and part >= _PART and width >= _LEAST
 
 
 def zeros_at_ends(codes: Array) -> list[Range]:
@@ -62,29 +75,29 @@ def zero_ranges(entry: TensorEntry, runs: list[Range]) -> Iterator[ZeroRange]:
     """Yield the ranges of zeros at borders of ranks' parts, which are not those of rows.
 
     Of a vector only borders inside it count: it may be longer than what is used of it. Without any
-    inside, the ends of a tensor are no borders of ranks, but those of what fills it up.
+    inside, the ends of a tensor count if its rows are not short, as those of kernels are.
     """
-    borders = _borders(entry)
-    if not borders:
+    borders, width, whole = _borders(entry), _width(entry.shape), entry.elements
+    if borders is None or (not borders and width < _LEAST):
         return
-    width, whole = _width(entry.shape), entry.elements
     inside = borders if width == whole else borders | {0, whole}
+    is_of_ranks = bool(borders)
     for start, stop in _joined(runs):
         if stop - start < _LEAST or (start, stop) == (0, whole):
             continue
         if stop in inside and start % width:
-            yield ZeroRange(start, stop, begins_at_border=False)
+            yield ZeroRange(start, stop, False, is_of_ranks)
         elif start in inside and stop % width:
-            yield ZeroRange(start, stop, begins_at_border=True)
+            yield ZeroRange(start, stop, True, is_of_ranks)
 
 
-def _borders(entry: TensorEntry) -> set[int]:
-    """Return where the part of a rank ends and another's begins; nowhere if parts are no runs."""
+def _borders(entry: TensorEntry) -> set[int] | None:
+    """Return where the part of a rank ends and another's begins; None if parts are no runs."""
     parts: list[tuple[int, int, int | None]] = []
     for chunk in entry.chunks:
         first = start_of_run(chunk.box, entry.shape)
         if first is None:
-            return set()
+            return None
         parts.append((first, first + chunk.box.volume, chunk.rank))
     ordered = sorted(parts)
     return {one[1] for one, other in pairwise(ordered) if one[2] != other[2] or one[2] is None}
