@@ -203,7 +203,7 @@ def _place_in(step: Step, path: Location, inside: bool) -> str:
 
 def matrices_in(catalog: Catalog) -> Matrices:
     """Return the matrices of floats of a checkpoint's model."""
-    from ckptool.commands.verify.checks.meaning.weights import is_matrix
+    from ckptool.commands.verify.checks.meaning.stacks import is_matrix
 
     found = ((name, catalog.tensors.get(name)) for name in weights(catalog))
     return {

@@ -394,6 +394,9 @@ def test_attention_that_adds_nothing_and_is_not_trained(
     moments = {n: {"exp_avg": w} for n, w in state.items()} if is_trained else {}
     torch.save({"model": state, "optimizer": {"state": moments}}, tmp_path / "m.pt")
     assert sum(len(each.affected) or 1 for each in found(tmp_path / "m.pt")) == count
+    numbered = dict(enumerate(moments.values()))
+    torch.save({"model": state, "optimizer": {"state": numbered}}, tmp_path / "n.pt")
+    assert sum(len(each.affected) or 1 for each in found(tmp_path / "n.pt")) == count
 
 
 @pytest.mark.parametrize(("name", "count"), [("m", 1), ("delta", 0), ("my-task-vector", 0)])

@@ -20,8 +20,8 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import located
 from ckptool.commands.verify.checks.meaning.masters import AVERAGE
+from ckptool.commands.verify.checks.meaning.stacks import is_matrix
 from ckptool.commands.verify.checks.meaning.trainer_counts import number_in
-from ckptool.commands.verify.checks.meaning.weights import is_matrix
 from ckptool.commands.verify.checks.optimizer_names import StateName
 from ckptool.commands.verify.checks.training import StepCounters
 from ckptool.core.catalog import ObjectEntry, TensorEntry

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from ckptool.commands.verify.checks.elements import Elements
-from ckptool.commands.verify.checks.meaning.stacks import Slices
-from ckptool.commands.verify.checks.meaning.weights import are_of_a_branch, is_matrix, layers_of
+from ckptool.commands.verify.checks.meaning.stacks import Slices, is_matrix
+from ckptool.commands.verify.checks.meaning.weights import are_of_a_branch, layers_of
 from ckptool.commands.verify.checks.optimizer_names import MOMENTS, StateName
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import TensorEntry

@@ -13,8 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from ckptool.commands.verify.checks.meaning.stacks import Slice
-from ckptool.commands.verify.checks.meaning.weights import is_matrix
+from ckptool.commands.verify.checks.meaning.stacks import Slice, is_matrix
 from ckptool.commands.verify.checks.optimizer_names import StateName
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.state_category import state_category

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain, product
 
 from msgspec import Struct
@@ -25,8 +27,16 @@ _KERNEL = 8
 _MOST = 1 << 12
 """Layers of a model, or experts of a layer, that are not the rows of a table."""
 _LAYERS = "layers."
+_LEAST = 64
+"""Elements of a matrix that are not equal by chance."""
 
 Index = tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def is_matrix(shape: Index) -> bool:
+    """Return whether a tensor is a matrix, or more, of elements that are not equal by chance."""
+    return sum(size > 1 for size in shape) > 1 and math.prod(shape) >= _LEAST
 
 
 class Slice(Struct, frozen=True):

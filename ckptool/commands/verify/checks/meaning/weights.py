@@ -11,14 +11,14 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import groupby, pairwise, takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.checks.elements import Elements
-from ckptool.commands.verify.checks.meaning.stacks import Entries, Slice, Slices
-from ckptool.commands.verify.checks.optimizer_names import moments_in
+from ckptool.commands.verify.checks.meaning.numbered import states_by_name
+from ckptool.commands.verify.checks.meaning.stacks import Entries, Slice, Slices, is_matrix
+from ckptool.commands.verify.checks.optimizer_names import StateName, moments_in
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import DType
@@ -32,8 +32,6 @@ from ckptool.storage.files import Files
 if TYPE_CHECKING:
     from ckptool.engine.check.weight_bits import Weight
 
-_LEAST = 64
-"""Elements of a matrix that are not equal by chance."""
 _SEVERAL = 2
 """Kinds of matrices that do not all begin as zeros."""
 _BEGINS_ZERO = re.compile(r"lora|hada_|lokr_|oft_|adapter|zero_conv", re.I)
@@ -179,12 +177,6 @@ def _masters_alone(catalog: Catalog) -> Iterator[Slice]:
             yield Slice(parameter, name)
 
 
-@lru_cache(maxsize=1024)
-def is_matrix(shape: Shape) -> bool:
-    """Return whether a tensor is a matrix, or more, of elements that are not equal by chance."""
-    return sum(size > 1 for size in shape) > 1 and math.prod(shape) >= _LEAST
-
-
 def _odd(
     names: Sequence[str], seen: Seen, rightly: Collection[str]
 ) -> Iterator[tuple[str, str, str]]:
@@ -221,7 +213,9 @@ def _is_difference(zero: Iterable[str], elements: Elements) -> bool:
 
 def _with_moments(located: Mapping[str, TensorEntry]) -> set[str]:
     """Return the weights that an optimizer has moments of."""
-    parameters = {of.parameter for _, of in moments_in(located)}
+    moments = {name: located[name] for name, _ in moments_in(located)}
+    named = (each.numbered for each in states_by_name(moments, located))
+    parameters = {StateName.of(name).parameter for name in (*moments, *named)}
     models = models_by_tail(located) if parameters else {}
     return {models[parameter].name for parameter in parameters if parameter in models}
 
