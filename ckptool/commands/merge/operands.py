@@ -16,7 +16,7 @@ from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.core.catalog import Catalog
 from ckptool.core.sharding.coverage import coverage_problems
-from ckptool.errors import damaged
+from ckptool.errors import Damaged, Hostile, damaged
 from ckptool.formats.companions import relocate
 from ckptool.formats.safetensors import delta_notes
 from ckptool.storage.url import Location
@@ -83,11 +83,22 @@ def join(operands: Mapping[Location, Operand]) -> PlacedFiles:
 
 
 def _open(place: Location, label: str, read: ReadOptions, rewriter: Rewriter) -> Operand:
-    opened = open_checkpoint(place, read, whole=False, placements=False)
+    opened = _opened(place, read)
     rewritten = rewriter.rewrite(opened)
     if problems := coverage_problems(rewritten.catalog.tensors.values()):
         raise damaged(problems, subject="the chunks", hint=_GAPS).within(str(opened.path))
     return Operand(label, opened, rewritten, rewritten.catalog)
+
+
+def _opened(place: Location, read: ReadOptions) -> OpenedCheckpoint:
+    """Open a checkpoint; errors name its place, as all may have files of the same names."""
+    try:
+        return open_checkpoint(place, read, whole=False, placements=False)
+    except (Damaged, Hostile) as error:
+        said = str(error)
+        if said.startswith(f"{place.name}: ") and place.name != str(place):
+            raise error.in_folder(str(place.parent)) from None
+        raise error if said.startswith(str(place)) else error.within(str(place)) from None
 
 
 def _adapter_file(place: Location) -> Location:
@@ -99,7 +110,7 @@ def _adapter_file(place: Location) -> Location:
 def _open_delta(place: Location, label: str) -> Operand:
     # an index alone, of a version in which nothing changed, is taken for no checkpoint
     read = ReadOptions(from_format="hf" if place.is_dir() else None)
-    opened = open_checkpoint(place, read, whole=False, placements=False)
+    opened = _opened(place, read)
     as_is = rewrite(opened, RewriteOptions(), opens=Opens.AT_ONCE, check=require_agreement)
     notes = [note for note in as_is.catalog.notes if note not in delta_notes(opened.catalog.info)]
     return Operand(label, opened, as_is, replace(as_is.catalog, notes=tuple(notes)))

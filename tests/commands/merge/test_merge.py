@@ -245,6 +245,19 @@ def test_what_has_no_model_is_answered_with_what_the_command_has(tmp_path: Path)
     assert ["--with-optimizer" in hint for hint in hints] == [True, False]
 
 
+def test_damage_is_named_with_the_checkpoint_that_has_it(tmp_path: Path) -> None:
+    for label in ("x", "y"):
+        (tmp_path / label).mkdir()
+        save_file(MODELS["a"], tmp_path / label / "model.safetensors")
+    file = tmp_path / "y" / "model.safetensors"
+    os.truncate(file, 300)
+    for place in (tmp_path / "y", file):
+        code, said = run(str(tmp_path / "o"), "--average", str(tmp_path / "x"), str(place))
+        assert code == 3
+        assert said.startswith(f"{place}: ")
+        assert said.count("model.safetensors") == 1
+
+
 def test_another_vocabulary_is_answered_with_rows(places: list[str], tmp_path: Path) -> None:
     more = MODELS["b"] | {"embed.weight": torch.zeros(304, 64)}
     other = str(tmp_path / "more.safetensors")
