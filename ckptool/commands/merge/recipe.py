@@ -133,7 +133,13 @@ def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
     if not asked:
         return Recipe((Term(_base(sources, options)),))
     if options.lora is not None:
-        return Recipe((Term(_base(sources, options)),), lora=options.lora)
+        base = _base(sources, options)
+        if base == options.lora:
+            raise UsageError(
+                f"--lora {base}: is the base, too",
+                hint="of a folder with both, name the adapter's file, adapter_model.safetensors",
+            )
+        return Recipe((Term(base),), lora=options.lora)
     if asked == ["--add"]:
         return Recipe(_added(sources, options))
     if options.apply_delta:

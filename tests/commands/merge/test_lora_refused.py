@@ -239,6 +239,8 @@ def test_the_base_is_one_checkpoint(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base.safetensors", BASE)
     code, said = run(tmp_path / "out.safetensors", "--lora", adapter)
     assert (code, "--lora: needs one base, 0 are given" in said) == (2, True)
+    code, said = run(tmp_path / "out.safetensors", "--lora", adapter, "--onto", adapter)
+    assert (code, "is the base, too" in said) == (2, True)
     words = ("--lora", adapter, "--onto", base)
     code, said = run(tmp_path / "out.safetensors", *words, "--scale", "2")
     assert (code, "--scale: only with --add or --minus" in said) == (2, True)
