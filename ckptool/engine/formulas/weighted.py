@@ -46,8 +46,9 @@ class WeightedSum(Struct, frozen=True):
         left = result.view(f"u{dtype.part.itemsize}")
         for part in tiles(box, sum(entry.source_dtype.itemsize for entry in at.stored), _MOST):
             terms = [_numbers_of(entry, gather(entry, part)) for entry in at.stored]
-            made, left = np.split(left, [terms[0][0].size])
-            for piece in pieces(made.size):
+            count = terms[0][0].size
+            made, left = left[:count], left[count:]
+            for piece in pieces(count):
                 few = [(bits[piece], stored) for bits, stored in terms]
                 self._sum(few, made[piece], dtype.part)
         return result
