@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from shlex import quote
 
 from msgspec.structs import replace
 
@@ -39,7 +40,7 @@ class Splice:
 
         Raises UsageError if it means none.
         """
-        found = tensors_named(operand.catalog, [name], "--take")
+        found = _named(name, operand)
         for each in [*filter(meant_by([name], self._tensors), self._tensors)]:
             del self._tensors[each], self._said[each], self._origins[each]
         for each in found:
@@ -149,6 +150,16 @@ class Splice:
             f" config of {self._base.opened.path} {why}",
             hint=f"{_DEQUANTIZE}; --hf-assets FOLDER takes a config.json that says how",
         )
+
+
+def _named(name: str, operand: Operand) -> list[str]:
+    """Return the tensors that a name means; UsageError, with the checkpoint, if it means none."""
+    try:
+        return tensors_named(operand.catalog, [name], "--take")
+    except UsageError as error:
+        place = operand.opened.path
+        hint = (error.hint or "").replace("CKPT", quote(str(place)))
+        raise UsageError(f"{error} of {place}", hint=hint) from None
 
 
 def _groups(operand: Operand) -> Iterator[set[str]]:

@@ -9,6 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_merge import run
+from typer.testing import CliRunner
+
+from ckptool.cli.app import app
+from ckptool.errors import UsageError
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 MODULES = ("model.l", "model.mtp")
@@ -65,6 +69,14 @@ def test_a_torn_or_undeclared_quantized_tensor_is_refused(
     assert code == 4
     assert wanted.format(**places) in said
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_name_does_not_mean_is_said_of_its_own_checkpoint(places: dict[str, str]) -> None:
+    words = ["merge", "out", places["p1"], "--take", "nowhere", "FROM", places["p2"]]
+    error = CliRunner().invoke(app, words).exception
+    assert isinstance(error, UsageError)
+    assert str(error) == f"--take 'nowhere' matches none of 2 tensors of {places['p2']}"
+    assert error.hint == f"`ckptool inspect {places['p2']} --tensors '*'` lists all"
 
 
 def test_a_checkpoint_is_one_whatever_place_leads_to_it(
