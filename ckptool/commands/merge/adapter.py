@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 
@@ -20,6 +20,9 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.text import list_some
 from ckptool.errors import Unsupported
 from ckptool.storage.url import Location
+
+if TYPE_CHECKING:
+    from regex import Pattern
 
 _PREFIX = "base_model.model."
 _INNER = ".base_layer"
@@ -52,6 +55,8 @@ TAKES = (
     " `ckptool convert SRC DST --to hf --peft-adapter` makes one"
 )
 _FEW = 3
+_LONGEST = 1.0
+"""Seconds of the processor for one pattern and one name."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to initialize that subtract what they put into the adapter from the base's weights."""
 _CONVERTS = (
@@ -285,18 +290,28 @@ def _settings(record: Record, where: str) -> Settings:
 
 
 def _matching(patterns: Mapping[str, Any], key: str) -> Any:
-    """Yield the values of the patterns that a name ends with, as PEFT matches them."""
+    """Yield the values of the patterns that a name ends with, as PEFT matches them.
+
+    Raises Unsupported for one that takes too long, as anybody may write such.
+    """
     for pattern, value in patterns.items():
-        if _ending(pattern).match(key):
-            yield value
+        try:
+            if _ending(pattern).match(key, timeout=_LONGEST):
+                yield value
+        except TimeoutError:
+            message = f"{ADAPTER_CONFIG}: pattern {_short(pattern)} takes more than"
+            message += f" {_LONGEST:g} s to match {key}"
+            raise Unsupported(message, "limit-exceeded", hint="simplify it there") from None
 
 
 @lru_cache(maxsize=1 << 14)  # Python keeps 512, and a config may name each of more modules
-def _ending(pattern: str) -> re.Pattern[str]:
+def _ending(pattern: str) -> Pattern[str]:
     """Return what matches a name that ends with a pattern; Unsupported if it is none."""
+    import regex  # as re, with an end to it
+
     try:
-        return re.compile(rf"(.*\.)?({pattern})$")
-    except re.error as error:
+        return regex.compile(rf"(.*\.)?({pattern})$")
+    except regex.error as error:
         raise Unsupported(f"{ADAPTER_CONFIG}: pattern {pattern!r}: {error}") from None
 
 

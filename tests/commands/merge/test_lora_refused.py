@@ -234,6 +234,16 @@ def test_two_changes_of_one_tensor_are_refused(tmp_path: Path) -> None:
     assert "are one tensor in" in said
 
 
+def test_a_pattern_that_takes_too_long_is_refused(tmp_path: Path) -> None:
+    module = f"model.{'a' * 40}"
+    config = {"rank_pattern": {"(a|aa)+[bc]": 4}}
+    adapter = save_adapter(tmp_path / "adapter", pair(module, 5, 6), **config)
+    base = save_base(tmp_path / "base.safetensors", {f"{module}.weight": some(5, 6)})
+    code, said = run(tmp_path / "out.safetensors", "--lora", adapter, "--onto", base)
+    assert code == 4
+    assert f"pattern '(a|aa)+[bc]' takes more than 1 s to match {module}" in said
+
+
 def test_the_base_is_one_checkpoint(tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", Q)
     base = save_base(tmp_path / "base.safetensors", BASE)
