@@ -1,13 +1,14 @@
-"""Data on stdout: a JSON object, or its rows as a table for a spreadsheet or a pull request."""
+"""Data on stdout: a JSON object, or its rows as a table; and the streams, as all is shown there."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -16,6 +17,14 @@ from ckptool.core.text import visible
 Rows = Sequence[Mapping[str, Any]]
 _PIECE = 2048
 """Rows of a list that are printed at a time: half a megabyte of tensors."""
+
+
+def stream_of(*, stderr: bool) -> TextIO:
+    """Return a stream of the process for lines, which spells out what its encoding lacks."""
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    return stream
 
 
 def print_json(content: Mapping[str, Any]) -> None:

@@ -1,18 +1,24 @@
-"""Errors, notes and steps on stderr."""
+"""Errors, notes and steps on stderr, and other lines of a few pieces."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.commands.document import document
+from ckptool.core.text import visible
 from ckptool.errors import UNCODED, CkptoolError, Damaged
+from ckptool.render.data import stream_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-
+Line = Sequence[str | tuple[str, str]]
+"""The pieces of a line, in order: visible text, alone or with its style."""
+_FORCING = ("FORCE_COLOR", "TTY_COMPATIBLE")
+"""The environment variables by which rich takes another stream for a terminal."""
 _BREAK = r"\n(?=  )"
 """The breaks of a message that are kept: those before the indented lines of a list."""
 
@@ -73,8 +79,24 @@ def show_step(text: str, screen: Console | None = None) -> None:
 
 
 def _show(style: str, head: str, rest: str = "", *, screen: Console | None = None) -> None:
-    """Show untrusted text on stderr, its head in a style; what draws it is imported here."""
-    from ckptool.render.text import console, escaped, say
+    """Show untrusted text on stderr, its head in a style."""
+    lines = (visible(line) for line in re.split(_BREAK, rest))
+    show_lines([[(visible(head), style), "\n".join(lines)]], stderr=True, screen=screen)
 
-    lines = (escaped(line) for line in re.split(_BREAK, rest))
-    say(screen or console(stderr=True), f"[{style}]{escaped(head)}[/]" + "\n".join(lines))
+
+def show_lines(
+    lines: Iterable[Line], *, stderr: bool = False, screen: Console | None = None
+) -> None:
+    """Print lines, on a ``screen`` if there is one. What draws is imported for a terminal alone."""
+    stream = stream_of(stderr=stderr)
+    if screen is None and not (stream.isatty() or any(name in os.environ for name in _FORCING)):
+        for line in lines:
+            stream.write("".join([each if isinstance(each, str) else each[0] for each in line]))
+            stream.write("\n")
+        stream.flush()
+        return
+    from rich.text import Text
+
+    from ckptool.render.text import console, emit
+
+    emit(screen or console(stderr), [Text.assemble(*line) for line in lines])

@@ -6,14 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.text import Text
-
-from ckptool.commands.inspect.fold import fold
 from ckptool.core.text import free, plural, size, visible
-from ckptool.render.convert import compares, planned_part, rewriting_lines, show_files, show_moves
-from ckptool.render.inspect.listing import ROOMY, line_name, placements_text
-from ckptool.render.text import Cell, columns, console, emit, first_lines
+from ckptool.render.convert import compares, planned_part, rewriting_lines
+from ckptool.render.messages import Line, show_lines
 
 if TYPE_CHECKING:
     from ckptool.commands.reshard.reshard import Costs, LoadCost, ReshardReport
@@ -23,49 +18,30 @@ if TYPE_CHECKING:
 
 def show_reshard(report: ReshardReport) -> None:
     """Show a summary; for a dry run, with load costs, also every choice and file."""
-    screen = console()
     costs = report.costs
     verb = "wrote" if report.written else "would write"
-    lines = [
-        Text.assemble(
+    lines: list[Line] = [
+        [
             f"{verb} ",
             (visible(str(report.target)), "bold"),
             f" ({report.target_format}) for mesh ",
             (visible(mesh_text(report.mesh)), "bold"),
             f": {plural(len(report.choices), 'tensor')}, {plural(report.objects, 'value')},"
             f" {size(report.write_bytes)} in {plural(len(report.files), 'file')}",
-        ),
-        *map(Text, rewriting_lines(report)),
-        *map(Text, _reasons(report)),
-        Text(_ranks(report)),
+        ]
     ]
+    more = [*rewriting_lines(report), *_reasons(report), _ranks(report)]
+    if costs is not None:
+        more += [*_costs(report, costs), *planned_part(report)]
+    show_lines([*lines, *([line] for line in more)])
     if costs is None:
-        emit(screen, lines)
         return
-    emit(screen, [*lines, *map(Text, [*_costs(report, costs), *planned_part(report)])])
+    from ckptool.render.plan import show_choices, show_files, show_moves
+
     if report.map is not None:
-        show_moves(report.map, screen)
-    emit(screen, first_lines(screen, _choices(report, screen)))
-    show_files(report.files, screen)
-
-
-def _choices(report: ReshardReport, screen: Console) -> list[Text]:
-    """Return a line per tensor, folded as inspect does; reasons only where they differ."""
-    brief = screen.is_terminal and screen.width < ROOMY
-    differ = len({choice.reason for choice in report.choices.values()}) > 1
-    lines = fold(report.entries.values(), lambda entry: report.choices[entry.name])
-    rows: list[list[Cell]] = []
-    for line in lines:
-        choice = report.choices[line.entry.name]
-        rows.append(
-            [
-                Text("  ") + line_name(line, brief),
-                (placements_text(choice.placements, brief), "magenta"),
-                (f"({choice.reason})" if differ else "", "dim"),
-                (f"x{line.count}" if line.count > 1 else "", "bold"),
-            ]
-        )
-    return columns(screen, rows, "lllr", cuts=0)
+        show_moves(report.map)
+    show_choices(report)
+    show_files(report.files)
 
 
 def _costs(report: ReshardReport, costs: Costs) -> list[str]:

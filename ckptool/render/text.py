@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +13,7 @@ from rich.markup import escape
 from rich.text import Span, Text
 
 from ckptool.core.text import visible
+from ckptool.render.data import stream_of
 
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions
@@ -38,10 +37,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 def console(stderr: bool = False, record: bool = False) -> Console:
     """Return the console; if not a terminal, it is so wide that no line is ever cut or wrapped."""
-    stream = sys.stderr if stderr else sys.stdout
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")
-    width = None if stream.isatty() else _UNBOUNDED
+    width = None if stream_of(stderr=stderr).isatty() else _UNBOUNDED
     return Console(stderr=stderr, record=record, width=width, emoji=False, highlight=False)
 
 

@@ -34,9 +34,9 @@ from ckptool.core.mesh import Shard, StridedShard
 from ckptool.core.text import magnitude, ranges, size, visible
 from ckptool.errors import UsageError
 from ckptool.formats import FORMATS
-from ckptool.render.convert import _alike, _file_rows
 from ckptool.render.inspect.report import show
 from ckptool.render.inspect.values import preview
+from ckptool.render.plan import _alike, _file_rows
 from ckptool.render.text import bar, console, escaped, say, without_inside
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.storage.local import LocalSource
