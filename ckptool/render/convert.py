@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckptool.core.dtype import short_name
-from ckptool.core.text import free, plural, size, visible
+from ckptool.core.text import free, plural, size
 from ckptool.render.messages import Line, show_lines
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def show_convert(report: RewrittenReport) -> None:
     lines: list[Line] = [
         [
             f"{verb} ",
-            (visible(str(report.target)), "bold"),
+            (str(report.target), "bold"),
             f" ({report.target_format}): {plural(report.tensors, 'tensor')},"
             f" {plural(report.objects, 'value')}, {size(report.write_bytes)}"
             f" in {plural(len(report.files), 'file')}, from {report.source_format}",
@@ -89,10 +89,10 @@ def show_merge(report: MergeReport) -> None:
     for expression in report.expressions:
         names[expression.text].append(expression.name)
     for text, of_text in names.items():
-        lines.append([f"  {plural(len(of_text), 'tensor')} = {visible(text)}"])
+        lines.append([f"  {plural(len(of_text), 'tensor')} = {text}"])
         if not report.written:
             folded = fold_names(dict.fromkeys(of_text))
-            lines += [[f"    {visible(name)}"] for name, *_ in folded]
+            lines += [[f"    {name}"] for name, *_ in folded]
     show_lines(lines)
 
 
@@ -101,8 +101,8 @@ def rewriting_lines(report: RewrittenReport) -> Iterator[str]:
     for matched in report.matched:
         such = ", such as" if matched.tensors + matched.values > len(matched.names) else ":"
         counted = _counted(matched.tensors, matched.values)
-        yield f"  {matched.option} {visible(matched.pattern)} matches {counted}{such}"
-        yield from (f"    {visible(name)}" for name in matched.names)
+        yield f"  {matched.option} {matched.pattern} matches {counted}{such}"
+        yield from (f"    {name}" for name in matched.names)
     for what, counts in (("cast", report.cast), ("dequantized", report.dequantized)):
         yield from (
             f"  {what}: {plural(count, 'tensor')} from {short_name(kind)}"
@@ -111,7 +111,7 @@ def rewriting_lines(report: RewrittenReport) -> Iterator[str]:
     if renamed := _counted(report.renamed.tensors, report.renamed.values):
         yield f"  renamed: {renamed}"
     if report.unwrapped:
-        prefixes = ", ".join(f"`{visible(prefix)}.`" for prefix in report.unwrapped)
+        prefixes = ", ".join(f"`{prefix}.`" for prefix in report.unwrapped)
         yield f"  names: {prefixes} removed"
     yield from (f"  excluded: {line}" for line in report.excluded)
 
@@ -124,7 +124,7 @@ def _counted(tensors: int, values: int) -> str:
 
 def show_part(report: TransferReport, part: Part) -> None:
     """Show what one part wrote, and the next step."""
-    target = visible(str(report.target))
+    target = str(report.target)
     done = f"wrote part {part.number} of {part.of} of "
     after = "  once all parts are written, run the same command with --finish in place of --part"
     show_lines([[done, (target, "bold"), f": {_size_of(part)}"], [after]])

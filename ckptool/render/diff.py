@@ -12,7 +12,8 @@ from ckptool.commands.inspect.fold import TensorLine, fold
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.text import plural, size
-from ckptool.render.text import Cell, columns, console, emit, escaped, say
+from ckptool.render.messages import say, show_lines
+from ckptool.render.text import Cell, columns, console, emit
 from ckptool.render.verify import show_findings, show_summary_line
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ def show_diff(report: DiffReport) -> None:
     rows = [_side(side, called) for called, side in (("A", report.a), ("B", report.b))]
     emit(screen, columns(screen, rows, "lllrr", cuts=1))
     if report.of_runs:
-        say(screen, "  [dim]the newest step that both runs have[/]")
-        show_findings(report.findings, screen)
+        say(("  the newest step that both runs have", "dim"))
+        show_findings(report.findings)
     for side, entries in (("A", report.only_a), ("B", report.only_b)):
         lines = fold(entries)
         _show(screen, "red" if side == "A" else "green", f"only in {side}", len(entries),
@@ -41,15 +42,15 @@ def show_diff(report: DiffReport) -> None:
     ):
         _show(screen, "yellow", what, len(pairs), _pair_rows(pairs, cells), "llll")
     if not report.of_runs:
-        show_findings(report.findings, screen)
+        show_findings(report.findings)
     _show_changed(screen, report.changed, report.modules)
-    show_summary_line(report.summary, ok=report.ok, screen=screen)
+    show_summary_line(report.summary, ok=report.ok)
     if report.fit is not None:
         fit = report.fit
         gives = f"gives A {fit.common:,} of the {fit.wanted:,} names in B"
-        say(screen, f"[cyan]hint:[/] {escaped(fit.option)} {gives}")
+        say(("hint:", "cyan"), f" {fit.option} {gives}")
     elif report.hint is not None:
-        say(screen, f"[cyan]hint:[/] {escaped(report.hint)}")
+        say(("hint:", "cyan"), f" {report.hint}")
 
 
 def _side(side: DiffSide, called: str) -> list[Cell]:
@@ -70,10 +71,10 @@ def _show(
     """Show a heading with a count, then the first rows."""
     if not count:
         return
-    say(screen, f"\n[{color}]{what}[/]: {plural(count, 'tensor')}")
+    show_lines([[], [(what, color), f": {plural(count, 'tensor')}"]])
     emit(screen, columns(screen, rows[:_MOST_LINES], aligns, heads=heads, cuts=0))
     if len(rows) > _MOST_LINES:
-        say(screen, f"  [dim]and {len(rows) - _MOST_LINES:,} more lines; --json lists all[/]")
+        say((f"  and {len(rows) - _MOST_LINES:,} more lines; --json lists all", "dim"))
 
 
 def _one_sided(line: TensorLine) -> list[Cell]:

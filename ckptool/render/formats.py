@@ -11,7 +11,8 @@ from ckptool.commands.keymap.check import MapCheck
 from ckptool.commands.keymap.library import builtin_maps, map_text
 from ckptool.core.text import plural
 from ckptool.formats import list_formats
-from ckptool.render.text import Cell, columns, console, emit, escaped, say
+from ckptool.render.messages import say
+from ckptool.render.text import Cell, columns, console, emit
 
 
 def show_formats() -> None:
@@ -59,18 +60,18 @@ def show_map_check(report: MapCheck) -> None:
     rules = ("unmatched rule", "", "nearest name"), near
     for number, (heads, found) in enumerate(table for table in (names, rules) if table[1]):
         if number:
-            say(out, "")
+            say()
         rows = [(e.name, f"{e.count:,}" if e.count else "", e.nearest or "-") for e in found]
         emit(out, columns(out, rows, "lrl", heads=heads))
     if rest := len(report.rules) - len(near):
-        say(out, f"{plural(rest, 'more rule' if near else 'rule')} matched no tensor")
+        say(f"{plural(rest, 'more rule' if near else 'rule')} matched no tensor")
     way = f"{report.map} ({report.source} to {report.target})"
     taken = f"matches {report.matched:,} of {plural(report.tensors, 'tensor')}"
-    say(out, escaped(f"{'OK' if report.ok else 'FAILED'}: {way} {taken}"))
+    say(f"{'OK' if report.ok else 'FAILED'}: {way} {taken}")
     if report.problem:
-        say(out, escaped(report.problem))
+        say(report.problem)
     if report.hint:
-        say(out, escaped(f"hint: {report.hint}"))
+        say(f"hint: {report.hint}")
 
 
 def maps_json(name: str | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Line = Sequence[str | tuple[str, str]]
-"""The pieces of a line, in order: visible text, alone or with its style."""
+"""The pieces of a line, in order: untrusted text, alone or with its style."""
 _FORCING = ("FORCE_COLOR", "TTY_COMPATIBLE")
 """The environment variables by which rich takes another stream for a terminal."""
 _BREAK = r"\n(?=  )"
@@ -80,8 +80,14 @@ def show_step(text: str, screen: Console | None = None) -> None:
 
 def _show(style: str, head: str, rest: str = "", *, screen: Console | None = None) -> None:
     """Show untrusted text on stderr, its head in a style."""
-    lines = (visible(line) for line in re.split(_BREAK, rest))
-    show_lines([[(visible(head), style), "\n".join(lines)]], stderr=True, screen=screen)
+    first, *more = re.split(_BREAK, rest)
+    lines: list[Line] = [[(head, style), first], *([line] for line in more)]
+    show_lines(lines, stderr=True, screen=screen)
+
+
+def say(*pieces: str | tuple[str, str], stderr: bool = False) -> None:
+    """Print a line; no pieces are an empty one."""
+    show_lines([pieces], stderr=stderr)
 
 
 def show_lines(
@@ -91,12 +97,17 @@ def show_lines(
     stream = stream_of(stderr=stderr)
     if screen is None and not (stream.isatty() or any(name in os.environ for name in _FORCING)):
         for line in lines:
-            stream.write("".join([each if isinstance(each, str) else each[0] for each in line]))
-            stream.write("\n")
+            stream.write("".join([text for text, _ in _pieces(line)]) + "\n")
         stream.flush()
         return
     from rich.text import Text
 
     from ckptool.render.text import console, emit
 
-    emit(screen or console(stderr), [Text.assemble(*line) for line in lines])
+    emit(screen or console(stderr), [Text.assemble(*_pieces(line)) for line in lines])
+
+
+def _pieces(line: Line) -> list[tuple[str, str]]:
+    """Return the pieces of a line as they are shown, each with its style."""
+    pairs = ((piece, "") if isinstance(piece, str) else piece for piece in line)
+    return [(visible(text), style) for text, style in pairs]

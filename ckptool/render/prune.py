@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptool.core.text import plural, size
-from ckptool.render.text import Cell, columns, console, emit, escaped, say
+from ckptool.render.messages import Line, say, show_lines
+from ckptool.render.text import Cell, columns, console, emit
 
 if TYPE_CHECKING:
     from ckptool.commands.runs.prune.fates import StepFate
@@ -23,16 +24,13 @@ def show_prune(report: PruneReport) -> None:
     emit(screen, columns(screen, rows, "rlrll", heads=heads))
     for leftover in report.leftovers:
         verb = "removed" if report.removed else "remove"
-        say(screen, f"[red]{verb}[/] {escaped(str(leftover))}: an earlier removal was interrupted")
+        say((verb, "red"), f" {leftover}: an earlier removal was interrupted")
     for stuck in report.stuck:
         reason = "an earlier removal was interrupted, and the rest cannot be removed"
-        say(
-            screen,
-            f"[yellow]left[/] {escaped(str(stuck.path))}: {reason}: {escaped(str(stuck.problem))}",
-        )
-    say(screen, f"\n{_summary(report)}")
+        say(("left", "yellow"), f" {stuck.path}: {reason}: {stuck.problem}")
+    show_lines([[], _summary(report)])
     if report.hint is not None:
-        say(screen, f"[cyan]hint:[/] {escaped(report.hint)}")
+        say(("hint:", "cyan"), f" {report.hint}")
 
 
 def _row(step: StepFate, report: PruneReport) -> list[Cell]:
@@ -48,7 +46,7 @@ def _row(step: StepFate, report: PruneReport) -> list[Cell]:
     ]
 
 
-def _summary(report: PruneReport) -> str:
+def _summary(report: PruneReport) -> Line:
     going, stripped = report.of_fate("remove"), report.of_fate("strip")
     good = f"{plural(report.good, 'good step')} {'are' if report.good != 1 else 'is'} kept"
     parts = [(plural(len(going), "step"), going)] if going or not stripped else []
@@ -56,7 +54,7 @@ def _summary(report: PruneReport) -> str:
         parts.append((f"the optimizer of {plural(len(stripped), 'step')}", stripped))
     what = " and ".join(f"{name}, {size(sum(s.freed for s in steps))}" for name, steps in parts)
     if not going and not stripped and not report.leftovers:
-        return f"nothing to remove; {good}"
+        return [f"nothing to remove; {good}"]
     if report.removed:
-        return f"[bold]removed {what}[/]; {good}"
-    return f"[bold]would remove {what}[/]; {good}. To remove, add --yes"
+        return [(f"removed {what}", "bold"), f"; {good}"]
+    return [(f"would remove {what}", "bold"), f"; {good}. To remove, add --yes"]

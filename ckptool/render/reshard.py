@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ckptool.core.text import free, plural, size, visible
+from ckptool.core.text import free, plural, size
 from ckptool.render.convert import compares, planned_part, rewriting_lines
 from ckptool.render.messages import Line, show_lines
 
@@ -23,9 +23,9 @@ def show_reshard(report: ReshardReport) -> None:
     lines: list[Line] = [
         [
             f"{verb} ",
-            (visible(str(report.target)), "bold"),
+            (str(report.target), "bold"),
             f" ({report.target_format}) for mesh ",
-            (visible(mesh_text(report.mesh)), "bold"),
+            (mesh_text(report.mesh), "bold"),
             f": {plural(len(report.choices), 'tensor')}, {plural(report.objects, 'value')},"
             f" {size(report.write_bytes)} in {plural(len(report.files), 'file')}",
         ]
@@ -68,8 +68,7 @@ def mesh_text(mesh: Mesh) -> str:
 def _reasons(report: ReshardReport) -> list[str]:
     counts = Counter((_placed(choice), choice.reason) for choice in report.choices.values())
     return [
-        f"  {count:>6,} x {placed}  ({visible(reason)})"
-        for (placed, reason), count in counts.most_common(8)
+        f"  {count:>6,} x {placed}  ({reason})" for (placed, reason), count in counts.most_common(8)
     ]
 
 

@@ -244,11 +244,6 @@ def _before_ellipsis(text: str, kept: int, head: float) -> int:
     return next(filter(has_whole_braces, nearest), wanted)
 
 
-def say(screen: Console, markup: str) -> None:
-    """Print lines of rich markup, however long; untrusted text in it must be ``escaped``."""
-    emit(screen, Text.from_markup(markup, emoji=False).split(allow_blank=True))
-
-
 def emit(screen: Console, lines: Iterable[Text]) -> None:
     """Print lines; an unwatched recording becomes as wide as they need.
 

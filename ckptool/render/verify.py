@@ -8,16 +8,13 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.text import Text
-
 from ckptool.commands.document import document
 from ckptool.commands.verify.codes import CODES, Severity
 from ckptool.commands.verify.findings import SIDES, Finding, VerifyReport
 from ckptool.commands.verify.salvage.offer import salvage_offer
 from ckptool.core.text import plural, size
 from ckptool.render.data import print_json_line
-from ckptool.render.text import Cell, columns, console, emit, escaped, say
+from ckptool.render.messages import say, show_lines
 
 if TYPE_CHECKING:
     from ckptool.commands.runs.assessment import StepReport
@@ -26,6 +23,7 @@ if TYPE_CHECKING:
     from ckptool.commands.verify.compare.coverage import Coverage
     from ckptool.commands.verify.salvage.salvage import SalvageReport
     from ckptool.engine.check.difference import DifferingTensor
+    from ckptool.render.text import Cell
 
 _COLORS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
 _MOST_FINDINGS = 8
@@ -34,63 +32,59 @@ _MOST_LINES = 12
 
 def show_verify(report: VerifyReport) -> None:
     """Show what was read, each kind of finding with its hint, then the summary."""
-    screen = console()
-    say(screen, f"[bold]{escaped(str(report.path))}[/]  {report.format}")
+    say((str(report.path), "bold"), f"  {report.format}")
     read = f", {size(report.nbytes)} read" if report.depth != "quick" else ""
     tensors = f"{plural(report.tensors, 'tensor')} in " if report.tensors else ""
-    say(screen, f"  [dim]{tensors}{plural(report.files, 'file')}{read}[/]")
-    show_findings(report.findings, screen)
+    say((f"  {tensors}{plural(report.files, 'file')}{read}", "dim"))
+    show_findings(report.findings)
     if offer := salvage_offer(report):
-        say(screen, f"\n[cyan]hint:[/] {escaped(offer)}")
-    _show_summary(report, screen)
+        show_lines([[], [("hint:", "cyan"), f" {offer}"]])
+    show_summary_line(report.summary, ok=report.ok)
 
 
-def show_findings(findings: Iterable[Finding], screen: Console) -> None:
+def show_findings(findings: Iterable[Finding]) -> None:
     """Show each kind of finding with its hint, most severe first."""
     by_code = sorted(findings, key=lambda each: (each.severity.place, each.code))
     for code, group in groupby(by_code, key=lambda finding: finding.code):
         alike = list(group)
         severity, hint = alike[0].severity, alike[0].hint
-        meaning = f"[dim]{escaped(CODES[code].meaning)}[/]"
-        say(screen, f"\n[{_COLORS[severity]}]{severity.value}[/] [bold]{code}[/]  {meaning}")
-        _print_some(screen, [finding.message for finding in alike], _MOST_FINDINGS)
+        word, meaning = (severity.value, _COLORS[severity]), (CODES[code].meaning, "dim")
+        show_lines([[], [word, " ", (code, "bold"), "  ", meaning]])
+        _print_some([finding.message for finding in alike], _MOST_FINDINGS)
         if hint:
-            say(screen, f"  [cyan]hint:[/] {escaped(hint)}")
+            say("  ", ("hint:", "cyan"), f" {hint}")
 
 
-def _show_summary(report: VerifyReport, screen: Console) -> None:
-    show_summary_line(report.summary, ok=report.ok, screen=screen)
-
-
-def show_summary_line(summary: str, *, ok: bool, screen: Console) -> None:
+def show_summary_line(summary: str, *, ok: bool) -> None:
     """Show the one line that summarizes a report, its first word in color."""
     color = "bold green" if ok else "bold red"
     answer, mark, rest = summary.partition(":")
-    say(screen, f"\n[{color}]{escaped(answer)}[/]{mark}{escaped(rest)}")
+    show_lines([[], [(answer, color), f"{mark}{rest}"]])
 
 
-def _print_some(screen: Console, lines: Sequence[str], most: int = _MOST_LINES) -> None:
-    for line in lines[:most]:
-        say(screen, f"  {escaped(line)}")
-    _print_more(screen, len(lines) - most)
+def _print_some(lines: Sequence[str], most: int = _MOST_LINES) -> None:
+    show_lines([[f"  {line}"] for line in lines[:most]])
+    _print_more(len(lines) - most)
 
 
-def _print_more(screen: Console, count: int) -> None:
+def _print_more(count: int) -> None:
     if count > 0:
-        say(screen, f"  [dim]and {count:,} more; --json lists all[/]")
+        say((f"  and {count:,} more; --json lists all", "dim"))
 
 
 def show_against(report: AgainstReport) -> None:
     """Show structural differences, then the tensors whose values differ, then the summary."""
-    screen = console()
-    _show_sides(report, screen)
-    show_findings([f for f in report.verify.findings if f.code != "tensor-differs"], screen)
-    _show_differing(report.differing, screen)
-    _show_summary(report.verify, screen)
+    _show_sides(report)
+    show_findings([f for f in report.verify.findings if f.code != "tensor-differs"])
+    _show_differing(report.differing)
+    show_summary_line(report.verify.summary, ok=report.verify.ok)
 
 
-def _show_sides(report: AgainstReport, screen: Console) -> None:
+def _show_sides(report: AgainstReport) -> None:
     """Show the two sides, and how much of them was compared."""
+    from ckptool.render.text import columns, console, emit
+
+    screen = console()
     paths = report.verify.path, report.other
     formats = report.verify.format, report.other_format
     coverages = report.coverage or (None, None)
@@ -111,10 +105,14 @@ def _coverage_text(coverage: Coverage) -> str:
     return f"{tensors}, {nbytes}{values} compared"
 
 
-def _show_differing(tensors: tuple[DifferingTensor, ...], screen: Console) -> None:
+def _show_differing(tensors: tuple[DifferingTensor, ...]) -> None:
     """Show a line per tensor, then both sides of the first differing element, and where it is."""
     if not tensors:
         return
+    from ckptool.render.text import columns, console, emit
+
+    say()
+    screen = console()
     heads = ("tensor", "differ", "of", "largest", "first at")
     shown = tensors[:_MOST_LINES]
     rows = [
@@ -128,30 +126,27 @@ def _show_differing(tensors: tuple[DifferingTensor, ...], screen: Console) -> No
         for tensor in shown
     ]
     head, *lines = columns(screen, rows, "lrrrl", heads=heads, cuts=0)
-    emit(screen, [Text(), head])
+    emit(screen, [head])
     for tensor, line in zip(shown, lines, strict=True):
         sides = zip(SIDES, (tensor.a, tensor.b), strict=True)
         elements = [((f"  {side}", "dim"), at.value, (at.place, "dim")) for side, at in sides]
         emit(screen, [line, *columns(screen, elements, "lll")])
-    _print_more(screen, len(tensors) - _MOST_LINES)
+    _print_more(len(tensors) - _MOST_LINES)
 
 
 def show_latest_good(report: RunReport, *, quiet: bool) -> None:
     """Print the path alone on stdout, and on stderr why newer steps were skipped."""
     latest = report.latest_good
     if not quiet:
-        screen = console(stderr=True)
         for step in report.steps:
-            path, remarks = escaped(str(step.path)), escaped(_remarks(step))
-            if not step.ok:
-                say(screen, f"[yellow]skipped[/] {path}: {remarks}")
-            elif remarks:
-                say(screen, f"[yellow]not all checked[/] {path}: {remarks}")
+            if (remarks := _remarks(step)) or not step.ok:
+                word = "not all checked" if step.ok else "skipped"
+                say((word, "yellow"), f" {step.path}: {remarks}", stderr=True)
         if latest is not None:
-            say(screen, f"[dim]newest {escaped(report.chosen)}[/]")
+            say((f"newest {report.chosen}", "dim"), stderr=True)
         else:
-            run = f"{escaped(str(report.path))} ({plural(report.total, 'step')})"
-            say(screen, f"[bold red]no good checkpoint[/] in {run}")
+            run = f" in {report.path} ({plural(report.total, 'step')})"
+            say(("no good checkpoint", "bold red"), run, stderr=True)
     if latest is not None:
         sys.stdout.buffer.write(os.fsencode(str(latest.path)) + b"\n")
         sys.stdout.buffer.flush()
@@ -159,16 +154,18 @@ def show_latest_good(report: RunReport, *, quiet: bool) -> None:
 
 def show_steps(report: RunReport) -> None:
     """Show a table of the steps, newest first, then the one to resume from."""
+    from ckptool.render.text import columns, console, emit
+
     screen = console()
     heads = ("step", "checkpoint", "format", "", "why")
     rows = [_step_row(step, report) for step in report.steps]
     emit(screen, columns(screen, rows, "rllll", heads=heads))
     latest, good = report.latest_good, sum(step.ok for step in report.steps)
     if latest is None:
-        say(screen, f"\n[bold red]FAILED[/]: no good step of {report.total:,}")
+        show_lines([[], [("FAILED", "bold red"), f": no good step of {report.total:,}"]])
         return
-    counts = f"[bold green]{good:,} of {report.total:,} steps OK[/]"
-    say(screen, f"\n{counts}; latest good: {escaped(str(latest.path))}")
+    counts = f"{good:,} of {report.total:,} steps OK", "bold green"
+    show_lines([[], [counts, f"; latest good: {latest.path}"]])
 
 
 def show_followed(report: StepReport, code: int | None, *, as_json: bool) -> None:
@@ -176,12 +173,11 @@ def show_followed(report: StepReport, code: int | None, *, as_json: bool) -> Non
     if as_json:
         print_json_line(report.to_dict() | ({} if code is None else {"then": code}))
         return
-    screen = console()
-    answer = "[bold green]OK[/]    " if report.ok else "[bold red]FAILED[/]"
+    answer = [("OK", "bold green"), "    "] if report.ok else [("FAILED", "bold red")]
     remarks = [_remarks(report)] if _remarks(report) else []
     remarks += [f"the command ended with {code}"] if code else []
-    said = f"  {escaped('; '.join(remarks))}" if remarks else ""
-    say(screen, f"{answer} {escaped(str(report.path))}{said}")
+    said = f"  {'; '.join(remarks)}" if remarks else ""
+    say(*answer, f" {report.path}{said}")
 
 
 def _step_row(step: StepReport, report: RunReport) -> list[Cell]:
@@ -205,56 +201,59 @@ def _remarks(step: StepReport) -> str:
 
 def show_salvage(report: SalvageReport) -> None:
     """Show the problems, what is lost and why, what is unknown, then what was written."""
-    screen = console()
-    say(screen, f"[bold]{escaped(report.path)}[/]  {report.format}")
-    _show_lines(screen, "problems", report.problems)
-    _show_lost(screen, report)
-    _show_lines(screen, "unknown", report.unknown)
-    _show_lines(screen, "notes", report.notes)
+    say((report.path, "bold"), f"  {report.format}")
+    _show_some("problems", report.problems)
+    _show_lost(report)
+    _show_some("unknown", report.unknown)
+    _show_some("notes", report.notes)
     if report.unproved:
         tensors = plural(report.unproved, "tensor")
         why = "complete, but changed values cannot be detected"
-        _show_lines(screen, "no checksum", [f"{tensors}: {why}"])
-    _show_end(screen, report)
+        _show_some("no checksum", [f"{tensors}: {why}"])
+    _show_end(report)
 
 
-def _show_lines(screen: Console, head: str, lines: Sequence[str]) -> None:
+def _show_some(head: str, lines: Sequence[str]) -> None:
     if lines:
-        say(screen, f"\n[bold yellow]{head}[/]")
-        _print_some(screen, [line.partition("\n")[0] for line in lines])
+        show_lines([[], [(head, "bold yellow")]])
+        _print_some([line.partition("\n")[0] for line in lines])
 
 
-def _show_lost(screen: Console, report: SalvageReport) -> None:
+def _show_lost(report: SalvageReport) -> None:
     if not report.lost:
         return
-    say(screen, "\n[bold red]lost[/]")
+    from ckptool.render.text import columns, console, emit
+
+    screen = console()
+    show_lines([[], [("lost", "bold red")]])
     rows = []
     for name, why in list(report.lost.items())[:_MOST_LINES]:
         reason = why.partition("\n")[0].removeprefix(f"{name}: ").removeprefix(f"{name} ")
         rows.append(((name, "bold"), reason))
     emit(screen, columns(screen, rows, "ll"))
-    _print_more(screen, len(report.lost) - _MOST_LINES)
+    _print_more(len(report.lost) - _MOST_LINES)
 
 
-def _show_end(screen: Console, report: SalvageReport) -> None:
+def _show_end(report: SalvageReport) -> None:
     counts = f"{plural(report.tensors, 'tensor')}, {plural(report.values, 'value')}"
     if report.complete:
-        head = "[bold green]nothing lost[/]"
+        head = "nothing lost", "bold green"
     elif report.lost:
-        head = f"[bold red]{len(report.lost):,} lost[/]"
+        head = f"{len(report.lost):,} lost", "bold red"
     else:
-        head = "[bold yellow]all known names recovered[/]"
-    target = f"[bold]{escaped(report.target)}[/] ({report.target_format})"
-    say(screen, f"\n{head}; wrote {target}: {counts}, {size(report.nbytes)}")
-    say(screen, f"full list: {escaped(report.listing)}")
+        head = "all known names recovered", "bold yellow"
+    rest = f" ({report.target_format}): {counts}, {size(report.nbytes)}"
+    show_lines([[], [head, "; wrote ", (report.target, "bold"), rest]])
+    say(f"full list: {report.listing}")
 
 
 def show_codes() -> None:
     """Show every code with its severity and meaning, one per line."""
-    screen = console()
     width = max(map(len, CODES))
-    for name, code in CODES.items():
-        say(screen, escaped(f"{name:<{width}}  {code.severity.value:<7}  {code.meaning}"))
+    show_lines(
+        [f"{name:<{width}}  {code.severity.value:<7}  {code.meaning}"]
+        for name, code in CODES.items()
+    )
 
 
 def codes_json() -> dict[str, Any]:

@@ -65,6 +65,7 @@ def test_numpy_is_imported_only_to_look_at_elements(
     [
         ("verify", "SRC", "--quiet"),
         ("verify", "SRC", "--json"),
+        ("verify", "SRC"),
         ("inspect", "SRC", "--json"),
         ("diff", "SRC", "SRC", "--quiet"),
         ("extract", "SRC", "w", "OUT.safetensors", "--quiet"),

@@ -36,8 +36,9 @@ from ckptool.errors import UsageError
 from ckptool.formats import FORMATS
 from ckptool.render.inspect.report import show
 from ckptool.render.inspect.values import preview
+from ckptool.render.messages import say, show_lines
 from ckptool.render.plan import _alike, _file_rows
-from ckptool.render.text import bar, console, escaped, say, without_inside
+from ckptool.render.text import bar, escaped, without_inside
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.storage.local import LocalSource
 
@@ -381,7 +382,7 @@ def test_a_sentence_is_wrapped_between_words(width: int) -> None:
     sentence = f"use another copy of the file, or the previous checkpoint: {command}, by [name]"
     file = io.StringIO()
     screen = Console(file=file, width=width, force_terminal=True, highlight=False)
-    say(screen, f"\n  [cyan]hint:[/] {escaped(sentence)}")
+    show_lines([[], ["  ", ("hint:", "cyan"), f" {sentence}"]], screen=screen)
     shown = Text.from_ansi(file.getvalue()).plain
     blank, first, *more = shown.splitlines()
     assert blank == ""
@@ -394,8 +395,23 @@ def test_a_sentence_is_wrapped_between_words(width: int) -> None:
 
 
 def test_nobody_watches_a_log(capsys: pytest.CaptureFixture[str]) -> None:
-    say(console(), "words " * 100)
+    say("words " * 100)
     assert capsys.readouterr().out.count("\n") == 1
+
+
+@pytest.mark.parametrize("color", [None, "1"])
+def test_a_line_is_the_same_with_colors_and_without(
+    color: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Untrusted text is no markup, and spelled out."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    if color is not None:
+        monkeypatch.setenv("FORCE_COLOR", color)
+    say(("[red]a\x1b", "bold"), ": b\u202e [/] \\", stderr=True)
+    shown = capsys.readouterr().err
+    assert ("\x1b[1m" in shown) is (color is not None)
+    assert Text.from_ansi(shown.strip()).plain == "[red]a\\x1b: b\\u202e [/] \\"
 
 
 @pytest.mark.parametrize("head", [0.15, 0.5, 0.9])
