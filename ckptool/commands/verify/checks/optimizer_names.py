@@ -11,6 +11,8 @@ from ckptool.core.catalog import Catalog
 _STATE, _GROUPS, _OPTIMIZER = ".state.", ".param_groups.", "optim"
 _NUMBERED = re.compile(r"\d+\.[^.]+")
 _PARAMS = re.compile(r"(?s)(.+)\.params(?:@rank\d+)?")
+RATE = re.compile(r"(?:.+\.)?param_groups\..+\.lr")
+"""The name of a group's learning rate."""
 MOMENTS = frozenset(["exp_avg", "exp_avg_sq"])
 _KINDS = MOMENTS | {"max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf"}
 STEP = "step"

@@ -22,7 +22,7 @@ from ckptool.commands.verify.checks.content import located
 from ckptool.commands.verify.checks.meaning.masters import AVERAGE
 from ckptool.commands.verify.checks.meaning.stacks import is_matrix
 from ckptool.commands.verify.checks.meaning.trainer_counts import number_in
-from ckptool.commands.verify.checks.optimizer_names import StateName
+from ckptool.commands.verify.checks.optimizer_names import RATE, StateName
 from ckptool.commands.verify.checks.training import StepCounters
 from ckptool.core.catalog import ObjectEntry, TensorEntry
 from ckptool.core.state_category import state_category
@@ -31,7 +31,6 @@ from ckptool.formats.companions import trainer_optimizer
 from ckptool.storage.url import within
 
 TWO_SAVES = "counts-differ"
-_RATE = re.compile(r"(?:.+\.)?param_groups\..+\.lr")
 _BEFORE = 3
 """How many of the steps before it a step is compared with."""
 _SQUARES = frozenset(["exp_avg_sq", "square_avg"])
@@ -184,5 +183,5 @@ def _optimizer_of(model: Survey) -> Survey | None:
 
 def _rate_of(optimizer: Survey) -> float:
     """Return the largest learning rate of an optimizer, 0 if it has none that is a number."""
-    rates = (entry.value for name, entry in _values(optimizer) if _RATE.fullmatch(name))
+    rates = (entry.value for name, entry in _values(optimizer) if RATE.fullmatch(name))
     return max((rate for rate in rates if isinstance(rate, float)), default=0.0)

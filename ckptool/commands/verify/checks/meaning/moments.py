@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,12 @@ from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED
 from ckptool.commands.verify.checks.meaning.moments_of_layers import Layers, WeightOf
 from ckptool.commands.verify.checks.meaning.numbered import states_by_name
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slices
-from ckptool.commands.verify.checks.optimizer_names import StateName, moments_in
+from ckptool.commands.verify.checks.meaning.weights import SECOND_HALF, is_weight
+from ckptool.commands.verify.checks.optimizer_names import RATE, StateName, moments_in
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.keymap.model import abstract
 from ckptool.core.state_category import state_category
-from ckptool.core.text import plural
+from ckptool.core.text import list_some, plural
 from ckptool.engine.check.spans import Probe
 from ckptool.errors import Problem
 from ckptool.storage.files import Files
@@ -106,6 +107,8 @@ class Moments:
         steps = self._steps_taken(elements)
         yield from layers.lost() if steps is None or steps >= _STEPS else ()
         yield from layers.copied()
+        if elements.is_all and steps is not None and steps >= _STEPS:
+            yield from self._halves_lost(seen, entries, elements.of_model)
 
     def _all_zero(self, elements: Elements, count: int) -> Iterator[Problem]:
         steps = self._steps_taken(elements)
@@ -147,6 +150,33 @@ class Moments:
             if size >= _VISIBLE:
                 message = f"{entries[square].name}: all values are zero, but {entries[mean].name}"
                 yield Problem(f"{message} is up to {size:g}", "moments-zero", tensor=square)
+
+    def _halves_lost(self, seen: Seen, entries: Located, model: Elements) -> Iterator[Problem]:
+        """Yield halves of LoRA that are zero, as before the first step, but have had gradients.
+
+        Parameters may have numbers, so those of one shape are counted. A group may have no rate.
+        """
+        rates = {e.value for name, e in self._catalog.objects.items() if RATE.fullmatch(name)}
+        moved: Counter[tuple[int, ...]] = Counter()
+        for name, moment in seen.items():
+            if StateName.of(name).kind == _MEAN and not moment.is_zero:
+                moved[entries[name].shape] += 1
+        weights = [e for e in model.located.values() if moved[e.shape] and is_weight(e)]
+        shapes = {e.shape for e in weights if SECOND_HALF.search(e.name)}
+        if not shapes or (0 in rates and rates != {0}):
+            return
+        from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
+
+        found = [e for e in weights if e.shape in shapes and model.are_sound(e.name)]
+        sizes = largest_sizes(found, model.source)
+        for shape in shapes:
+            alike = [sizes.get(e.name, 1) for e in weights if e.shape == shape]
+            zero = [n for n, size in sizes.items() if not size and model.located[n].shape == shape]
+            zero = [n for n in zero if SECOND_HALF.search(n)]
+            if zero and len(alike) - len(zero) < moved[shape] <= len(alike) > 2 * len(zero):
+                message = f"{list_some(zero, 2)}: all values are zero, but {moved[shape]:,} of"
+                message += f" {len(alike):,} tensors of this shape have had gradients"
+                yield Problem(message, "weight-zero")
 
     def _cut(
         self, seen: Seen, entries: Located, weight_of: WeightOf, source: Files

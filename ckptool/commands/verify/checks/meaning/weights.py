@@ -36,6 +36,10 @@ _SEVERAL = 2
 """Kinds of matrices that do not all begin as zeros."""
 _BEGINS_ZERO = re.compile(r"lora|hada_|lokr_|oft_|adapter|zero_conv", re.I)
 """Of names of weights that begin as zeros, and stay so in an expert that is never chosen."""
+_FIRST_HALF = re.compile(r"(?<![a-zA-Z])lora[._](A|a|down)(?![a-zA-Z])")
+SECOND_HALF = re.compile(r"(?<![a-zA-Z])lora[._](B|b|up)(?![a-zA-Z])")
+"""The half of LoRA that begins as random numbers, and that of zeros (PEFT, torchtune, kohya)."""
+_SECOND_OF = {"A": "B", "a": "b", "down": "up"}
 _NUMBER, _DIGITS = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)"), 9
 """A number that is all between dots, as a layer's is: that of ``fc1`` is part of a name."""
 _OUTPUT = re.compile(
@@ -67,7 +71,7 @@ class Weights:
     """
 
     def __init__(self, catalog: Catalog) -> None:
-        tensors = {name: entry for name, entry in catalog.tensors.items() if _is_weight(entry)}
+        tensors = {name: entry for name, entry in catalog.tensors.items() if is_weight(entry)}
         self._slices = Slices(tensors, _masters_alone(catalog))
         matrices = {
             name: catalog.tensors[self._slices.tensor(name)].source_dtype
@@ -93,12 +97,12 @@ class Weights:
         kinds: dict[tuple[str, Shape], list[str]] = defaultdict(list)
         for name, shape in shapes.items():
             kind = abstract(name)[0]
-            if kind and not _BEGINS_ZERO.search(name):
+            if kind and (not _BEGINS_ZERO.search(name) or _FIRST_HALF.search(name)):
                 kinds[kind, shape].append(name)
         with_moments = _with_moments(elements.located)
         trained = {name for name in seen if self._slices[name].name in with_moments}
         stacked = {name: weight for name, weight in seen.items() if self._slices[name].at}
-        rightly = _rightly_zero(seen, trained) | _padding(stacked)
+        rightly = _rightly_zero(seen, trained) | _padding(stacked) | _beside_zeros(seen)
         odd = [(kind, *each) for (kind, _), n in kinds.items() for each in _odd(n, seen, rightly)]
         zero = [self._slices[name].name for _, name, code, _ in odd if code == _ZERO]
         is_difference = bool(zero) and _is_difference(zero, elements)
@@ -164,7 +168,8 @@ def _looked_at(matrices: Mapping[str, DType]) -> dict[str, Weight]:
     return {name: Weight(dtype) for name, dtype in matrices.items()}
 
 
-def _is_weight(entry: TensorEntry) -> bool:
+def is_weight(entry: TensorEntry) -> bool:
+    """Return whether a tensor is of numbers of a model."""
     return entry.source_dtype.kind == "float" and state_category(entry) == "model"
 
 
@@ -206,7 +211,7 @@ def _is_difference(zero: Iterable[str], elements: Elements) -> bool:
     from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
 
     named = (entry for name, entry in located.items() if _NORM.search(name))
-    norms = (entry for entry in named if _is_weight(entry) and not entry.name.endswith("bias"))
+    norms = (entry for entry in named if is_weight(entry) and not entry.name.endswith("bias"))
     sizes = largest_sizes(norms, elements.source)
     return bool(sizes) and max(sizes.values()) < _SMALL
 
@@ -238,6 +243,21 @@ def _rightly_zero(seen: Seen, trained: Collection[str]) -> set[str]:
             found.add(layer)
     rightly = {layers[layer][kind] for layer in found for kind in zero[layer]}
     return rightly | _filling(seen)
+
+
+def _beside_zeros(seen: Seen) -> set[str]:
+    """Return the first halves of LoRA whose second one is zero, too: no adapter was there."""
+    halves = (match for match in map(_FIRST_HALF.search, seen) if match)
+    return {half.string for half in halves if _is_zero(_second_half(half), seen)}
+
+
+def _second_half(first: re.Match[str]) -> str:
+    name, (start, stop) = first.string, first.span(1)
+    return name[:start] + _SECOND_OF[first[1]] + name[stop:]
+
+
+def _is_zero(name: str, seen: Seen) -> bool:
+    return name not in seen or seen[name].first == 0
 
 
 def _zero_of(
