@@ -27,7 +27,7 @@ from ckptool.commands.runs.records import Contents
 from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoiling
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
 from ckptool.commands.runs.trainers import SPARED
-from ckptool.commands.verify.compare.earlier import TWO_SAVES, mixed_saves
+from ckptool.commands.verify.compare.earlier import earlier_problems
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.commands.verify.verify import Verification, examine
 from ckptool.core.catalog import Catalog
@@ -279,12 +279,13 @@ class Assessor:
             had = next((s for s in alike if mine.has_lost_state_of(self.contents_of(s))), None)
             if had is not None:
                 yield f"has no optimizer's state, which {had.path.name} has"
-        if not self._options.quick and TWO_SAVES not in self._options.ignore:
-            earlier = self._run.steps[: self._run.steps.index(step)]
-            before = [each for each in earlier if each.series == step.series]
-            own = [each for inside, each in found if not inside]
-            if mixed := mixed_saves(step, own, before, self._options.read):
-                yield f"{TWO_SAVES}: {mixed} (--ignore {TWO_SAVES} counts it as good)"
+        earlier = [] if self._options.quick else self._run.steps[: self._run.steps.index(step)]
+        before = [each for each in earlier if each.series == step.series]
+        own = [each for inside, each in found if not inside]
+        problems = earlier_problems(step, own, before, self._options.read)
+        for each in (each for each in problems if each.code not in self._options.ignore):
+            yield f"{each.code}: {each} (--ignore {each.code} counts it as good)"
+            return
 
 
 def _text_of(finding: Finding, report: VerifyReport) -> str:

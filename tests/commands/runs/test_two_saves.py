@@ -116,3 +116,51 @@ def test_an_average_begins_later(tmp_path: Path) -> None:
         shutil.copytree(folder, average)
         shutil.copy(run / "checkpoint-2/model.safetensors", average)
     assert reasons(run) == {}
+
+
+def save_optimizers(run: Path, step: int, **optimizers: Any) -> Path:
+    (folder := run / f"step_{step}").mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(step)
+    model = {f"l.{n}.weight": torch.randn(16, 8) for n in range(3)}
+    torch.save({"model": model, **optimizers}, folder / "state.pt")
+    return run
+
+
+def optimizer(taken: int, *, lacks: set[int], **options: Any) -> dict[str, Any]:
+    state = {
+        n: {"step": torch.tensor(float(taken)), "exp_avg": torch.randn(16, 8)} for n in range(3)
+    }
+    groups = [{"lr": 1e-3, "params": [0, 1]}, {"lr": 1e-3, "params": [2]}]
+    return {
+        "state": {n: each for n, each in state.items() if n not in lacks},
+        "param_groups": [group | {"betas": (0.9, 0.99)} | options for group in groups],
+    }
+
+
+def test_state_of_a_parameter_that_an_earlier_step_has(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save_optimizers(tmp_path, step, optimizer=optimizer(step, lacks={0}))
+    assert reasons(tmp_path) == {}  # an expert that was never chosen
+    save_optimizers(tmp_path, 30, optimizer=optimizer(30, lacks={0, 1}))
+    assert reasons(tmp_path) == {
+        "step_30": "optimizer-incomplete: optimizer.state.1: without optimizer state, which step_20"
+        " has (--ignore optimizer-incomplete counts it as good)"
+    }
+    assert reasons(tmp_path, ignore=("optimizer-incomplete",)) == {}
+    save_optimizers(tmp_path, 30, optimizer=optimizer(10, lacks={0, 1}))  # begun again
+    assert reasons(tmp_path) == {}
+
+
+@pytest.mark.parametrize("which", ["optim_g", "optim_d"])
+def test_one_of_two_optimizers_is_emptied(which: str, tmp_path: Path) -> None:
+    def both(taken: int, **lacks: set[int]) -> dict[str, Any]:
+        names = ("optim_g", "optim_d")
+        return {name: optimizer(taken, lacks=lacks.get(name, set())) for name in names}
+
+    for step in (10, 20):
+        save_optimizers(tmp_path, step, **both(step))
+    assert reasons(tmp_path) == {}
+    save_optimizers(tmp_path, 30, **both(30, **{which: {0, 1, 2}}))
+    assert reasons(tmp_path)["step_30"].startswith(f"optimizer-incomplete: {which}.state.0, ")
+    save_optimizers(tmp_path, 30, **both(10, **{which: {0, 1, 2}}))  # both were begun again
+    assert reasons(tmp_path) == {}

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -22,17 +23,19 @@ from ckptool.commands.verify.checks.content import located
 from ckptool.commands.verify.checks.meaning.masters import AVERAGE
 from ckptool.commands.verify.checks.meaning.stacks import is_matrix
 from ckptool.commands.verify.checks.meaning.trainer_counts import number_in
-from ckptool.commands.verify.checks.optimizer_names import RATE, StateName
+from ckptool.commands.verify.checks.optimizer_names import RATE, StateName, groups_of
 from ckptool.commands.verify.checks.training import StepCounters
-from ckptool.core.catalog import ObjectEntry, TensorEntry
+from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
 from ckptool.core.state_category import state_category
-from ckptool.errors import CkptoolError
+from ckptool.core.text import list_some, natural_key
+from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.companions import trainer_optimizer
 from ckptool.storage.url import within
 
-TWO_SAVES = "counts-differ"
+_DIFFER = "counts-differ"
 _BEFORE = 3
 """How many of the steps before it a step is compared with."""
+_FEW = 2
 _SQUARES = frozenset(["exp_avg_sq", "square_avg"])
 _VISIBLE = 1e-6
 """A learning rate whose steps change some weight of any model, if divided by sizes of gradients."""
@@ -42,10 +45,10 @@ _COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
 """What accelerate saves of a scheduler."""
 
 
-def mixed_saves(
+def earlier_problems(
     step: Step, saves: Sequence[Survey], earlier: Sequence[Step], options: ReadOptions
-) -> str | None:
-    """Return what in a step is of one of the ``earlier`` ones, though not all of it; else None.
+) -> Iterator[Problem]:
+    """Yield what in a step is of one of the ``earlier`` ones, though not all of it, or was lost.
 
     ``saves`` are the step's checkpoints. Raises NoAnswer.
     """
@@ -54,11 +57,51 @@ def mixed_saves(
         for part in (part for part in before.parts if part in before):
             save = named.get(within(part, before.path))
             was = survey_readable(part, options) if save else None
-            both = (save, was, before.path.name) if save and was else None
-            why = both and (_restarted(*both) or _mixed_with(*both))
-            if why is not None:
-                return why
-    return None
+            if save and was:
+                name = before.path.name
+                why = _restarted(save, was, name) or _mixed_with(save, was, name)
+                yield from [Problem(why, _DIFFER)] if why else []
+                yield from _lost_state(save, was, name) if before is earlier[-1] else ()
+
+
+def _lost_state(save: Survey, was: Survey, name: str) -> Iterator[Problem]:
+    """Yield a problem if an optimizer lacks state of parameters, which it had some steps before.
+
+    If it was begun again it has taken fewer steps, or where it has no state at all, so have others.
+    """
+    one, other = _optimizer_of(save), _optimizer_of(was)
+    if not one or not other or not one.catalog or not other.catalog:
+        return
+    mine, before = _with_state(one.catalog), _with_state(other.catalog)
+    if mine.keys() != before.keys() or all(mine[each] >= before[each] for each in mine):
+        return
+    taken, taken_before = _taken(one), _taken(other)
+    moved = {each for each, steps in taken.items() if steps > taken_before.get(each, steps)}
+    for group, own in mine.items():
+        is_whole = group.optimizer not in taken and group.is_adam and moved
+        lost = sorted(before[group] - own, key=natural_key)
+        if lost and (group.optimizer in moved or is_whole):
+            message = f"{list_some(lost, _FEW)}: without optimizer state, which {name} has"
+            yield Problem(message, "optimizer-incomplete")
+
+
+def _with_state(optimizer: Catalog) -> Mapping[_Group, set[str]]:
+    """Return what the names of state begin with in each group of parameters."""
+    heads = {name.rpartition(".")[0] for name in optimizer.tensors}
+    found: dict[_Group, set[str]] = {}
+    for each in groups_of(optimizer):
+        is_adam = f"{each.head}.betas" in optimizer.objects
+        group = _Group(each.optimizer, tuple(map(str, each.parameters)), is_adam)
+        found[group] = heads.intersection(map(each.state_of, each.parameters))
+    return found
+
+
+class _Group(NamedTuple):
+    """Parameters of an optimizer; one of Adam's keeps moments of all that it steps."""
+
+    optimizer: str
+    parameters: tuple[str, ...]
+    is_adam: bool
 
 
 def _restarted(save: Survey, was: Survey, name: str) -> str | None:
@@ -66,7 +109,10 @@ def _restarted(save: Survey, was: Survey, name: str) -> str | None:
     values, before = ({n: e.value for n, e in _values(each)} for each in (save, was))
     for count in filter(_COUNT.fullmatch, values):
         steps = number_in(before, count) or 0
-        if values[count] == 0 < steps and 0 < _taken(was) <= steps and _taken(was) < _taken(save):
+        if values[count] != 0 or not steps:
+            continue
+        taken, taken_before = (max(_taken(each).values(), default=0) for each in (save, was))
+        if 0 < taken_before <= steps and taken_before < taken:
             message = f"{count} is 0, but {steps:,} in {name}, after which the optimizer has taken"
             return f"{message} more steps: the learning rate would begin again"
     return None
@@ -76,15 +122,15 @@ def _values(save: Survey) -> Iterable[tuple[str, ObjectEntry]]:
     return save.catalog.objects.items() if save.catalog else ()
 
 
-def _taken(save: Survey) -> float:
-    """Return how many steps an optimizer has taken; 0 if it does not count them."""
+def _taken(save: Survey) -> Mapping[str, float]:
+    """Return how many steps each optimizer has taken, as far as they are counted."""
     counters, catalog = StepCounters(), save.catalog
     with suppress(CkptoolError):  # said by the check of the save by itself
         numbers = {n: e for n, e in catalog.tensors.items() if e.elements == 1} if catalog else {}
         alone = catalog.with_tensors(numbers) if catalog else None
         opened = located(save.format, save.source, alone, lambda item: True)[0] if alone else {}
         counters.read(opened.values(), save.source, announced=False)
-    return max(counters.taken.values(), default=0.0)
+    return counters.taken
 
 
 def _mixed_with(save: Survey, was: Survey, name: str) -> str | None:
