@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,10 @@ def save_optimizers(run: Path, step: int, **optimizers: Any) -> Path:
     return run
 
 
-def optimizer(taken: int, *, lacks: set[int], **options: Any) -> dict[str, Any]:
-    state = {
-        n: {"step": torch.tensor(float(taken)), "exp_avg": torch.randn(16, 8)} for n in range(3)
-    }
+def optimizer(
+    taken: int, *, lacks: set[int], count: Callable[[float], Any] = torch.tensor, **options: Any
+) -> dict[str, Any]:
+    state = {n: {"step": count(float(taken)), "exp_avg": torch.randn(16, 8)} for n in range(3)}
     groups = [{"lr": 1e-3, "params": [0, 1]}, {"lr": 1e-3, "params": [2]}]
     return {
         "state": {n: each for n, each in state.items() if n not in lacks},
@@ -137,11 +138,14 @@ def optimizer(taken: int, *, lacks: set[int], **options: Any) -> dict[str, Any]:
     }
 
 
-def test_state_of_a_parameter_that_an_earlier_step_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [torch.tensor, int])
+def test_state_of_a_parameter_that_an_earlier_step_has(
+    count: Callable[[float], Any], tmp_path: Path
+) -> None:
     for step in (10, 20):
-        save_optimizers(tmp_path, step, optimizer=optimizer(step, lacks={0}))
+        save_optimizers(tmp_path, step, optimizer=optimizer(step, lacks={0}, count=count))
     assert reasons(tmp_path) == {}  # an expert that was never chosen
-    save_optimizers(tmp_path, 30, optimizer=optimizer(30, lacks={0, 1}))
+    save_optimizers(tmp_path, 30, optimizer=optimizer(30, lacks={0, 1}, count=count))
     assert reasons(tmp_path) == {
         "step_30": "optimizer-incomplete: optimizer.state.1: without optimizer state, which step_20"
         " has (--ignore optimizer-incomplete counts it as good)"

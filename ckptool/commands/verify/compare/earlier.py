@@ -20,6 +20,7 @@ from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import located
+from ckptool.commands.verify.checks.meaning.counts import steps_of_each
 from ckptool.commands.verify.checks.meaning.masters import AVERAGE
 from ckptool.commands.verify.checks.meaning.stacks import is_matrix
 from ckptool.commands.verify.checks.meaning.trainer_counts import number_in
@@ -125,12 +126,13 @@ def _values(save: Survey) -> Iterable[tuple[str, ObjectEntry]]:
 def _taken(save: Survey) -> Mapping[str, float]:
     """Return how many steps each optimizer has taken, as far as they are counted."""
     counters, catalog = StepCounters(), save.catalog
+    if catalog is None:
+        return {}
+    numbers = catalog.with_tensors({n: e for n, e in catalog.tensors.items() if e.elements == 1})
     with suppress(CkptoolError):  # said by the check of the save by itself
-        numbers = {n: e for n, e in catalog.tensors.items() if e.elements == 1} if catalog else {}
-        alone = catalog.with_tensors(numbers) if catalog else None
-        opened = located(save.format, save.source, alone, lambda item: True)[0] if alone else {}
+        opened = located(save.format, save.source, numbers, lambda item: True)[0]
         counters.read(opened.values(), save.source, announced=False)
-    return counters.taken
+    return steps_of_each(catalog, counters.taken)
 
 
 def _mixed_with(save: Survey, was: Survey, name: str) -> str | None:

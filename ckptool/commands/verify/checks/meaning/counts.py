@@ -74,7 +74,7 @@ def optimizer_step_problems(
     if optimizer is surveyed.catalog:
         yield from _of_rates(optimizer, read)
     are_several = optimizer is not surveyed.catalog or len(optimizer.files) > 1
-    each = _steps_of_each(optimizer, read)
+    each = steps_of_each(optimizer, read)
     values = values_of(surveyed.source, surveyed.catalog) if each else {}
     for trainer, step in trainers_of(surveyed, surveyed.catalog, values) if each else ():
         if trainer.counts:
@@ -99,7 +99,7 @@ def optimizer_step_problems(
             yield Problem(message, "counts-apart")
 
 
-def _steps_of_each(optimizer: Catalog, read: Mapping[str, float]) -> Mapping[str, float]:
+def steps_of_each(optimizer: Catalog, read: Mapping[str, float]) -> Mapping[str, float]:
     """Return the most steps that the parameters of each optimizer have, also if no tensors."""
     steps = dict(read)
     for name, entry in optimizer.objects.items():
@@ -151,7 +151,7 @@ def _of_rates(catalog: Catalog, read: Mapping[str, float]) -> Iterator[Problem]:
     is_theirs = catalog.info.get("writer") == _ACCELERATE
     if not odd or not is_theirs or len(odd) < len(given) != len(optimizers):
         return
-    steps = int(max(_steps_of_each(catalog, read).values(), default=0))
+    steps = int(max(steps_of_each(catalog, read).values(), default=0))
     for name in odd if _FIRST <= steps < UNCOUNTED else ():
         count = number_in(values, f"{name}.last_epoch")
         if count is None or f"{name}.num_bad_epochs" in values:
