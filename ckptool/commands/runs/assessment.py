@@ -36,7 +36,7 @@ from ckptool.errors import CkptoolError, Empty, NoAnswer, NotFound
 from ckptool.serialization.file_roles import may_be_empty, role_of
 from ckptool.storage.url import Location, within
 
-_LOST = "like-missing"
+_LOST, _EMPTIED = "like-missing", "moments-zero"
 
 
 class StepReport(Report, frozen=True):
@@ -277,8 +277,11 @@ class Assessor:
             older = reversed(self._run.steps[: self._run.steps.index(step)])
             alike = (s for s in older if s.series == step.series and not [*self._by_names(s)])
             had = next((s for s in alike if mine.has_lost_state_of(self.contents_of(s))), None)
-            if had is not None:
-                yield f"has no optimizer's state, which {had.path.name} has"
+            if had is not None and _EMPTIED not in self._options.ignore:
+                why = (
+                    f"{_EMPTIED}: no optimizer's state, which {had.path.name} has: a resume begins"
+                )
+                yield f"{why} the optimizer again (--ignore {_EMPTIED} counts it as good)"
         earlier = [] if self._options.quick else self._run.steps[: self._run.steps.index(step)]
         before = [each for each in earlier if each.series == step.series]
         own = [each for inside, each in found if not inside]

@@ -66,6 +66,8 @@ def recorded_position(step: Step, options: ReadOptions = AS_DETECTED) -> Positio
 
 
 _GROUPS = "param_groups"
+_SCHEDULED = re.compile(r"(?:.+\.)?(?:\w*_)?schedulers?(?:_?\d+)?(?:\.\d+)?\.last_epoch")
+"""How many times a scheduler has stepped."""
 
 
 def has_optimizer(each: Survey) -> bool:
@@ -95,7 +97,8 @@ class Contents(Struct, frozen=True):
     """Whether a step has tensors of a model, an optimizer, and anything of either.
 
     Of an optimizer, it may have ``state`` of parameters, and groups with some ``settings``, of
-    which one is whether there is momentum: without, SGD has no state.
+    which one is whether there is momentum: without, SGD has no state. It ``begins`` if no scheduler
+    has stepped.
     """
 
     model: bool
@@ -103,11 +106,17 @@ class Contents(Struct, frozen=True):
     either: bool
     state: bool
     settings: frozenset[str]
+    begins: bool
 
     def has_lost_state_of(self, other: Contents) -> bool:
-        """Return whether the optimizer of another step is not here, or all but its settings."""
+        """Return whether the optimizer of another step is not here, or all but its settings.
+
+        One that was made anew has these alone, until it steps: so has its scheduler been, then.
+        """
         if not self.optimizer:
             return other.optimizer
+        if self.begins and not other.begins:
+            return False
         return other.state and not self.state and self.settings == other.settings
 
     @classmethod
@@ -121,12 +130,15 @@ class Contents(Struct, frozen=True):
         found = [each for survey in surveys for each in _of_optimizer(survey)]
         of_parameters = (value for names, value in found if _GROUPS not in names)
         settings = [(names[-1], value) for names, value in found if _GROUPS in names]
+        values = ((name, e.value) for each in catalogs for name, e in each.objects.items())
+        counts = [value for name, value in values if _SCHEDULED.fullmatch(name)]
         return cls(
             has_model,
             has_file or bool(found),
             {*parts} != {"other"},
             has_file or any(isinstance(value, TensorEntry) for value in of_parameters),
             frozenset(name for name, value in settings if name != "momentum" or value != 0),
+            bool(counts) and not any(counts),
         )
 
 

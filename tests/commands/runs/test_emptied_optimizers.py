@@ -72,3 +72,22 @@ def test_an_emptied_step_among_whole_ones_is_not_kept_for_them(tmp_path: Path) -
         "checkpoint-2": "leave",
         "checkpoint-3": "keep",
     }
+
+
+@pytest.mark.parametrize(("counts", "good"), [((2, 0), 3), ((2, 3), 2), ((0, 0), 2)])
+def test_an_optimizer_made_anew_before_its_first_step(
+    counts: tuple[int, int], good: int, tmp_path: Path
+) -> None:
+    """Its scheduler was begun again, too; of one that counts epochs, nothing tells."""
+    for number, state, count in [(2, of_adam(), counts[0]), (3, {}, counts[1])]:
+        save_step(tmp_path, number, optimizer(ADAM, state))
+        torch.save({"last_epoch": count}, tmp_path / f"checkpoint-{number}/scheduler.bin")
+    found = ckptool.verify_run(tmp_path, every=True)
+    assert found.latest_good is not None
+    assert found.latest_good.path.name == f"checkpoint-{good}"
+    if good == 2:
+        assert found.steps[0].reasons == (
+            "moments-zero: no optimizer's state, which checkpoint-2 has: a resume begins the"
+            " optimizer again (--ignore moments-zero counts it as good)",
+        )
+    assert ckptool.verify_run(tmp_path, every=True, ignore=("moments-zero",)).ok
