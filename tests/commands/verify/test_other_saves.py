@@ -128,6 +128,9 @@ def counted_by_lightning(
         ({"last_epoch": 0, "_step_count": 1}, ""),  # a user steps it later
         ({"last_epoch": 0, "epoch": 0}, ""),  # to the number of the epoch
         ({"last_epoch": 3}, ""),
+        ({"last_epoch": 3, "_step_count": 4, "_last_lr": [1.0]}, "lr_schedulers.0 has stepped 3 "),
+        ({"last_epoch": 3, "_step_count": 4}, ""),  # one that was begun again gives the rate
+        ({"last_epoch": 3, "_last_lr": [1.0]}, ""),  # to warm up, a user sets another
         ({"last_epoch": 0, "schedules": 2}, ""),  # one that steps after epochs
     ],
 )

@@ -97,6 +97,10 @@ def optimizer_step_problems(
         elif count == step and taken > steps + 1 and not trainer.may_take_more:
             message += ": it had taken some before, or takes several at a time"
             yield Problem(message, "counts-apart")
+        elif count == step == 0 and taken >= _FIRST and trainer.may_take_more:
+            message = f"{trainer.step} is 0, as before the first step, but the optimizer has taken"
+            message += f" {taken:,g} steps: the learning rate would begin again"
+            yield Problem(message, _DIFFER)
 
 
 def steps_of_each(optimizer: Catalog, read: Mapping[str, float]) -> Mapping[str, float]:
@@ -256,6 +260,12 @@ def _of_schedule(
         return
     if schedule.rate and not _has_stepped(schedule, head, values):
         return
+    calls = (number_in(values, f"{head}._step_count") or 0) - 1
+    if 0 < calls < step and _gave_another_rate(schedule, head, values):
+        message = f"{head} has stepped {calls:,} times, but {trainer.step} is {step:,}, and the"
+        message += " optimizer has another learning rate than it gave: they are of two saves"
+        yield Problem(message, "counts-differ")
+        return
     steps, counted = step - skipped, count - schedule.begin
     may_skip = schedule.scaled and values.get(schedule.scaled) is not False
     may_wait = trainer.epochs and not _is_in_second(values.get(trainer.epochs))
@@ -279,11 +289,14 @@ def _of_schedules(schedule: Schedule, values: Values, step: int) -> Iterator[Pro
 
 def _has_stepped(schedule: Schedule, scheduler: str, values: Values) -> bool:
     """Return whether a scheduler has stepped, or gave another learning rate than there is."""
-    rates, rate = values.get(f"{scheduler}._last_lr"), values.get(schedule.rate)
-    if isinstance(rates, list) and rate is not None and rate not in rates:
-        return True
     steps = number_in(values, f"{scheduler}._step_count") or 0
-    return steps > _FIRST and values.get(schedule.epoch) != 0
+    is_later = steps > _FIRST and values.get(schedule.epoch) != 0
+    return is_later or _gave_another_rate(schedule, scheduler, values)
+
+
+def _gave_another_rate(schedule: Schedule, scheduler: str, values: Values) -> bool:
+    rates, rate = values.get(f"{scheduler}._last_lr"), values.get(schedule.rate)
+    return isinstance(rates, list) and rate is not None and rate not in rates
 
 
 def _is_in_second(epochs: object) -> bool:
