@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 
 from msgspec.structs import replace
@@ -51,11 +51,11 @@ def find_run(place: Location) -> Run:
     inner = list(_checkpoints(place, place, source))
     if not inner:
         raise nothing_found(place, folder_of(place), source)
-    saves = _saves_by_contents(inner)
+    saves = _saves_by_contents(place, inner)
     entries = _entries(place, inner, saves)
     entries += _without_checkpoint(entries)
     entries += _inside(place, entries, source)
-    is_one = place in saves  # its model's file is what other commands take
+    is_one = place in saves.values()  # its model's file is what other commands take
     steps = [_together(sorted(entries, key=_by_contents))] if is_one else _joined(entries)
     return Run(place, tuple(sorted(steps, key=lambda step: natural_key(str(step.path)))), source)
 
@@ -76,7 +76,7 @@ def as_one_step(run: Run) -> Run:
     )
     if len(parts) < 2 or counts or not parse_name(place.name, is_folder=True).tells:
         return run
-    steps = _entries(place.parent, parts, _saves_by_contents(parts))
+    steps = _entries(place.parent, parts, _saves_by_contents(place.parent, parts))
     return Run(place, tuple(steps), run.source) if len(steps) == 1 else run
 
 
@@ -197,36 +197,51 @@ def _entry_in(parts: tuple[str, ...], *, is_folder: bool) -> tuple[int, Position
 
 
 def _entries(
-    run: Location, checkpoints: Iterable[Location], saves: Collection[Location]
+    run: Location, checkpoints: Iterable[Location], saves: Mapping[Location, Location]
 ) -> list[Step]:
     """Return the checkpoints in one entry of a run, or in one of the ``saves``, as one step."""
     groups: dict[Location, list[Location]] = {}
     for checkpoint in checkpoints:
         parts = within(checkpoint, run).parts
         at, position = _entry_in(parts, is_folder=_is_folder(checkpoint))
-        holder = _holder(checkpoint)
-        own = holder if holder in saves and holder != run else checkpoint
+        save = saves.get(checkpoint, run)
+        own = save if save != run else checkpoint
         path = run.joinpath(*parts[: at + 1]) if position else own
         groups.setdefault(path, []).append(checkpoint)
     return [_entry(run, path, inner) for path, inner in groups.items()]
 
 
-def _saves_by_contents(checkpoints: Sequence[Location]) -> set[Location]:
-    """Return the folders that are one save: state of training lies in them, beside what is none.
+def _saves_by_contents(
+    run: Location, checkpoints: Iterable[Location]
+) -> Mapping[Location, Location]:
+    """Return the checkpoints in folders that are one save, each with that folder.
 
-    Nothing in such a folder counts, is the best or the last, or lies in a folder deeper below. A
-    number that is part of a word counts nothing there: ``wav2vec2``.
+    State of training lies in it, or in its folders of parts, beside what is none. Nothing in it
+    counts, is the best or the last, or lies in a folder deeper below. A number that is part of a
+    word counts nothing there: ``wav2vec2``.
     """
-    folders: dict[Location, list[Location]] = {}
+    alike: dict[Location, list[Location]] = {}
     for path in checkpoints:
-        folders.setdefault(_holder(path), []).append(path)
+        alike.setdefault(path.parent, []).append(path)
+    folders: dict[Location, list[Location]] = {}
+    for folder, files in alike.items():
+        holder = folder if _is_one_save(files) else _holder(folder, run)
+        folders.setdefault(holder, []).extend(files)
     around = {outer for folder in folders for outer in folder.parents}
-    return {f for f, files in folders.items() if f not in around and _is_one_save(files)}
+    saves = (f for f, files in folders.items() if f not in around and _is_one_save(files))
+    return {path: folder for folder in saves for path in folders[folder]}
 
 
-def _holder(path: Location) -> Location:
-    """Return the folder that a checkpoint lies in, or around those of parts: ``training_state``."""
-    return next(folder for folder in path.parents if not is_part_folder(folder.name))
+def _holder(folder: Location, run: Location) -> Location:
+    """Return a folder of a run, or that around it if it is of a part: ``training_state``."""
+    while folder != run and is_part_folder(folder.name) and not _counts(folder):
+        folder = folder.parent
+    return folder
+
+
+def _counts(folder: Location) -> bool:
+    name = parse_name(folder.name, is_folder=True)
+    return bool(name.position) or name.bare is not None
 
 
 def _is_one_save(files: Sequence[Location]) -> bool:
@@ -334,7 +349,7 @@ def _inside(run: Location, steps: Iterable[Step], source: Files) -> Iterator[Ste
             own = {*files, *(folder for file in files for folder in file.parents)}
             _, inner = find_checkpoints(step.path, folder_at(step.path))
             others = [path for path in inner if path not in own]
-            yield from _entries(run, others, _saves_by_contents(others))
+            yield from _entries(run, others, _saves_by_contents(run, others))
 
 
 def _entries_in(folder: Location) -> list[Location]:

@@ -431,3 +431,24 @@ def test_what_lies_in_folders_of_parts_is_one_step(tmp_path: Path) -> None:
     assert (
         "training_state/rng_state.safetensors is missing" in checked(tmp_path).steps[0].reasons[0]
     )
+
+
+@pytest.mark.parametrize(
+    "folders", [["model_1", "model_2"], ["net_100", "net_200"], ["teacher", "student"]]
+)
+def test_folders_called_as_parts_that_are_saves_are_steps_of_their_own(
+    folders: list[str], tmp_path: Path
+) -> None:
+    for name in folders:
+        (folder := tmp_path / name).mkdir()
+        torch.save({"w": WEIGHT}, folder / "model.pt")
+        torch.save(OPTIMIZER, folder / "optimizer.pt")
+    assert {step.path.name for step in checked(tmp_path).steps} == set(folders)
+
+
+def test_a_run_may_be_called_as_a_part(tmp_path: Path) -> None:
+    for name in ("encoder", "decoder"):
+        (folder := tmp_path / "weights" / "teacher_student" / name).mkdir(parents=True)
+        torch.save({"w": WEIGHT}, folder / "model.pt")
+    torch.save(OPTIMIZER, folder / "optimizer.pt")
+    assert all(step.ok for step in checked(tmp_path / "weights" / "teacher_student").steps)
