@@ -85,6 +85,35 @@ def test_numbers_that_no_group_has(groups: list[list[int]], tmp_path: Path) -> N
     assert not found(saved(tmp_path / "whole", state=content))
 
 
+@pytest.mark.parametrize(
+    ("lost", "count"),
+    [
+        ([], 0),
+        ([9], 1),  # of the third layer of seven
+        ([10], 1),
+        ([9, 10], 0),  # a branch that is not used
+        ([1], 0),  # of the first layer
+        ([27], 0),  # of the last one
+        ([28], 0),  # what follows the layers
+    ],
+)
+@pytest.mark.parametrize("experts", [False, True])
+def test_one_number_without_state_among_its_like(
+    lost: list[int], count: int, experts: bool, tmp_path: Path
+) -> None:
+    shapes = [(8, 8), (8, 4), (4, 8), (8,)] * 7 + [(5, 8), (8, 6), (7,), (2, 2)]
+    own = {n: {"exp_avg": torch.ones(shape)} for n, shape in enumerate(shapes) if n not in lost}
+    groups = [{"lr": 0.1, "params": [*range(len(shapes))]}]
+    model = {"experts.w" if experts else "w": torch.ones(2)}
+    content: State = {"model": model, "optimizer": {"state": own, "param_groups": groups}}
+    findings = found(saved(tmp_path / "c", state=content), "optimizer-incomplete")
+    assert [each.message for each in findings] == [
+        f"optimizer.state.{number}: without optimizer state, which 4 others between parameters of"
+        " the same shapes have"
+        for number in (() if experts else lost[:count])
+    ]
+
+
 def test_what_a_lost_file_explains_is_none(tmp_path: Path) -> None:
     path = written(tmp_path / "c", state(layers(4), layers(6)))
     for file in path.glob("*.distcp"):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from ckptool.commands.open import Survey
@@ -16,8 +16,8 @@ from ckptool.commands.verify.checks.meaning.trainer_counts import (
     values_of,
 )
 from ckptool.commands.verify.checks.meaning.weights import are_of_a_branch
-from ckptool.commands.verify.checks.optimizer_names import groups_of, moments_in
-from ckptool.commands.verify.checks.training import models_by_tail
+from ckptool.commands.verify.checks.optimizer_names import Group, groups_of, moments_in
+from ckptool.commands.verify.checks.training import has_experts, models_by_tail
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.keymap.model import abstract
 from ckptool.core.quantization.master_names import keys_of
@@ -31,6 +31,8 @@ from ckptool.storage.files import Files
 _FEW = 2
 _LAYERS = 4
 """Layers besides one that may well have state by chance alone."""
+_BESIDE = 3
+"""Parameters before and after one that tell what it is."""
 _OF_ADAM = re.compile(r"(?:(.+)\.)?param_groups\..+\.betas")
 """An option of optimizers that keep moments of all that they step."""
 _FIRST = 2
@@ -66,13 +68,42 @@ def unfit_state_problems(catalog: Catalog) -> Iterator[Problem]:
         known = {parameter: _of_model(parameter, models) for parameter in named}
         yield from _problem(_beside_the_model(catalog, named, models, known), "the model does")
         yield from _lacking(catalog, models, known)
-    numbers_of: dict[str, set[str]] = defaultdict(set)
+    groups: dict[str, list[Group]] = defaultdict(list)
     for group in groups_of(catalog) if numbered else ():
-        numbers_of[group.optimizer] |= {str(n) for n in group.parameters if type(n) is int}
+        groups[group.optimizer].append(group)
     for optimizer, states in numbered.items():
-        if numbers := numbers_of[optimizer]:
+        numbers = {str(n) for each in groups[optimizer] for n in each.parameters if type(n) is int}
+        if numbers:
             extra = {number: own for number, own in states.items() if number not in numbers}
             yield from _problem(extra, "the optimizer's groups do")
+        if len(without := numbers - states.keys()) == 1 and not has_experts(catalog):
+            yield from _without_its_like(without.pop(), groups[optimizer], states)
+
+
+def _without_its_like(number: str, groups: Iterable[Group], states: States) -> Iterator[Problem]:
+    """Yield a problem if the one parameter without state is in the middle of a row of its like.
+
+    Numbers are in the order of a model, so what precedes and follows it says what it is: in other
+    layers, before and after, that has state.
+    """
+    group = next(each for each in groups if number in map(str, each.parameters))
+    shapes = [states[n][0].shape if n in states else None for n in map(str, group.parameters)]
+    at = shapes.index(None)
+    beside = [
+        here
+        for here in range(_BESIDE, len(shapes) - _BESIDE)
+        if here != at and _around(shapes, here) == _around(shapes, at)
+    ]
+    is_inside = _BESIDE <= at < len(shapes) - _BESIDE
+    if is_inside and len(beside) >= _LAYERS and min(beside) < at < max(beside):
+        name = group.state_of(number)
+        message = f"{name}: without optimizer state, which {len(beside)} others between"
+        message += " parameters of the same shapes have"
+        yield Problem(message, "optimizer-incomplete")
+
+
+def _around(shapes: Sequence[object], at: int) -> Sequence[object]:
+    return [*shapes[at - _BESIDE : at], *shapes[at + 1 : at + _BESIDE + 1]]
 
 
 def _problem(extra: States, who: str) -> Iterator[Problem]:
