@@ -21,6 +21,7 @@ from ckptool.core.state_category import weights
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError
 from ckptool.serialization.file_roles import is_of_training, role_of
+from ckptool.storage.place import has_any, on_disk
 from ckptool.storage.url import Location, within
 
 Found = tuple[bool, Survey]
@@ -31,7 +32,13 @@ Matrices = Mapping[str, tuple[int, ...]]
 """The shapes of a model's matrices, by name: of buffers, versions of a library save others."""
 
 _LOADED = ".safetensors"
-"""How files of models end that may be called anything: torch saves other values, too."""
+"""How files end that hold nothing but tensors: torch saves other values, too."""
+_OF_A_LAYER = re.compile(r"(.+[./])?(weight|kernel)")
+_OF_A_MODEL = re.compile(r"(?i).*(model|weights)\.[a-z]+")
+"""Names of a model's matrix and file. Others may be samples, results of an evaluation, or a buffer
+of experience, in which numbers that are none say nothing."""
+_DATA = 64
+"""More files of tensors than this lie in a folder of samples."""
 _PART, _SHOWN = 4, 2
 """The share of a model, one in so many, of which more is not lost but left out."""
 _NUMBER = re.compile(r"\d")
@@ -72,10 +79,20 @@ def _models_inside(outer: Survey, step: Step) -> Iterator[Location]:
         return
     files = [head / name for name in (*catalog.files, *catalog.companions, *catalog.copies)]
     own = {*files, *(folder for file in files for folder in file.parents), *step.parts}
-    for place in find_checkpoints(head, outer.source)[1]:
+    inner = [place for place in find_checkpoints(head, outer.source)[1] if place not in own]
+    beside = Counter(place.parent for place in inner)
+    for place in inner:
         names = within(place, head).parts
-        if place not in own and all(map(_may_be_saved, names)) and _is_model(place, names):
+        if beside[place.parent] > _DATA or not all(map(_may_be_saved, names)):
+            continue
+        if not _is_linked(place, head) and _is_model(place, names):
             yield place
+
+
+def _is_linked(place: Location, head: Location) -> bool:
+    """Return whether a link in a checkpoint's folder leads to a folder, as that of a base model."""
+    ways = (on_disk(each) for each in (place, *place.parents) if head in each.parents)
+    return any(way is not None and way.is_symlink() and way.is_dir() for way in ways)
 
 
 def _may_be_saved(name: str) -> bool:
@@ -88,15 +105,24 @@ def _may_be_saved(name: str) -> bool:
 
 def _is_model(place: Location, names: Sequence[str]) -> bool:
     """Return whether a place has a model, or by its names had one before it was damaged."""
+    is_said = any(role_of(name) == "model" for name in names)
+    if not (is_said or place.is_dir() or place.name.endswith(_LOADED)) or _is_of_openvino(place):
+        return False
     found = survey_readable(place)
     if found is not None and found.path != place:
         return False
-    says_model = place.name.endswith(_LOADED) or any(role_of(name) == "model" for name in names)
-    if found is None or found.catalog is None or not matrices_in(found.catalog):
-        inside = found.source.files if found is not None else ()
-        is_cut = found is None or bool(found.problems)
-        return is_cut and (says_model or any(role_of(name) == "model" for name in inside))
-    return says_model or place.is_dir()
+    files = found.source.files if found is not None and place.is_dir() else (place.name,)
+    if found is None or found.catalog is None or found.problems:
+        is_loaded = place.name.endswith(_LOADED)
+        return is_said or is_loaded or any(role_of(name) == "model" for name in files)
+    matrices = matrices_in(found.catalog)
+    is_called = any(map(_OF_A_MODEL.fullmatch, files))
+    return bool(matrices) and (is_called or any(map(_OF_A_LAYER.fullmatch, matrices)))
+
+
+def _is_of_openvino(place: Location) -> bool:
+    """Return whether it is the weights of OpenVINO, whose graph lies beside them."""
+    return place.name.endswith(".bin") and has_any(place.parent, [f"{place.stem}.xml"])
 
 
 class Models:

@@ -131,6 +131,46 @@ def test_what_is_saved_no_model_of_the_step_says_nothing_of_it(name: str, tmp_pa
     assert newest_good(tmp_path) == "checkpoint-3"
 
 
+@pytest.mark.parametrize(
+    "file",
+    [
+        "eval/predictions.safetensors",
+        "eval/model_outputs.pt",
+        "dataset/train.safetensors",
+        "replay_buffer.safetensors",
+    ],
+)
+def test_what_has_no_layers_is_no_model(file: str, tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        step = save_step(tmp_path, number)
+        values = {f"sample_{n}": torch.full((16, 8), torch.inf) for n in range(9 - (number == 3))}
+        save(values, step / file)
+    assert newest_good(tmp_path) == "checkpoint-3"
+
+
+def test_a_folder_of_many_files_has_samples(tmp_path: Path) -> None:
+    step = save_step(tmp_path, 1)
+    for number in range(65):
+        save({"weight": torch.full((4, 4), torch.nan)}, step / f"samples/{number}a.safetensors")
+    assert newest_good(tmp_path) == "checkpoint-1"
+
+
+def test_what_a_link_leads_to_is_not_saved_with_a_step(tmp_path: Path) -> None:
+    save(weights(0), tmp_path / "base" / "model.safetensors")
+    set_nan(tmp_path / "base" / "model.safetensors")
+    step = save_step(tmp_path / "run", 1)
+    (step / "base_model").symlink_to(tmp_path / "base")
+    (step / "all").symlink_to(tmp_path)
+    assert newest_good(tmp_path / "run") == "checkpoint-1"
+
+
+def test_an_export_of_openvino_inside_says_nothing(tmp_path: Path) -> None:
+    (folder := save_step(tmp_path, 1) / "openvino").mkdir()
+    (folder / "openvino_model.bin").write_bytes(b"\x68\x9a\xf1" * 100)
+    (folder / "openvino_model.xml").write_text("<net/>")
+    assert newest_good(tmp_path) == "checkpoint-1"
+
+
 def test_state_of_ranks_inside_may_differ(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         step = save_step(tmp_path, number)
