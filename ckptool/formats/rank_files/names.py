@@ -42,9 +42,13 @@ _SINGLE = re.compile(
     r"(?:_(?P<number>\d+))?\.bin|(scaler|scheduler|optimizer)\.pt|custom_checkpoint_\d+\.pkl"
 )
 _STATE_OF_A_RANK = re.compile(
-    r"(?<![a-z])(?:random|rng|extra[-_]state|(?:data)?[-_]?loader|dataset|(?:\w+[-_])?sampler)",
+    r"(?:random_states|rng_state|extra_state).*|"
+    r"(?:(?:train(?:ing)?|val(?:id)?|eval|test|torch|cuda|numpy|python|distributed|batch|random)[-_])?"
+    r"(?:random(?:[-_]states?)?|rngs?|extra[-_]states?|(?:data[-_]?)?loader|dataset|sampler)s?"
+    r"(?:[-_](?:states?|dict|dp|tp|pp|ep|mp|cp|cpu|cuda|gpu))*",
     re.IGNORECASE,
 )
+"""Whole names: ``random-baseline`` or ``dataset_v2`` may be that of a training."""
 _SAVE_IN = re.compile(
     rf"{_SAVE}[-_=.]?[0-9]{{1,18}}(?![0-9])|(?<![a-z])(?:best|last|latest)(?![a-z])"
     r"|(?<![0-9])(?<!part[-_])(?<!shard[-_])(?<!chunk[-_])(?<!layer[-_])(?<!block[-_])(?<!expert[-_])"
@@ -310,7 +314,7 @@ def by_family(files: Iterable[RankFile]) -> dict[str, list[RankFile]]:
 
 def is_state_of_a_rank(name: str) -> bool:
     """Return whether a name says that a file has what each rank has for itself."""
-    return _STATE_OF_A_RANK.search(name) is not None
+    return _STATE_OF_A_RANK.fullmatch(name) is not None
 
 
 def keep_processes(source: Source, files: Sequence[RankFile]) -> list[RankFile]:

@@ -45,13 +45,27 @@ def test_state_of_each_rank_may_differ(has_sums: bool, tmp_path: Path) -> None:
         assert torch.equal(kept.read(f"generator@rank{rank}"), own_state(rank)["generator"])
 
 
-@pytest.mark.parametrize("name", ["rng_dp_rank_{}.pt", "data_loader_rank{}.pt", "rng/rank{}.pt"])
+@pytest.mark.parametrize(
+    "name",
+    ["rng_dp_rank_{}.pt", "data_loader_rank{}.pt", "rng/rank{}.pt", "train_sampler_rank{}.pt"],
+)
 def test_a_name_says_that_all_in_a_file_is_of_a_rank(name: str, tmp_path: Path) -> None:
     for rank in range(2):
         file = tmp_path / name.format(rank)
         file.parent.mkdir(exist_ok=True)
         torch.save({"place": torch.tensor([rank, 7])}, file)
     assert codes(file.parent) == set()
+
+
+@pytest.mark.parametrize(
+    "name", ["random-baseline/rank{}.pt", "dataset_v2/rank_{}.pt", "random_lm_rank{}.pt"]
+)
+def test_the_name_of_a_training_says_nothing_of_its_files(name: str, tmp_path: Path) -> None:
+    for rank in range(2):
+        file = tmp_path / name.format(rank)
+        file.parent.mkdir(exist_ok=True)
+        torch.save({"proj.weight": torch.full((2, 2), float(rank))}, file)
+    assert codes(file.parent) == {"replicas-differ"}
 
 
 def test_such_state_beside_a_model_is_none_of_it(tmp_path: Path) -> None:
