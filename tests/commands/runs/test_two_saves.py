@@ -24,6 +24,7 @@ def train(
     rate: float = 1e-3,
     decays: bool = False,
     made: Any = torch.optim.AdamW,
+    dtype: torch.dtype = torch.float32,
     file: str = "optimizer.bin",
     **options: Any,
 ) -> Path:
@@ -32,7 +33,7 @@ def train(
     If it is ``frozen``, an adapter is trained that is not saved; no ``learns``, no step is taken.
     """
     torch.manual_seed(0)
-    weights = {f"l.{n}.weight": torch.nn.Parameter(torch.randn(16, 8)) for n in range(3)}
+    weights = {f"l.{n}.weight": torch.nn.Parameter(torch.randn(16, 8).to(dtype)) for n in range(3)}
     trained = [torch.nn.Parameter(torch.randn(2, 8))] if frozen else [*weights.values()]
     optimizer = made(trained, lr=rate, **options)
     scheduler = schedules.LambdaLR(optimizer, lambda at: max(0.0, 1 - at / 3) if decays else 1.0)
@@ -75,6 +76,23 @@ def test_files_of_an_earlier_step(file: str, old: int, tmp_path: Path) -> None:
     assert fates(pruned(run, keep_last=2))["checkpoint-6"] == "leave"
 
 
+def test_weights_of_16_bits_of_an_earlier_step(tmp_path: Path) -> None:
+    run = train(tmp_path, dtype=torch.bfloat16)
+    assert reasons(run) == {}
+    shutil.copy(run / "checkpoint-6/model.safetensors", run / "checkpoint-8")
+    assert "its weights are those of checkpoint-6" in reasons(run)["checkpoint-8"]
+
+
+def test_numbers_that_are_packed_are_not_compared(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    bits = torch.ones(16, 8, dtype=torch.uint8).view(torch.bits8)
+    packed = {f"l.{n}.weight": bits for n in range(3)}
+    for folder in run.iterdir():
+        (folder / "model.safetensors").unlink()
+        torch.save(packed, folder / "pytorch_model.bin")
+    assert reasons(run) == {}
+
+
 def test_a_scheduler_that_has_not_stepped(tmp_path: Path) -> None:
     run = train(tmp_path)
     path = run / "checkpoint-8/scheduler.bin"
@@ -96,6 +114,7 @@ def test_a_scheduler_that_has_not_stepped(tmp_path: Path) -> None:
         pytest.param({"frozen": True}, id="an adapter is trained"),
         pytest.param({"rate": 0.0}, id="a rate of zero"),
         pytest.param({"rate": 1e-9}, id="a rate too small to be seen"),
+        pytest.param({"rate": 1e-6, "dtype": torch.bfloat16}, id="a rate too small for bf16"),
         pytest.param({"decays": True}, id="a rate that ends at zero"),
         pytest.param({"learns": False}, id="no step"),
         pytest.param({"made": torch.optim.SGD}, id="no state"),

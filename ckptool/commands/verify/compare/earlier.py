@@ -42,6 +42,8 @@ _VISIBLE = 1e-6
 """A learning rate whose steps change some weight of any model, if divided by sizes of gradients."""
 _VISIBLE_OF_GRADIENTS = 1e-2
 """The same of steps that are not, as of SGD."""
+_SEEN = 8
+"""How many weights such a step must change: few of bf16 if none is near zero."""
 _COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
 """What accelerate saves of a scheduler."""
 
@@ -150,8 +152,8 @@ def _mixed_with(save: Survey, was: Survey, name: str) -> str | None:
         return None
     has_weights = weights.are_those_of(weights_before)
     has_state = state.are_those_of(state_before)
-    is_moving = min(_rate_of(one), _rate_of(other)) >= state.visible_rate
-    if has_weights and not has_state and is_moving:
+    step = min(_rate_of(one), _rate_of(other)) / state.visible_rate * _VISIBLE
+    if has_weights and not has_state and step >= _VISIBLE and weights.are_moved_by(step):
         return f"its weights are those of {name}, but not its optimizer: they are of two saves"
     if has_state and not has_weights and not state.are_zero:
         return f"its optimizer is that of {name}, but not its weights: they are of two saves"
@@ -187,6 +189,13 @@ class _Matrices(Struct, frozen=True):
 
         opened = map(self._opened, self.entries)
         return not any(largest_sizes(filter(None, opened), self.save.source).values())
+
+    def are_moved_by(self, step: float) -> bool:
+        """Return whether some differ after steps of a size, as their types round them."""
+        from ckptool.commands.verify.checks.meaning.moment_bits import count_moved
+
+        opened = filter(None, map(self._opened, self.entries))
+        return count_moved(opened, self.save.source, step) >= _SEEN
 
     def are_of(self, weights: _Matrices) -> bool:
         """Return whether they may be the state of a model's parameters, or most of them."""

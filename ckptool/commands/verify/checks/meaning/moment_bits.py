@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
@@ -91,19 +91,41 @@ class Moment:
 
 def largest_sizes(entries: Iterable[TensorEntry], source: Files) -> dict[str, float]:
     """Return the largest number without sign of each tensor that can be read."""
-    found: dict[str, float] = {}
+    sizes = _each_sizes(entries, source, lambda sizes, entry: float(sizes.max(initial=0)))
+    return {name: max(found, default=0.0) for name, found in sizes.items()}
+
+
+def count_moved(entries: Iterable[TensorEntry], source: Files, step: float) -> float:
+    """Return how many numbers differ after a quarter of a ``step``, as their types round them.
+
+    None that is zero does: a row of an embedding may never be used.
+    """
+
+    def count(sizes: Array, entry: TensorEntry) -> float:
+        reach = step * 2.0 ** (entry.source_dtype.mantissa - 1)
+        return float(np.count_nonzero((sizes > 0) & (sizes < reach)))
+
+    return sum(sum(found) for found in _each_sizes(entries, source, count).values())
+
+
+def _each_sizes(
+    entries: Iterable[TensorEntry], source: Files, look_at: Callable[[Array, TensorEntry], float]
+) -> dict[str, list[float]]:
+    """Return what is seen in the numbers without sign of each tensor, of all that can be read."""
+    found: dict[str, list[float]] = {}
 
     def look(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
-        largest = 0.0
+        seen: list[float] = []
         try:
             for tile in tiles:
-                values = np.abs(decode(tile.values.reshape(-1), entry.source_dtype))
-                largest = max(largest, float(values.max(initial=0)))
+                values = decode(tile.values.reshape(-1), entry.source_dtype)
+                seen.append(look_at(np.abs(values), entry))
         except CkptoolError:
             return  # the reader of all data reports on it
-        found[entry.name] = largest
+        found[entry.name] = seen
 
-    jobs = (tensor_job(entry, stored=True) for entry in entries)
+    numeric = (entry for entry in entries if entry.source_dtype.is_numeric)
+    jobs = (tensor_job(entry, stored=True) for entry in numeric)
     read_tiles(TensorSource(source), jobs, look, source.policy.workers)
     return found
 
