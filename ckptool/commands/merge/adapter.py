@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -20,9 +20,6 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.text import list_some
 from ckptool.errors import Unsupported
 from ckptool.storage.url import Location
-
-if TYPE_CHECKING:
-    from regex import Pattern
 
 _PREFIX = "base_model.model."
 _INNER = ".base_layer"
@@ -57,6 +54,10 @@ TAKES = (
 _FEW = 3
 _LONGEST = 1.0
 """Seconds of the processor for one pattern and one name."""
+_AT_ONCE = re.compile(r"[^*+?{|]*")
+"""A pattern that repeats nothing and has no alternatives, as most: it needs no end."""
+_OTHERWISE = re.compile(r"\[:|\{(?!\d+(?:,\d*)?\}|,\d+\})")
+"""What ``regex`` reads as a class or as a match with errors, but ``re`` as these characters."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to initialize that subtract what they put into the adapter from the base's weights."""
 _CONVERTS = (
@@ -296,7 +297,7 @@ def _matching(patterns: Mapping[str, Any], key: str) -> Any:
     """
     for pattern, value in patterns.items():
         try:
-            if _ending(pattern).match(key, timeout=_LONGEST):
+            if _ending(pattern)(key):
                 yield value
         except TimeoutError:
             message = f"{ADAPTER_CONFIG}: pattern {_short(pattern)} takes more than"
@@ -305,14 +306,27 @@ def _matching(patterns: Mapping[str, Any], key: str) -> Any:
 
 
 @lru_cache(maxsize=1 << 14)  # Python keeps 512, and a config may name each of more modules
-def _ending(pattern: str) -> Pattern[str]:
+def _ending(pattern: str) -> Callable[[str], object]:
     """Return what matches a name that ends with a pattern; Unsupported if it is none."""
-    import regex  # as re, with an end to it
-
+    whole = rf"(.*\.)?({pattern})$"
     try:
-        return regex.compile(rf"(.*\.)?({pattern})$")
+        found = re.compile(whole)
+        return found.match if _AT_ONCE.fullmatch(pattern) else _with_end(whole)
+    except (re.error, OverflowError, RecursionError) as error:
+        message = f"{ADAPTER_CONFIG}: pattern {_short(pattern)}: {error}"
+        raise Unsupported(message) from None
+
+
+def _with_end(pattern: str) -> Callable[[str], object]:
+    """Return what matches as ``re``, but raises TimeoutError in the end; re.error if none can."""
+    import regex
+
+    if odd := _OTHERWISE.search(pattern):
+        raise re.error("cannot be read as PEFT does", pattern, odd.start())
+    try:
+        return partial(regex.compile(pattern).match, timeout=_LONGEST)
     except regex.error as error:
-        raise Unsupported(f"{ADAPTER_CONFIG}: pattern {pattern!r}: {error}") from None
+        raise re.error(str(error)) from None
 
 
 def _short(value: object) -> str:
