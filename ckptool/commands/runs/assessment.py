@@ -22,8 +22,7 @@ from ckptool.commands.runs.contents import (
     unfinished,
 )
 from ckptool.commands.runs.models import Found, Models, as_read, survey_models, walk_models
-from ckptool.commands.runs.names import parse_name
-from ckptool.commands.runs.records import Contents
+from ckptool.commands.runs.records import Contents, read_alone
 from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoiling
 from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
 from ckptool.commands.runs.trainers import SPARED
@@ -152,15 +151,10 @@ class Assessor:
 
     @staticmethod
     def _options_for(part: Location, step: Step, options: VerifyOptions) -> VerifyOptions:
-        """Return how to verify a part: one of several ranks' files by itself, as it was saved.
-
-        The others in its folder may be of other steps, and are not to be read with it: what it has
-        of a tensor is only its own shard.
-        """
-        read, name = options.read, parse_name(part.name, is_folder=False)
-        if part not in step.entries or not name.has_rank or read.from_format is not None:
+        """Return how to verify a part: of a tensor, one of several ranks' files has its shard."""
+        alone = read_alone(part, step, options.read)
+        if alone == options.read:
             return options
-        alone = replace(read, from_format="torch-save")
         ignore = (*options.ignore, "chunk-gap", "rank-missing")
         return replace(options, read=alone, ignore=ignore)
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
@@ -17,6 +18,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.state_category import state_category, weights
 from ckptool.errors import CkptoolError
 from ckptool.formats.companions import TRAINER_STATE, read_json_object, trainer_optimizer
+from ckptool.storage.url import Location
 
 _STEPS = (
     "train_state.step",
@@ -56,13 +58,21 @@ def recorded_best(step: Step, options: ReadOptions) -> Iterator[str]:
 
 def recorded_position(step: Step, options: ReadOptions = AS_DETECTED) -> Position:
     """Return what a step's own values count; nothing if it cannot be read. Raises NoAnswer."""
-    found = survey_readable(step.parts[0], options) if step.parts else None
+    part = step.parts[0] if step.parts else None
+    found = None if part is None else survey_readable(part, read_alone(part, step, options))
     if found is None or found.catalog is None:
         return Position()
     steps = recorded_step(found.catalog)
     steps = _count(found.catalog, _MORE_STEPS) if steps is None else steps
     steps = _step_of_trainer(found) if steps is None else steps
     return Position(epoch=_count(found.catalog, _EPOCHS), step=steps)
+
+
+def read_alone(part: Location, step: Step, options: ReadOptions) -> ReadOptions:
+    """Return how to read a checkpoint of a step: one of several ranks' files by itself."""
+    if options.from_format is not None or not step.is_of_rank(part):
+        return options
+    return replace(options, from_format="torch-save")
 
 
 _GROUPS = "param_groups"

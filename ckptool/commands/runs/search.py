@@ -111,11 +111,19 @@ def _checkpoints(place: Location, run: Location, source: Files) -> Iterator[Loca
 
 
 def _may_hold_run(path: Location, run: Location, source: Files) -> bool:
-    """Return whether a folder of a checkpoint has entries that count steps."""
+    """Return whether a folder of a checkpoint has entries that count steps.
+
+    Files of ranks do that if they differ in their numbers.
+    """
     head = "/".join(within(path, run).parts) + "/"
-    files = (file[len(head) :].split("/") for file in source.files if file.startswith(head))
+    files = [file[len(head) :].split("/") for file in source.files if file.startswith(head)]
     parsed = (parse_name(n, is_folder=n != names[-1]) for names in files for n in names)
-    return any(name.position and name.tells for name in parsed)
+    if any(name.position and name.tells for name in parsed):
+        return True
+    alone = (parse_name(names[0], is_folder=False) for names in files if len(names) == 1)
+    saves = {(n.family, n.position, n.bare) for n in alone if n.has_rank}
+    counting = [family for family, position, bare in saves if position or bare is not None]
+    return len(counting) > len({*counting})
 
 
 def _has_no_tensors(path: Location) -> bool:
@@ -142,11 +150,20 @@ def _is_hidden(path: Location, run: Location) -> bool:
 
 
 def _steps_in_whole(place: Location, inner: Sequence[Location]) -> list[Location]:
-    """Return the steps in a folder that is a checkpoint itself, with the ranks' files of each."""
+    """Return the steps in a folder that is a checkpoint itself, with the ranks' files of each.
+
+    Beside those that count, the last or the best of ranks' files is a step of its own.
+    """
     files = [path for path in inner if not _is_folder(path)]
     steps = [path for path in inner if _is_step(path, place, files)]
     counted = {_position_of(path) for path in steps} - {Position()}
-    return [path for path in inner if path in steps or _position_of(path) in counted]
+    found = [path for path in inner if path in steps or _position_of(path) in counted]
+    return [path for path in inner if path in found or (found and _is_spared_rank(path))]
+
+
+def _is_spared_rank(path: Location) -> bool:
+    is_spared = re.fullmatch(SPARED, path.name) is not None
+    return is_spared and parse_name(path.name, is_folder=False).has_rank
 
 
 def _position_of(path: Location) -> Position:
@@ -279,8 +296,10 @@ def _joined(entries: Iterable[Step]) -> Iterator[Step]:
     """Yield the entries that are one step as one: their names differ in nothing but the part."""
     groups: dict[tuple[object, ...], list[Step]] = {}
     for entry in entries:
-        counted = (*entry.series, entry.position, entry.number)
-        key = (entry.path,) if entry.number is None else counted
+        of_rank = entry.number is None and entry.name.has_rank
+        series = (entry.home, entry.name.family) if of_rank else entry.series
+        is_alone = entry.number is None and not of_rank
+        key = (entry.path,) if is_alone else (*series, entry.position, entry.number)
         groups.setdefault(key, []).append(entry)
     for group in groups.values():
         different = {(entry.path.parent, entry.name.role) for entry in group}

@@ -58,6 +58,13 @@ class Step(Struct, frozen=True, dict=True):
         """Return the names of its checkpoints inside it."""
         return frozenset(str(within(part, self.path)) for part in self.parts if part in self)
 
+    def is_of_rank(self, part: Location) -> bool:
+        """Return whether a checkpoint of it is one of several ranks' files, to be read by itself.
+
+        The others in its folder may be of other steps.
+        """
+        return part in self.entries and parse_name(part.name, is_folder=False).has_rank
+
     def __contains__(self, place: Location) -> bool:
         return place == self.path or self.path in place.parents
 
