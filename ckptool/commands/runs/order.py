@@ -93,14 +93,42 @@ def _with_others(
     records = {step.path: recorded_position(step, options) for step in others if step.parts}
     if not named:
         counted = _counted(records.values()) if len(records) == len(others) else ()
+    newest = {placed[2].home: placed for placed in sorted(named, key=_place)}
     rest: list[Step] = []
     for step in others:
         position = records.get(step.path, Position())
-        if counted and None not in position.numbers(counted):
+        past = _past(position, newest.get(step.home), options)
+        if past and _is_later(run, step, newest[step.home][2]):
+            key, _, _ = newest[step.home]
+            words = _RECORDED.format(past)
+            named.append(((*key, position.number or 0), 1, replace(step, placed=words)))
+        elif counted and None not in position.numbers(counted):
             named.append(_counting(step, 0, position, counted, _RECORDED))
         else:
             rest.append(step)
     return _with_latest_last(run, [*_unrecorded(run, rest), *sorted(named, key=_place)])
+
+
+def _past(position: Position, newest: Placed | None, options: ReadOptions) -> str:
+    """Return what is more in a record than in that of the newest named step; nothing if nothing is.
+
+    Names may count from another number than records, or what these count by another word, as
+    ``checkpoint_30`` does of an epoch; the last of a trainer may be some steps into an epoch.
+    """
+    if not position or newest is None:
+        return ""
+    other = recorded_position(newest[2], options)
+    both = {"step": (position.step, other.step), "epoch": (position.epoch, other.epoch)}
+    for word, (mine, theirs) in both.items():
+        if mine is not None and theirs is not None:
+            return word if mine > theirs else ""
+    return ""
+
+
+def _is_later(run: Run, step: Step, other: Step) -> bool:
+    """Return whether no time contradicts it: what training began from counts a run before."""
+    mine, theirs = saved(step, run), saved(other, run)
+    return mine is None or theirs is None or mine >= theirs - _AT_ONCE
 
 
 def _unrecorded(run: Run, steps: list[Step]) -> list[Placed]:

@@ -35,7 +35,10 @@ _STEPS = (
     "iteration",
 )
 _MORE_STEPS = ("meta.iter", "iter", "current_step", "num_updates")
-_EPOCHS = ("epoch", "meta.epoch", "trainer.epoch", "train_state.epoch", "state.epoch", "cur_epoch")
+_EPOCHS = (
+    *("epoch", "meta.epoch", "trainer.epoch", "train_state.epoch", "state.epoch", "cur_epoch"),
+    *("start_epoch", "last_epoch"),  # YOLOX, RT-DETR
+)
 _BEST = re.compile(r"(?:.*\.)?(?:best_model_path|best_model_checkpoint)")
 """The best checkpoint according to Lightning's ModelCheckpoint and transformers' Trainer."""
 

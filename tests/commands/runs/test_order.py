@@ -186,6 +186,25 @@ def test_the_last_by_what_it_records_among_named_steps(tmp_path: Path) -> None:
     assert newest(run)[0] == "last.ckpt"
 
 
+@pytest.mark.parametrize("name", ["checkpoint_{}.pt", "checkpoint{:04}.pth"])
+def test_the_last_by_what_it_records_past_the_newest_named_step(name: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for epoch in (10, 20):
+        saved(run, name.format(epoch), epoch, epoch=epoch - 1)
+    for minute, recorded in ((21, 9), (21, 19), (0, 300)):  # the last: what training began from
+        saved(run, "checkpoint.pth", minute, epoch=recorded)
+        assert newest(run)[0] == name.format(20)
+    saved(run, "checkpoint.pth", 21, epoch=20)
+    assert newest(run) == ("checkpoint.pth", "by the epoch that it records")
+
+
+def test_what_lies_apart_is_no_later_step_of_a_run(tmp_path: Path) -> None:
+    for epoch in (1, 2):
+        saved(tmp_path / "run", f"checkpoint_{epoch}.pt", epoch, epoch=epoch)
+    saved(tmp_path / "run" / "base", "model.pt", 3, epoch=300)
+    assert newest(tmp_path / "run")[0] == "checkpoint_2.pt"
+
+
 def test_versions_of_one_name_are_in_order(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for name in ("epoch=1.ckpt", "epoch=1-v2.ckpt", "epoch=1-v10.ckpt", "epoch=0-v11.ckpt"):
