@@ -186,11 +186,11 @@ TRAINERS = (
     ),
     Trainer(
         "OLMo-core",
-        "OLMo-core fa6c501, train/checkpoint.py; stages as on the Hub",
+        "OLMo-core fa6c501, train/checkpoint.py; stages as on the Hub; OLMo 0.5, checkpoint.py",
         step=r"(?:stage(?P<stage>\d+)-(?:ingredient\d+-)?)?step(?P<step>\d+)(?:-tokens\d+[MBT])?",
         unfinished=r"(?:.*-)?step\d+-tmp",
         signs=(r"train/rank\d+\.pt",),  # first; without it no trainer saved model_and_optim
-        last=(r"\.metadata\.json",),
+        last=(r"\.metadata\.json", r"config\.yaml"),  # OLMo 0.5 writes the latter last
     ),
     Trainer(
         "nanotron",

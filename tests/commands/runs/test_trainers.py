@@ -101,6 +101,16 @@ def test_a_record_that_is_cut_off_is_no_end_of_a_save(kind: Kind, tmp_path: Path
     assert latest(run) == kind.name(3 if cut else 4)
 
 
+def test_a_sharded_save_of_olmo_writes_its_config_last(tmp_path: Path) -> None:
+    """OLMo 0.5, checkpoint.py; OLMo-core writes another file."""
+    run = run_of(tmp_path, TRAINERS["OLMo-core"])
+    for step in run.iterdir():
+        (step / ".metadata.json").rename(step / "config.yaml")
+    assert ckptool.verify_run(run, every=True).ok
+    (run / "step3" / "config.yaml").unlink()
+    assert latest(run) == "step2"
+
+
 def test_timm_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     run = run_of(tmp_path, TRAINERS["timm"], (2, 9, 10))
     os.link(run / "checkpoint-10.pth.tar", run / "last.pth.tar")
