@@ -119,6 +119,7 @@ class Assessor:
             self._contents[step.path] = contents
             export = export or self._is_state_beside(step) or self._is_model_beside(step)
             seen.reasons += () if export else self._by_contents(step, found)
+            export = export or self._is_last_model(step)
         if not seen.reasons:
             self._good.add(step.series)
         said = tuple(seen.reports), tuple(seen.reasons)
@@ -233,6 +234,17 @@ class Assessor:
         same = (s for s in others if s.position == step.position and s.series != step.series)
         return any(c.model and c.optimizer for c in map(self.contents_of, same))
 
+    def _is_last_model(self, step: Step) -> bool:
+        """Return whether it is a model alone, the last of steps with all that training needs.
+
+        As torchtitan's ``last_save_model_only`` saves it, and others without a scheduler either.
+        """
+        alike = [s for s in self._run.steps if s.series == step.series and s.parts]
+        mine = self._contents[step.path]
+        if not mine.model or mine.optimizer or mine.other or step != alike[-1]:
+            return False
+        return any(c.optimizer and c.other for c in map(self.contents_of, alike[:-1]))
+
     def _missing_parts(self, step: Step) -> list[str]:
         """Return the checkpoints that every older step of a series has, and a step has not."""
         older = self._run.steps[: self._run.steps.index(step)]
@@ -271,7 +283,8 @@ class Assessor:
             older = reversed(self._run.steps[: self._run.steps.index(step)])
             alike = (s for s in older if s.series == step.series and not [*self._by_names(s)])
             had = next((s for s in alike if mine.has_lost_state_of(self.contents_of(s))), None)
-            if had is not None and _EMPTIED not in self._options.ignore:
+            is_lost = had is not None and not self._is_last_model(step)
+            if had is not None and is_lost and _EMPTIED not in self._options.ignore:
                 why = (
                     f"{_EMPTIED}: no optimizer's state, which {had.path.name} has: a resume begins"
                 )

@@ -20,6 +20,7 @@ _STATE = re.compile(
     r"|\.metadata|(?:.*_)?(?:state|progress|meta|metadata)\.(?:json|ya?ml|txt)"
 )
 _DCP = re.compile(r"__(\d+)_\d+\.distcp|\.metadata")
+_DCP_FILES = "files of torch.distributed.checkpoint"
 _WORLD = re.compile(r"world_size_(\d+)_rank_\d+|(?<=rank)[-_]?\d+[-_]of[-_](\d+)")
 _SHARDS = re.compile(r"[-_.]?(?<!\d)\d+-of-\d+")
 _OF_RANK = re.compile(r"(.*\D)(\d+)")
@@ -49,7 +50,7 @@ def _key(file: str, number: int | None) -> str | None:
     if _STATE.fullmatch(name) is None or (name.startswith(".") and name != ".metadata"):
         return None
     if _DCP.fullmatch(name):
-        path = folder or "files of torch.distributed.checkpoint"
+        path = folder or _DCP_FILES
     else:
         stem = _WORLD.sub("rank", _SHARDS.sub("", re.sub(SUFFIX, "", name)))
         path = f"{folder}/{stem}" if folder else stem
@@ -178,7 +179,7 @@ class Completeness:
         common = frozenset.intersection(*whole)
         new = {role_of(key) for key in files - frozenset().union(*whole)}
         for key in common - files:
-            role = role_of(key)
+            role = "model" if key == _DCP_FILES else role_of(key)
             needed = _CORE if role is not None else 2
             if (
                 len(whole) >= needed

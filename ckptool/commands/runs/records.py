@@ -107,7 +107,7 @@ def _of_optimizer(each: Survey) -> Iterator[tuple[list[str], Any]]:
 
 
 class Contents(Struct, frozen=True):
-    """Whether a step has tensors of a model, an optimizer, and anything of either.
+    """Whether a step has tensors of a model, an optimizer, anything of either, and anything else.
 
     Of an optimizer, it may have ``state`` of parameters, and groups with some ``settings``, of
     which one is whether there is momentum: without, SGD has no state. It ``begins`` if no scheduler
@@ -117,6 +117,7 @@ class Contents(Struct, frozen=True):
     model: bool
     optimizer: bool
     either: bool
+    other: bool
     state: bool
     settings: frozenset[str]
     begins: bool
@@ -149,6 +150,7 @@ class Contents(Struct, frozen=True):
             has_model,
             has_file or bool(found),
             {*parts} != {"other"},
+            "other" in parts,
             has_file or any(isinstance(value, TensorEntry) for value in of_parameters),
             frozenset(name for name, value in settings if name != "momentum" or value != 0),
             bool(counts) and not any(counts),

@@ -22,6 +22,7 @@ from trainer_runs import (
     of_dcp,
     run_of,
     saved,
+    text,
     timm,
     weights,
     write,
@@ -207,12 +208,25 @@ def test_what_one_replica_saves_of_its_data_is_no_step(tmp_path: Path) -> None:
     assert latest(run / "ft-replicat-0") is None
 
 
-def test_a_last_step_of_the_model_alone_is_not_gone_on_from(tmp_path: Path) -> None:
-    """``last_save_model_only`` of torchtitan."""
+@pytest.mark.parametrize("format_", ["dcp", "safetensors"])
+def test_a_last_step_of_the_model_alone_is_not_gone_on_from(format_: str, tmp_path: Path) -> None:
+    """``last_save_model_only`` and ``last_save_in_hf`` of torchtitan."""
     run = run_of(tmp_path, TRAINERS["torchtitan"])
-    of_dcp("model")(run / "step-4")
+    if format_ == "dcp":
+        of_dcp("model")(run / "step-4")
+    else:
+        write(run / "step-4", {"model.safetensors": weights, "config.json": text("{}")})
+    report = ckptool.verify_run(run, every=True)
+    assert [step.export for step in report.steps] == [True, False, False, False]
+    assert report.ok
     assert latest(run) == "step-3"
     assert prune(run) == {"step-1", "step-2"}
+
+
+def test_a_last_step_that_lost_only_its_optimizer_is_not_good(tmp_path: Path) -> None:
+    run = run_of(tmp_path, TRAINERS["torchtitan"])
+    of_dcp("model", "train_state", "dataloader")(run / "step-4")
+    assert not ckptool.verify_run(run, every=True).steps[0].ok
 
 
 @pytest.mark.parametrize("name", ["torch_checkpointing", "torch_checkpointing_safetensors"])
