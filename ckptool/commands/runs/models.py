@@ -140,11 +140,13 @@ class Models:
         """
         if step.series not in self._first:
             self._first[step.series] = self._find_first(step.series)
-        for place, model in _models_of(step, found).items():
-            first = self._first[step.series].get(place)
+        firsts, models = self._first[step.series], _models_of(step, found)
+        moved = {n for place, model in models.items() for n in model.new_since(firsts.get(place))}
+        for place, model in models.items():
+            first = firsts.get(place)
             if first is None or model.is_another_than(first):
                 continue
-            if names := model.lost_of(first):
+            if names := [name for name in model.lost_of(first) if name not in moved]:
                 where = f"{place}: " if place else ""
                 return f"{where}{list_some(names, _SHOWN)}: missing, {first.step} has it"
         return None
@@ -175,6 +177,10 @@ class _Model(NamedTuple):
             or any(had.get(name) != shape for name, shape in mine.items())
             or _PART * len(had.keys() - mine.keys()) > len(had)
         )
+
+    def new_since(self, first: _Model | None) -> Set[str]:
+        """Return the matrices that the first one has not: of shards, some lie in others since."""
+        return self.matrices.keys() - (first.matrices.keys() if first is not None else set())
 
     def lost_of(self, first: _Model) -> list[str]:
         """Return the first one's matrices that are not here.

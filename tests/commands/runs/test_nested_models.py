@@ -235,3 +235,15 @@ def test_verify_of_one_step_says_that_it_reads_no_model_inside(tmp_path: Path) -
     set_nan(step / PLACES["a folder"])
     report = ckptool.verify(step)
     assert report.summary.endswith("; checkpoints inside it are not read")
+
+
+@pytest.mark.parametrize("inside", ["", "ema/"])
+def test_shards_may_be_cut_elsewhere(inside: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = {f"blocks.{n}.{k}.weight": torch.randn(16, 8) for n in range(20) for k in ("up", "q")}
+    for number, shards in ((1, 4), (2, 4), (3, 5)):
+        step, size = save_step(tmp_path, number), len(state) // shards
+        for at in range(shards):
+            shard = dict([*state.items()][at * size : (at + 1) * size])
+            save(shard, step / f"{inside}shard_{at}/model.safetensors")
+    assert newest_good(tmp_path) == "checkpoint-3"
