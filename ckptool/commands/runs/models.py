@@ -77,8 +77,9 @@ def _models_inside(outer: Survey, step: Step) -> Iterator[Location]:
     head, catalog = outer.path, outer.catalog
     if catalog is None or not head.is_dir():
         return
-    files = [head / name for name in (*catalog.files, *catalog.companions, *catalog.copies)]
-    own = {*files, *(folder for file in files for folder in file.parents), *step.parts}
+    read = [head / name for name in (*catalog.files, *catalog.copies)]
+    own = {*read, *(folder for file in read for folder in file.parents), *step.parts}
+    own.update(head / name for name in catalog.companions)  # a model may lie beside one
     inner = [place for place in find_checkpoints(head, outer.source)[1] if place not in own]
     beside = Counter(place.parent for place in inner)
     for place in inner:

@@ -247,3 +247,17 @@ def test_shards_may_be_cut_elsewhere(inside: str, tmp_path: Path) -> None:
             shard = dict([*state.items()][at * size : (at + 1) * size])
             save(shard, step / f"{inside}shard_{at}/model.safetensors")
     assert newest_good(tmp_path) == "checkpoint-3"
+
+
+def test_a_model_beside_the_config_that_ranks_files_are_read_with(tmp_path: Path) -> None:
+    """verl 0.9, with hf_model among what it saves."""
+    for number in (1, 2, 3):
+        actor = tmp_path / f"global_step_{number}" / "actor"
+        save(weights(number), actor / "huggingface" / "model.safetensors")
+        (actor / "huggingface" / "config.json").write_text('{"model_type": "llama"}')
+        for rank in range(2):
+            save(weights(number), actor / f"model_world_size_2_rank_{rank}.pt")
+            torch.save(state_of_adam(number), actor / f"optim_world_size_2_rank_{rank}.pt")
+    assert newest_good(tmp_path) == "global_step_3"
+    set_nan(actor / "huggingface" / "model.safetensors")
+    assert newest_good(tmp_path) == "global_step_2"
