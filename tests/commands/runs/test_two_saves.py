@@ -70,7 +70,7 @@ def test_files_of_an_earlier_step(file: str, old: int, tmp_path: Path) -> None:
     assert reasons(run, ignore=("counts-differ",)) == {}
     shutil.copy(run / f"checkpoint-{old}/model.safetensors", run / "checkpoint-8")
     assert reasons(run) == {}  # nothing was trained in between
-    shutil.copy(run / "checkpoint-4/model.safetensors", run / "checkpoint-6")
+    shutil.copy2(run / "checkpoint-4/model.safetensors", run / "checkpoint-6")
     why = "counts-differ: its weights are those of checkpoint-4, but not its optimizer"
     assert reasons(run)["checkpoint-6"].startswith(why)
     assert fates(pruned(run, keep_last=2))["checkpoint-6"] == "leave"

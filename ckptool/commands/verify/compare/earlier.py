@@ -62,7 +62,7 @@ def earlier_problems(
             was = survey_readable(part, options) if save else None
             if save and was:
                 name = before.path.name
-                why = _restarted(save, was, name) or _mixed_with(save, was, name)
+                why = _reset_scheduler(save, was, name) or _mixed_with(save, was, name)
                 yield from [Problem(why, _DIFFER)] if why else []
                 yield from _lost_state(save, was, name) if before is earlier[-1] else ()
 
@@ -78,7 +78,7 @@ def _lost_state(save: Survey, was: Survey, name: str) -> Iterator[Problem]:
     mine, before = _with_state(one.catalog), _with_state(other.catalog)
     if mine.keys() != before.keys() or all(mine[each] >= before[each] for each in mine):
         return
-    taken, taken_before = _taken(one), _taken(other)
+    taken, taken_before = _steps_taken(one), _steps_taken(other)
     moved = {each for each, steps in taken.items() if steps > taken_before.get(each, steps)}
     for group, own in mine.items():
         is_whole = group.optimizer not in taken and group.is_adam and moved
@@ -107,14 +107,14 @@ class _Group(NamedTuple):
     is_adam: bool
 
 
-def _restarted(save: Survey, was: Survey, name: str) -> str | None:
+def _reset_scheduler(save: Survey, was: Survey, name: str) -> str | None:
     """Return which scheduler of accelerate has not stepped, unlike one that did at each step."""
     values, before = ({n: e.value for n, e in _values(each)} for each in (save, was))
     for count in filter(_COUNT.fullmatch, values):
         steps = number_in(before, count) or 0
         if values[count] != 0 or not steps:
             continue
-        taken, taken_before = (max(_taken(each).values(), default=0) for each in (save, was))
+        taken, taken_before = (max(_steps_taken(each).values(), default=0) for each in (save, was))
         if 0 < taken_before <= steps and taken_before < taken:
             message = f"{count} is 0, but {steps:,} in {name}, after which the optimizer has taken"
             return f"{message} more steps: the learning rate would begin again"
@@ -125,7 +125,7 @@ def _values(save: Survey) -> Iterable[tuple[str, ObjectEntry]]:
     return save.catalog.objects.items() if save.catalog else ()
 
 
-def _taken(save: Survey) -> Mapping[str, float]:
+def _steps_taken(save: Survey) -> Mapping[str, float]:
     """Return how many steps each optimizer has taken, as far as they are counted."""
     counters, catalog = StepCounters(), save.catalog
     if catalog is None:
