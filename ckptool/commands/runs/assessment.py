@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from math import inf
@@ -36,6 +36,7 @@ from ckptool.serialization.file_roles import may_be_empty, role_of
 from ckptool.storage.url import Location, within
 
 _LOST, _EMPTIED = "like-missing", "moments-zero"
+_NEWEST = 3
 
 
 class StepReport(Report, frozen=True):
@@ -222,17 +223,35 @@ class Assessor:
         return not is_model and any(self.contents_of(each).model for each in beside)
 
     def _is_model_beside(self, step: Step) -> bool:
-        """Return whether it is a model alone, and what is resumed from counts the same elsewhere.
+        """Return whether it is a model alone, and what is resumed from lies beside it.
 
-        As PRIME-RL's ``weights/step_10`` beside ``checkpoints/step_10``, and kohya's model beside
-        ``NAME-step10-state``.
+        Either counts the same, as PRIME-RL's ``weights/step_10`` and ``checkpoints/step_10`` do, or
+        the model is one of a series that never has an optimizer: diffusion-pipe's ``epoch3`` beside
+        ``global_step300``, rsl_rl's ``exported/policy.pt`` below ``model_150.pt``.
         """
-        if not step.position or self._contents[step.path].optimizer:
+        if self._contents[step.path].optimizer:
             return False
         of_models = role_of(step.path.parent.name) == "model"
-        others = (s for s in self._run.steps if s.home == step.home or of_models)
-        same = (s for s in others if s.position == step.position and s.series != step.series)
-        return any(c.model and c.optimizer for c in map(self.contents_of, same))
+        others = [each for each in self._run.steps if each.series != step.series]
+        same = (s for s in others if step.position and s.position == step.position)
+        if any(self._resumes(s) for s in same if s.home == step.home or of_models):
+            return True
+        around = (s for s in others if s.home in (step.home, *step.home.parents))
+        if not self._has_resumed_from(around):
+            return False
+        alike = (each for each in self._run.steps if each.series == step.series)
+        return not any(self.contents_of(each).optimizer for each in alike)
+
+    def _has_resumed_from(self, steps: Iterable[Step]) -> bool:
+        """Return whether any series can be resumed from, by its newest: they may be damaged."""
+        series: dict[object, list[Step]] = {}
+        for step in steps:
+            series.setdefault(step.series, []).append(step)
+        return any(self._resumes(step) for found in series.values() for step in found[-_NEWEST:])
+
+    def _resumes(self, step: Step) -> bool:
+        contents = self.contents_of(step)
+        return contents.model and contents.optimizer
 
     def _is_last_model(self, step: Step) -> bool:
         """Return whether it is a model alone, the last of steps with all that training needs.

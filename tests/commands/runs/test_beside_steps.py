@@ -69,3 +69,47 @@ def test_models_called_after_what_is_beside_one_are_saves_apart(other: str, tmp_
     assert {step.path.name: step.ok for step in checked(tmp_path).steps} == {
         "baseline": True, other: False
     }  # fmt: skip
+
+
+def full(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": {"w": WEIGHT}, "optimizer": OPTIMIZER}, path)
+
+
+def alone(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"w": WEIGHT}, path)
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["epoch3.pt", "exported/policy.pt", "pretrained_model_1250000.pt", "global_step2-avg.pt"],
+)
+def test_a_model_is_no_step_where_training_goes_on_from_others(model: str, tmp_path: Path) -> None:
+    """diffusion-pipe, rsl_rl, F5-TTS, icefall: also if the newest that goes on is damaged."""
+    for step in (1, 2):
+        full(tmp_path / f"global_step{step}.pt")
+    alone(tmp_path / model)
+    report = checked(tmp_path)
+    assert report.ok
+    assert report.latest_good is not None
+    assert report.latest_good.path.name == "global_step2.pt"
+    assert [step.path for step in report.steps if step.export] == [tmp_path / model]
+    newest = tmp_path / "global_step2.pt"
+    newest.write_bytes(newest.read_bytes()[:-300])
+    report = checked(tmp_path)
+    assert report.latest_good is not None
+    assert report.latest_good.path.name == "global_step1.pt"
+
+
+def test_a_model_is_a_step_where_others_lie_apart_or_its_like_had_an_optimizer(
+    tmp_path: Path,
+) -> None:
+    full(tmp_path / "one" / "step_1.pt")
+    alone(tmp_path / "two" / "step_2.pt")
+    report = checked(tmp_path)
+    assert report.latest_good is not None
+    assert report.latest_good.number == 2
+    full(tmp_path / "one" / "last.pt")
+    alone(tmp_path / "one" / "step_3.pt")
+    assert [step.path.name for step in checked(tmp_path).steps if not step.ok] == ["step_3.pt"]
