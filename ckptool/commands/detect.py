@@ -29,6 +29,7 @@ from ckptool.formats.companions import latest_folder
 from ckptool.serialization.file_kinds import (
     detect_kind,
     holds_counts_alone,
+    is_unnamed_torch,
     larger_names,
     nothing_found,
     read_head,
@@ -375,7 +376,7 @@ def _single_file(
     path: Location, source: Files, name: str, has_set: Callable[[str, Format], bool]
 ) -> Candidate | None:
     is_side = name.endswith(EXTRA) and name.removesuffix(EXTRA) + ".safetensors" in source.files
-    is_named = name.endswith((ARCHIVE, *single_file_suffixes()))
+    is_named = name.endswith((ARCHIVE, *single_file_suffixes())) or is_unnamed_torch(source, name)
     if is_side or not is_named:
         return None
     alone = source.alone(name)

@@ -34,7 +34,10 @@ from ckptool.serialization.state_dict.leaves import Assembled, Leaf, ShareLeaf, 
 
 INDEX = "pytorch_model.bin.index.json"
 _MODELS = ("pytorch_model.bin", "diffusion_pytorch_model.bin")
-_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ".pth.lora", ".state")
+_SUFFIXES = (
+    *(".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ".pth.lora", ".state"),
+    *(".th", ".pyth"),  # AudioCraft and Demucs; SlowFast
+)
 
 
 def _model_in(source: Source) -> str | None:

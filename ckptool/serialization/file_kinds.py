@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.text import list_some, plural
-from ckptool.errors import CkptoolError, Damaged, Problem, Unrecognized
+from ckptool.errors import CkptoolError, Damaged, NoAnswer, Problem, Unrecognized
 from ckptool.serialization.file_roles import may_be_empty
 
 if TYPE_CHECKING:
@@ -285,6 +285,27 @@ def unrecognized_zip(names: Collection[str], file: str) -> Unrecognized:
 def read_head(source: Source, file: str) -> bytes:
     """Return the beginning of a file, for ``detect_kind``."""
     return source.read(file, 0, min(HEAD, source.files[file]))
+
+
+_HASH = re.compile(r"[0-9a-f]{32,}")
+
+
+def is_unnamed_torch(source: Source, name: str) -> bool:
+    """Return whether a file without a suffix is of torch.save by its first bytes.
+
+    As ``g_00005000`` of HiFi-GAN. One that is called as its hash is an entry of a store, to which
+    what is saved there links. Raises NoAnswer.
+    """
+    last = name.rpartition("/")[2]
+    if "." in last or _HASH.fullmatch(last):
+        return False
+    try:
+        head = read_head(source, name)
+    except NoAnswer:
+        raise
+    except (CkptoolError, OSError):
+        return False
+    return head.startswith(b"PK\x03\x04") and b"/data.pkl" in head
 
 
 _COUNTS = re.compile(

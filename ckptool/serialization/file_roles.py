@@ -70,7 +70,7 @@ _ROLES = (
     Role("model", "models?|weights|actor|policy|unet", "model|weights|adapter"),
     Role(
         None,
-        "value|reward|ref|dis|disc|discriminator|netd|d",
+        "value|reward|ref|dis|disc|discriminator|netd|do?",
         apart="swa|ewma|polyak|avg|averaged?",
         beside=True,
     ),

@@ -16,7 +16,7 @@ from ckptool.serialization.source import are_of_a_node, missing_files
 from ckptool.storage.url import Location, within
 
 _STATE = re.compile(
-    r"(?i).+\.(?:pt|pth|bin|pkl|pickle|ckpt|safetensors|npz|npy|msgpack|distcp|tar|joblib|state)"
+    r"(?i).+\.(?:pt|py?th|th|bin|pkl|pickle|ckpt|safetensors|npz|npy|msgpack|distcp|tar|joblib|state)"
     r"|\.metadata|(?:.*_)?(?:state|progress|meta|metadata)\.(?:json|ya?ml|txt)"
 )
 _DCP = re.compile(r"__(\d+)_\d+\.distcp|\.metadata")

@@ -72,7 +72,7 @@ _DATE = (
     r"(?:[-_:.]?\d\d)?(?:\+\d\d)?)?(?!\d)|(?<!\d)\d\d[-_:]\d\d[-_:]\d\d(?!\d)"
 )
 _BARE = r"(?<![\d.])(?<!\de)\d{1,18}(?!\d|\.\d|e\d)"
-SUFFIX = r"(?i)(?:\.(?:pt|pth|bin|pkl|pickle|ckpt|safetensors|json|npz|npy|tar|state)){1,4}$"
+SUFFIX = r"(?i)(?:\.(?:pt|py?th|th|bin|pkl|pickle|ckpt|safetensors|json|npz|npy|tar|state)){1,4}$"
 
 
 class Position(Struct, frozen=True):
