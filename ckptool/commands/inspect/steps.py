@@ -17,7 +17,7 @@ from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.assessment import Assessor
 from ckptool.commands.runs.order import open_run
-from ckptool.commands.runs.pointers import find_pointers, is_for_that
+from ckptool.commands.runs.pointers.pointers import find_pointers, is_for_that
 from ckptool.commands.runs.records import has_optimizer
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.steps import Step

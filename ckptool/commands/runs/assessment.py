@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 from math import inf
@@ -21,22 +20,21 @@ from ckptool.commands.runs.contents import (
     lost_ranks,
     unfinished,
 )
+from ckptool.commands.runs.exports import Exports, is_export
 from ckptool.commands.runs.models import Found, Models, as_read, survey_models, walk_models
 from ckptool.commands.runs.records import Contents, read_alone
 from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoiling
-from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name
-from ckptool.commands.runs.trainers import SPARED
+from ckptool.commands.runs.steps import Run, Step, is_unfinished_name
 from ckptool.commands.verify.compare.earlier import earlier_problems
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.commands.verify.verify import Verification, examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError, Empty, NoAnswer, NotFound
-from ckptool.serialization.file_roles import may_be_empty, role_of
+from ckptool.serialization.file_roles import may_be_empty
 from ckptool.storage.url import Location, within
 
 _LOST, _EMPTIED = "like-missing", "moments-zero"
-_NEWEST = 3
 
 
 class StepReport(Report, frozen=True):
@@ -96,6 +94,7 @@ class Assessor:
         self._thorough = thorough
         self._completeness = Completeness(run)
         self._models = Models(run, options.read)
+        self._exports = Exports(run, self.contents_of)
         self._contents: dict[Location, Contents] = {}
         self._good: set[object] = set()
         self._first_filled: dict[object, float] = {}
@@ -113,14 +112,14 @@ class Assessor:
         contents = Contents.of([each for _, each in found])
         if seen.empty and not contents.model:
             seen.reasons += seen.empty
-        export = is_export(step, self._run.path) and not self._is_of_exports()
+        export = is_export(step, self._run.path) and not self._exports.are_all()
         if not seen.reasons:
             seen.reasons += damaged_side_files(step, self._run, seen.parts, options)
         if not seen.reasons:
             self._contents[step.path] = contents
-            export = export or self._is_state_beside(step) or self._is_model_beside(step)
+            export = export or self._exports.has(step)
             seen.reasons += () if export else self._by_contents(step, found)
-            export = export or self._is_last_model(step)
+            export = export or self._exports.is_last(step)
         if not seen.reasons:
             self._good.add(step.series)
         said = tuple(seen.reports), tuple(seen.reasons)
@@ -204,66 +203,6 @@ class Assessor:
         elif why is None:
             yield from lost_ranks(step)
 
-    def _is_of_exports(self) -> bool:
-        return all(is_export(each, self._run.path) for each in self._run.steps)
-
-    def _is_state_beside(self, step: Step) -> bool:
-        """Return whether it is a file without a model that lies once beside steps with one.
-
-        As the optimizer of the latest, or the arguments, unless its name says that it has a model.
-        """
-        name, alone = step.path.name, "" in self._run.files_in(step.path) and not step.beside
-        is_saved = re.fullmatch(SPARED, name) is not None
-        has_none = role_of(name) == "optimizer" or may_be_empty(name)
-        if step.number is not None or not alone or is_saved or not has_none:
-            return False
-        counted = (each for each in self._run.steps if each.number is not None)
-        beside = (each for each in counted if each.path.parent == step.path.parent)
-        is_model = self._contents[step.path].model
-        return not is_model and any(self.contents_of(each).model for each in beside)
-
-    def _is_model_beside(self, step: Step) -> bool:
-        """Return whether it is a model alone, and what is resumed from lies beside it.
-
-        Either counts the same, as PRIME-RL's ``weights/step_10`` and ``checkpoints/step_10`` do, or
-        the model is one of a series that never has an optimizer: diffusion-pipe's ``epoch3`` beside
-        ``global_step300``, rsl_rl's ``exported/policy.pt`` below ``model_150.pt``.
-        """
-        if self._contents[step.path].optimizer:
-            return False
-        of_models = role_of(step.path.parent.name) == "model"
-        others = [each for each in self._run.steps if each.series != step.series]
-        same = (s for s in others if step.position and s.position == step.position)
-        if any(self._resumes(s) for s in same if s.home == step.home or of_models):
-            return True
-        around = (s for s in others if s.home in (step.home, *step.home.parents))
-        if not self._has_resumed_from(around):
-            return False
-        alike = (each for each in self._run.steps if each.series == step.series)
-        return not any(self.contents_of(each).optimizer for each in alike)
-
-    def _has_resumed_from(self, steps: Iterable[Step]) -> bool:
-        """Return whether any series can be resumed from, by its newest: they may be damaged."""
-        series: dict[object, list[Step]] = {}
-        for step in steps:
-            series.setdefault(step.series, []).append(step)
-        return any(self._resumes(step) for found in series.values() for step in found[-_NEWEST:])
-
-    def _resumes(self, step: Step) -> bool:
-        contents = self.contents_of(step)
-        return contents.model and contents.optimizer
-
-    def _is_last_model(self, step: Step) -> bool:
-        """Return whether it is a model alone, the last of steps with all that training needs.
-
-        As torchtitan's ``last_save_model_only`` saves it, and others without a scheduler either.
-        """
-        alike = [s for s in self._run.steps if s.series == step.series and s.parts]
-        mine = self._contents[step.path]
-        if not mine.model or mine.optimizer or mine.other or step != alike[-1]:
-            return False
-        return any(c.optimizer and c.other for c in map(self.contents_of, alike[:-1]))
-
     def _missing_parts(self, step: Step) -> list[str]:
         """Return the checkpoints that every older step of a series has, and a step has not."""
         older = self._run.steps[: self._run.steps.index(step)]
@@ -302,12 +241,11 @@ class Assessor:
             older = reversed(self._run.steps[: self._run.steps.index(step)])
             alike = (s for s in older if s.series == step.series and not [*self._by_names(s)])
             had = next((s for s in alike if mine.has_lost_state_of(self.contents_of(s))), None)
-            is_lost = had is not None and not self._is_last_model(step)
+            is_lost = had is not None and not self._exports.is_last(step)
             if had is not None and is_lost and _EMPTIED not in self._options.ignore:
-                why = (
-                    f"{_EMPTIED}: no optimizer's state, which {had.path.name} has: a resume begins"
-                )
-                yield f"{why} the optimizer again (--ignore {_EMPTIED} counts it as good)"
+                why = f"no optimizer's state, which {had.path.name} has"
+                why = f"{_EMPTIED}: {why}: a resume begins the optimizer again"
+                yield f"{why} (--ignore {_EMPTIED} counts it as good)"
         earlier = [] if self._options.quick else self._run.steps[: self._run.steps.index(step)]
         before = [each for each in earlier if each.series == step.series]
         own = [each for inside, each in found if not inside]

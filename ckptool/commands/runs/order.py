@@ -12,7 +12,7 @@ from ckptool.commands.detect import require_known
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.contents import saved
 from ckptool.commands.runs.names import Position
-from ckptool.commands.runs.pointers import find_pointers, latest_source
+from ckptool.commands.runs.pointers.pointers import find_pointers, latest_source
 from ckptool.commands.runs.records import recorded_position
 from ckptool.commands.runs.search import find_run
 from ckptool.commands.runs.steps import Run, Step

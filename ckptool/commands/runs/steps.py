@@ -15,7 +15,7 @@ from ckptool.commands.runs.names import (
     Position,
     parse_name,
 )
-from ckptool.commands.runs.trainers import EXPORTS, UNFINISHED
+from ckptool.commands.runs.trainers import UNFINISHED
 from ckptool.errors import CkptoolError
 from ckptool.storage.files import Files
 from ckptool.storage.url import Location, within
@@ -119,11 +119,6 @@ class Run(Struct, frozen=True, dict=True):
 def is_unfinished_name(step: Step) -> bool:
     """Return whether a step's name says that it is being written."""
     return any(re.fullmatch(UNFINISHED, entry.name) is not None for entry in step.entries)
-
-
-def is_export(step: Step, run: Location) -> bool:
-    """Return whether a step lies where trainers put what training does not go on from."""
-    return any(re.fullmatch(EXPORTS, name) is not None for name in within(step.path, run).parts)
 
 
 def others_inside(step: Step, run: Run) -> str | None:

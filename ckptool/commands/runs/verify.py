@@ -12,7 +12,7 @@ from ckptool.commands.document import Report
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.assessment import Assessor, StepReport
 from ckptool.commands.runs.order import open_run, written_after
-from ckptool.commands.runs.pointers import find_pointers, is_for_that, latest_source
+from ckptool.commands.runs.pointers.pointers import find_pointers, is_for_that, latest_source
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.verify.codes import require_codes

@@ -18,7 +18,7 @@ from store_server import S3, s3, server
 from trainer_runs import TRAINERS, run_of
 
 from ckptool.commands.options.prune import PruneOptions
-from ckptool.commands.runs.pointers import find_pointers
+from ckptool.commands.runs.pointers.pointers import find_pointers
 from ckptool.commands.runs.prune.prune import prune
 from ckptool.commands.runs.search import find_run
 from ckptool.errors import NoAnswer, TransferError

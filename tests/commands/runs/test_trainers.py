@@ -340,8 +340,10 @@ def test_a_run_that_was_started_again_keeps_what_it_wrote_last(tmp_path: Path) -
     [
         ("weights/step_{}/model.pt", "checkpoints/step_{}/trainer.pt"),
         ("lora-step{:08d}.pt", "lora-step{:08d}-state/model.pt"),
+        ("huggingface/ba{}/model.pt", "ep0-ba{}/state.pt"),
+        ("hf-{}/model.pt", "checkpoints/ckpt-step-{}/state.pt"),
     ],
-    ids=["PRIME-RL", "kohya"],
+    ids=["PRIME-RL", "kohya", "llm-foundry", "xtuner"],
 )
 def test_the_newest_good_is_what_has_an_optimizer(model: str, state: str, tmp_path: Path) -> None:
     for number in (10, 20):

@@ -14,11 +14,12 @@ from msgspec.structs import replace
 from ckptool.commands.detect import unfinished_problem
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.runs.assessment import Assessor, StepReport
-from ckptool.commands.runs.links import passes_link
+from ckptool.commands.runs.exports import is_export
 from ckptool.commands.runs.names import Position
 from ckptool.commands.runs.order import written_after
+from ckptool.commands.runs.pointers.links import passes_link
 from ckptool.commands.runs.prune.strip import plan_strip
-from ckptool.commands.runs.steps import Run, Step, is_export, is_unfinished_name, others_inside
+from ckptool.commands.runs.steps import Run, Step, is_unfinished_name, others_inside
 from ckptool.commands.runs.trainers import SPARED
 from ckptool.commands.transfer.overwrite import find_side
 from ckptool.engine.write.removal import mounted_in

@@ -14,7 +14,7 @@ from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import print_of
 from ckptool.commands.runs.order import open_run
-from ckptool.commands.runs.pointers import find_pointers
+from ckptool.commands.runs.pointers.pointers import find_pointers
 from ckptool.commands.runs.prune.fates import Fate, Notify, StepFate, decide, unclear_reason
 from ckptool.commands.runs.prune.strip import finish_strips, plan_strip
 from ckptool.commands.runs.steps import Run, Step

@@ -12,8 +12,14 @@ from itertools import chain
 from pathlib import Path, PurePath, PurePosixPath
 
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.runs.links import linked_steps
-from ckptool.commands.runs.mentions import MUST_NAME, SAYS_POINTER, StepNames, decode, unreadable
+from ckptool.commands.runs.pointers.links import linked_steps
+from ckptool.commands.runs.pointers.mentions import (
+    MUST_NAME,
+    SAYS_POINTER,
+    StepNames,
+    decode,
+    unreadable,
+)
 from ckptool.commands.runs.records import recorded_best
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.runs.trainers import POINTERS

@@ -1,0 +1,103 @@
+"""Steps of a run that are good, and that training does not go on from: what lies beside those."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from ckptool.commands.runs.records import Contents
+from ckptool.commands.runs.steps import Run, Step
+from ckptool.commands.runs.trainers import EXPORTS, SPARED
+from ckptool.serialization.file_roles import may_be_empty, role_of
+from ckptool.storage.url import Location, within
+
+_COPY = r"(?i)(?<![a-z])(?:hf|hugging[-_]?face|export(?:s|ed)?|merged|converted)(?![a-z])"
+"""What a name says of a model that is written for use, not to go on from."""
+_NEWEST = 3
+"""How many steps of a series are looked at, since the newest may be damaged."""
+
+
+def is_export(step: Step, run: Location) -> bool:
+    """Return whether a step lies where trainers put what training does not go on from."""
+    return any(re.fullmatch(EXPORTS, name) is not None for name in within(step.path, run).parts)
+
+
+class Exports:
+    """Tells by what steps have, as ``contents_of`` says, which ones lie beside those of a run."""
+
+    def __init__(self, run: Run, contents_of: Callable[[Step], Contents]) -> None:
+        self._run = run
+        self._contents_of = contents_of
+
+    def are_all(self) -> bool:
+        """Return whether all that the run has lies where exports do."""
+        return all(is_export(each, self._run.path) for each in self._run.steps)
+
+    def has(self, step: Step) -> bool:
+        """Return whether a step is an export: a model or state alone, beside what has both.
+
+        Raises NoAnswer.
+        """
+        return self._is_state_beside(step) or self._is_model_beside(step)
+
+    def is_last(self, step: Step) -> bool:
+        """Return whether it is a model alone, the last of whole steps: torchtitan saves it so."""
+        alike = [s for s in self._run.steps if s.series == step.series and s.parts]
+        mine = self._contents_of(step)
+        if not mine.model or mine.optimizer or mine.other or step != alike[-1]:
+            return False
+        return any(c.optimizer and c.other for c in map(self._contents_of, alike[:-1]))
+
+    def _is_state_beside(self, step: Step) -> bool:
+        """Return whether it is a file without a model that lies once beside steps with one.
+
+        As the optimizer of the latest, or the arguments, unless its name says that it has a model.
+        """
+        name, alone = step.path.name, "" in self._run.files_in(step.path) and not step.beside
+        is_saved = re.fullmatch(SPARED, name) is not None
+        has_none = role_of(name) == "optimizer" or may_be_empty(name)
+        if step.number is not None or not alone or is_saved or not has_none:
+            return False
+        beside = (each for each in self._run.steps if each.path.parent == step.path.parent)
+        counted = (each for each in beside if each.number is not None)
+        is_model = self._contents_of(step).model
+        return not is_model and any(self._contents_of(each).model for each in counted)
+
+    def _is_model_beside(self, step: Step) -> bool:
+        """Return whether it is a model alone, and what is resumed from lies beside it.
+
+        Both count the same: PRIME-RL's ``weights/step_10`` and ``checkpoints/step_10``, or XTuner's
+        ``hf-10``, anywhere. Or the model is one of a series that never has an optimizer:
+        diffusion-pipe's ``epoch3`` beside ``global_step300``, rsl_rl's ``exported/policy.pt`` below
+        ``model_150.pt``.
+        """
+        if self._contents_of(step).optimizer:
+            return False
+        others = [each for each in self._run.steps if each.series != step.series]
+        if any(map(self._resumes, self._counted_alike(step, others))):
+            return True
+        around = (each for each in others if each.home in (step.home, *step.home.parents))
+        if not self._has_resumed_from(around):
+            return False
+        alike = (each for each in self._run.steps if each.series == step.series)
+        return not any(self._contents_of(each).optimizer for each in alike)
+
+    def _counted_alike(self, step: Step, others: Iterable[Step]) -> Iterable[Step]:
+        """Return what counts the same as a step: of a copy anywhere, else beside it."""
+        of_models = role_of(step.path.parent.name) == "model"
+        folders = within(step.path, self._run.path).parts[-2:]
+        if any(re.search(_COPY, name) is not None for name in folders):
+            return (each for each in others if each.position and each.number == step.number)
+        near = (each for each in others if each.home == step.home or of_models)
+        return (each for each in near if step.position and each.position == step.position)
+
+    def _has_resumed_from(self, steps: Iterable[Step]) -> bool:
+        """Return whether any series of some steps can be resumed from."""
+        series: dict[object, list[Step]] = {}
+        for step in steps:
+            series.setdefault(step.series, []).append(step)
+        return any(self._resumes(step) for found in series.values() for step in found[-_NEWEST:])
+
+    def _resumes(self, step: Step) -> bool:
+        contents = self._contents_of(step)
+        return contents.model and contents.optimizer

@@ -1,0 +1,1 @@
+"""What names a step of a run: trackers, links and records, which a trainer resumes by."""
