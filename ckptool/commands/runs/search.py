@@ -28,7 +28,7 @@ from ckptool.formats import file_rule, latest_markers
 from ckptool.formats.base import FileRole
 from ckptool.formats.companions import TRAINER_FILES
 from ckptool.serialization.file_kinds import nothing_found
-from ckptool.serialization.file_roles import is_beside_model, is_of_training
+from ckptool.serialization.file_roles import is_beside_model, is_of_training, role_of
 from ckptool.storage.files import Files
 from ckptool.storage.place import folder_at, folder_of, has_any, require_there
 from ckptool.storage.url import Location, within
@@ -273,9 +273,11 @@ def _is_one_save(files: Sequence[Location]) -> bool:
 def _is_state(path: Location, name: EntryName) -> bool:
     """Return whether it is state of training: a file called nothing else, or what has no weights.
 
-    ``cosine-scheduler`` and ``opt-125m`` may be folders of models.
+    ``cosine-scheduler`` and ``opt-125m`` may be folders of models, ``training_state`` is one of
+    LeRobot's if it has the optimizer sharded.
     """
-    if not is_of_training(name.role) or not name.family:
+    is_record = role_of(name.role) == "record" and name.family == "/"
+    if not is_record and (not is_of_training(name.role) or not name.family):
         return is_of_training(name.role)
     found = survey_readable(path)
     if found is None or found.catalog is None or found.problems:

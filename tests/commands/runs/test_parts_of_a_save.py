@@ -8,6 +8,7 @@ from zipfile import ZipFile
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from trainer_runs import OPTIMIZER, WEIGHT, checked
 
@@ -431,6 +432,25 @@ def test_what_lies_in_folders_of_parts_is_one_step(tmp_path: Path) -> None:
     assert (
         "training_state/rng_state.safetensors is missing" in checked(tmp_path).steps[0].reasons[0]
     )
+
+
+def test_a_sharded_optimizer_in_the_folder_of_a_part_is_of_the_model_beside(tmp_path: Path) -> None:
+    """LeRobot, train_utils.py: a run on several GPUs has training_state/optimizer_0 in DCP."""
+    for number in (100, 200):
+        step = tmp_path / "checkpoints" / f"{number:06d}"
+        (step / "pretrained_model").mkdir(parents=True)
+        save_file({"w": WEIGHT}, step / "pretrained_model" / "model.safetensors")
+        (step / "pretrained_model" / "config.json").write_text("{}")
+        state = {"optim": {"state.w.exp_avg": torch.ones(2), "state.w.exp_avg_sq": torch.ones(2)}}
+        dcp.save(state, checkpoint_id=step / "training_state" / "optimizer_0")
+        rng = {"torch_rng_state": torch.get_rng_state()}
+        save_file(rng, step / "training_state" / "rng_state.safetensors")
+    report = checked(tmp_path)
+    assert [(each.path.name, each.ok) for each in report.steps] == [
+        ("000200", True), ("000100", True)
+    ]  # fmt: skip
+    (step / "training_state" / "optimizer_0" / "__0_0.distcp").unlink()
+    assert [each.ok for each in checked(tmp_path).steps] == [False, True]
 
 
 @pytest.mark.parametrize(
