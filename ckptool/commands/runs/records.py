@@ -34,10 +34,15 @@ _STEPS = (
     "step",
     "iteration",
 )
-_MORE_STEPS = ("meta.iter", "iter", "current_step", "num_updates")
+_RESETS = 9
+"""How often an optimizer of fairseq may have been made anew; each is in its history."""
+_MORE_STEPS = (
+    *("meta.iter", "iter", "current_step", "num_updates"),
+    *(f"optimizer_history.{at}.num_updates" for at in range(_RESETS, -1, -1)),
+)
 _EPOCHS = (
     *("epoch", "meta.epoch", "trainer.epoch", "train_state.epoch", "state.epoch", "cur_epoch"),
-    *("start_epoch", "last_epoch"),  # YOLOX, RT-DETR
+    *("start_epoch", "last_epoch", "extra_state.train_iterator.epoch"),  # YOLOX, RT-DETR, fairseq
 )
 _BEST = re.compile(r"(?:.*\.)?(?:best_model_path|best_model_checkpoint)")
 """The best checkpoint according to Lightning's ModelCheckpoint and transformers' Trainer."""

@@ -198,6 +198,14 @@ def test_the_last_by_what_it_records_past_the_newest_named_step(name: str, tmp_p
     assert newest(run) == ("checkpoint.pth", "by the epoch that it records")
 
 
+def test_the_last_of_fairseq_may_be_some_updates_into_an_epoch(tmp_path: Path) -> None:
+    for name, updates in (("checkpoint_1_1000.pt", 1000), ("checkpoint_last.pt", 1500)):
+        history = [{"num_updates": 300}, {"num_updates": updates}]
+        values = {"extra_state": {"train_iterator": {"epoch": 1}}, "optimizer_history": history}
+        saved(tmp_path / "run", name, updates, **values)
+    assert newest(tmp_path / "run")[0] == "checkpoint_last.pt"
+
+
 def test_what_lies_apart_is_no_later_step_of_a_run(tmp_path: Path) -> None:
     for epoch in (1, 2):
         saved(tmp_path / "run", f"checkpoint_{epoch}.pt", epoch, epoch=epoch)
