@@ -50,7 +50,8 @@ _STATE_OF_A_RANK = re.compile(
 )
 """Whole names: ``random-baseline`` or ``dataset_v2`` may be that of a training."""
 _SAVE_IN = re.compile(
-    rf"{_SAVE}[-_=.]?[0-9]{{1,18}}(?![0-9])|(?<![a-z])(?:best|last|latest)(?![a-z])"
+    rf"(?:{_SAVE}|(?<![a-z])(?:checkpoint|ckpt))[-_=.]?[0-9]{{1,18}}(?![0-9])"
+    r"|(?<![a-z])(?:best|last|latest)(?![a-z])"
     r"|(?<![0-9])(?<!part[-_])(?<!shard[-_])(?<!chunk[-_])(?<!layer[-_])(?<!block[-_])(?<!expert[-_])"
     r"[0-9]{5,18}(?![0-9])",
     re.IGNORECASE,

@@ -150,15 +150,15 @@ def test_replicas_that_diverged_have_state_of_whole_parameters(rows: int, tmp_pa
     assert "replicas-differ" in {each.code for each in ckptool.verify(tmp_path).findings}
 
 
-@pytest.mark.parametrize("names", ["model_000020 model_000025", "ckpt_095000 ckpt_100000"])
-def test_files_of_ranks_of_two_saves_with_padded_numbers_are_two(
-    names: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "names", ["model_000020 model_000025", "ckpt_095000 ckpt_100000", "ckpt_29999 ckpt_6999"]
+)
+def test_files_of_ranks_of_two_saves_are_two(names: str, tmp_path: Path) -> None:
     first, second = names.split()
     for name in (first, second):
         for rank in range(2):
             torch.save({"w": WEIGHT}, tmp_path / f"{name}_rank{rank}.pt")
-    of = rf"several saves: {first[-6:]} \(2 files.*, {second[-6:]}"
+    of = rf"several saves: .*{first[-5:]} \(2 files.*{second[-4:]}"
     with pytest.raises(Several, match=of):
         ckptool.verify(tmp_path)
 
