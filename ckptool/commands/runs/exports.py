@@ -38,7 +38,8 @@ class Exports:
 
         Raises NoAnswer.
         """
-        return self._is_state_beside(step) or self._is_model_beside(step)
+        asked = self._is_state_beside, self._is_state_of_each, self._is_model_beside
+        return any(is_so(step) for is_so in asked)
 
     def is_last(self, step: Step) -> bool:
         """Return whether it is a model alone, the last of whole steps: torchtitan saves it so."""
@@ -62,6 +63,19 @@ class Exports:
         counted = (each for each in beside if each.number is not None)
         is_model = self._contents_of(step).model
         return not is_model and any(self._contents_of(each).model for each in counted)
+
+    def _is_state_of_each(self, step: Step) -> bool:
+        """Return whether its series has nothing of a model, and what counts the same elsewhere has.
+
+        As slime's ``rollout/global_dataset_state_dict_59.pt`` beside ``iter_0000059``.
+        """
+        if step.number is None or not may_be_empty(step.path.name):
+            return False
+        alike = (each for each in self._run.steps if each.series == step.series)
+        if any(c.model or c.optimizer for c in map(self._contents_of, alike)):
+            return False
+        same = (s for s in self._run.steps if s.position and s.number == step.number)
+        return any(self._contents_of(each).model for each in same)
 
     def _is_model_beside(self, step: Step) -> bool:
         """Return whether it is a model alone, and what is resumed from lies beside it.

@@ -51,6 +51,23 @@ def test_state_without_a_model_is_no_fault_only_beside_the_steps(tmp_path: Path)
         path.unlink()
 
 
+def test_what_is_saved_of_the_data_with_each_step_is_no_step_without_a_model(
+    tmp_path: Path,
+) -> None:
+    """slime, rollout/data_source.py; a series that has a model must have it in each."""
+    (data := tmp_path / "rollout").mkdir()
+    for step in (19, 39):
+        (folder := tmp_path / f"iter_{step:07d}").mkdir()
+        torch.save({"model": {"w": WEIGHT}, "optimizer": OPTIMIZER}, folder / "state.pt")
+        torch.save({"sample_offset": step}, data / f"global_dataset_state_dict_{step}.pt")
+    report = checked(tmp_path)
+    assert report.ok
+    assert report.latest_good is not None
+    assert report.latest_good.path.name == "iter_0000039"
+    torch.save({"w": WEIGHT}, data / "global_dataset_state_dict_19.pt")
+    assert not checked(tmp_path).ok
+
+
 def test_the_best_and_the_last_beside_an_optimizer_are_saves_apart(tmp_path: Path) -> None:
     for name in ("best.pt", "last.pt"):
         torch.save({"w": WEIGHT}, tmp_path / name)
