@@ -152,8 +152,13 @@ def _is_hidden(path: Location, run: Location) -> bool:
 def _steps_in_whole(place: Location, inner: Sequence[Location]) -> list[Location]:
     """Return the steps in a folder that is a checkpoint itself, with the ranks' files of each.
 
-    Beside those that count, the last or the best of ranks' files is a step of its own.
+    Beside those that count, the last or the best of ranks' files is a step of its own. Folders that
+    are a number count nothing else where a file says which is the latest, as of SAT.
     """
+    outer = [path for path in inner if path.parent != place or _is_folder(path)]
+    numbers = {top for path in outer if (top := within(path, place).parts[0]).isdecimal()}
+    if len(numbers) > 1 and has_any(place, latest_markers()):
+        return [place / name for name in sorted(numbers)]
     files = [path for path in inner if not _is_folder(path)]
     steps = [path for path in inner if _is_step(path, place, files)]
     counted = {_position_of(path) for path in steps} - {Position()}

@@ -261,6 +261,23 @@ def test_names_that_are_a_number_are_left(tmp_path: Path) -> None:
     assert prune(tmp_path) == set()
 
 
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_folders_of_deepspeed_that_are_a_number(is_sharded: bool, tmp_path: Path) -> None:
+    """SwissArmyTransformer, training/model_io.py; one alone is the checkpoint."""
+    for step in (100, 200, 300):
+        plain = {"mp_rank_00_model_states.pt": saved({"module": {"w": WEIGHT}})}
+        write(tmp_path / str(step), deepspeed(step) if is_sharded else plain)
+    (tmp_path / "latest").write_text("300")
+    report = ckptool.verify_run(tmp_path, every=True)
+    assert report.ok
+    assert [step.path.name for step in report.steps] == ["300", "200", "100"]
+    next((tmp_path / "300").glob("*model_states.pt")).write_bytes(b"PK")
+    assert latest(tmp_path) == "200"
+    for step in (100, 200):
+        shutil.rmtree(tmp_path / str(step))
+    assert [step.path for step in ckptool.verify_run(tmp_path, every=True).steps] == [tmp_path]
+
+
 def test_nothing_of_orbax_goes(tmp_path: Path) -> None:
     for step in (1, 2):
         write(tmp_path / str(step), {
