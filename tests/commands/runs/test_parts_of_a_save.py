@@ -67,6 +67,17 @@ def test_slices_lie_beside_the_model_of_their_name(name: str, tmp_path: Path) ->
     assert "the file of rank 0 of 2 is missing" in step.reasons[0]
 
 
+def test_the_runs_of_several_trainings_whose_ranks_save_beside_each_other(tmp_path: Path) -> None:
+    for training in ("base_checkpoints", "mid_checkpoints"):
+        (folder := tmp_path / training / "d20").mkdir(parents=True)
+        nanochat(folder, 20, 25, ranks=2)
+    report = checked(tmp_path)
+    assert report.ok
+    assert [(step.path.name, len(step.beside)) for step in report.steps] == [
+        *[("model_000025.pt", 2)] * 2, *[("model_000020.pt", 2)] * 2
+    ]  # fmt: skip
+
+
 def test_slices_without_checksums_are_no_replicas(tmp_path: Path) -> None:
     torch.save({"w": WEIGHT}, tmp_path / "model.pt")
     for rank in range(2):
