@@ -37,7 +37,8 @@ def files_of(step: Step, run: Run) -> frozenset[str]:
         holders = within(entry, run.path).parts[len(step.home.parts) : -1]
         folders = (folder for folder in holders if not folder.isdecimal())  # any may have a replica
         label = "/".join([*folders, role]).strip("/")
-        keys = (_key(name, step.number) for name in files if name and not says_another(step, name))
+        own = (name for name in files if name and not says_another(step, name, run.fixed))
+        keys = (_key(name, step.number) for name in own)
         found |= {f"{label}: {key}" if label else key for key in keys if key is not None}
         found |= {label or "the file"} if "" in files else set()
     return frozenset(found)

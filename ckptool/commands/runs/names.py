@@ -7,10 +7,12 @@ or of a run, a fold, a seed or a version tell entries apart: each such number is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import lru_cache
+from itertools import pairwise
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.commands.runs.trainers import TRAINERS
 from ckptool.serialization.file_roles import WORDS
@@ -162,6 +164,50 @@ def is_part_folder(name: str) -> bool:
     return (
         not re.sub(r"[-_.\d]", "", re.sub(WORDS, "", name)) and re.search(WORDS, name) is not None
     )
+
+
+def entry_in(
+    parts: tuple[str, ...], *, is_folder: bool, fixed: Set[str] = frozenset()
+) -> tuple[int, Position]:
+    """Return the part of a relative path that is a step's entry, and what it counts.
+
+    It is the outermost that counts, unless one below counts something else: the step of an epoch,
+    or the run of another training; those ``fixed`` do not.
+    """
+    at, position = len(parts) - 1, Position()
+    for here, part in enumerate(parts):
+        if position and part in fixed:
+            continue
+        name = parse_name(part, is_folder=here < len(parts) - 1 or is_folder)
+        found = name.position
+        is_deeper = bool(position) and (not name.tells or found.number == position.number)
+        if found and not is_deeper:
+            outer = None if position.step is not None else position.epoch
+            at, position = here, found if found.epoch is not None else replace(found, epoch=outer)
+    return at, replace(position, stage=position.stage or stage_in(parts)) if position else position
+
+
+def fixed_names(paths: Iterable[Sequence[str]]) -> Set[str]:
+    """Return names that count, and are the only one of their kind in each of several steps.
+
+    As ``iter_0000000`` in each step of NeMo-RL, and ``iter_0000001`` in those of ROLL.
+    """
+    found: dict[tuple[object, ...], tuple[set[str], set[str]]] = {}
+    for parts in paths:
+        names = [parse_name(part, is_folder=True) for part in parts]
+        counts = [at for at, name in enumerate(names) if name.position and name.tells]
+        for outer, inner in pairwise(counts):
+            if names[outer].position.step is not None:
+                key = (
+                    *parts[:outer],
+                    names[outer].kind,
+                    *parts[outer + 1 : inner],
+                    names[inner].kind,
+                )
+                steps, same = found.setdefault(key, (set(), set()))
+                steps.add(parts[outer])
+                same.add(parts[inner])
+    return {name for steps, (name, *more) in found.values() if len(steps) > 1 and not more}
 
 
 def stage_in(names: Iterable[str]) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import PurePath
 
 from msgspec.structs import replace
@@ -13,13 +13,13 @@ from ckptool.commands.open import survey_readable
 from ckptool.commands.runs.names import (
     EntryName,
     Position,
+    entry_in,
     is_part_folder,
     parse_name,
     part_folders,
-    stage_in,
 )
 from ckptool.commands.runs.records import has_optimizer
-from ckptool.commands.runs.steps import Run, Step, read_from, says_another
+from ckptool.commands.runs.steps import Run, Step, fixed_in, read_from, says_another
 from ckptool.commands.runs.trainers import POINTERS, SPARED
 from ckptool.core.state_category import weights
 from ckptool.core.text import natural_key
@@ -52,7 +52,7 @@ def find_run(place: Location) -> Run:
     if not inner:
         raise nothing_found(place, folder_of(place), source)
     saves = _saves_by_contents(place, inner)
-    entries = _entries(place, inner, saves)
+    entries = _entries(place, inner, saves, fixed_in(source))
     entries += _without_checkpoint(entries)
     entries += _inside(place, entries, source)
     is_one = place in saves.values()  # its model's file is what other commands take
@@ -76,7 +76,7 @@ def as_one_step(run: Run) -> Run:
     )
     if len(parts) < 2 or counts or not parse_name(place.name, is_folder=True).tells:
         return run
-    steps = _entries(place.parent, parts, _saves_by_contents(place.parent, parts))
+    steps = _entries(place.parent, parts, _saves_by_contents(place.parent, parts), set())
     return Run(place, tuple(steps), run.source) if len(steps) == 1 else run
 
 
@@ -103,7 +103,7 @@ def _checkpoints(place: Location, run: Location, source: Files) -> Iterator[Loca
         return
     for path in inner:
         parts = within(path, run).parts
-        counts = _entry_in(parts, is_folder=_is_folder(path))[1]
+        counts = entry_in(parts, is_folder=_is_folder(path))[1]
         if counts or not _is_folder(path) or not _may_hold_run(path, run, source):
             yield path
         else:
@@ -182,7 +182,7 @@ def _is_step(path: Location, run: Location, files: Sequence[Location]) -> bool:
     they count; ranks of one step have its number in common.
     """
     parts = within(path, run).parts
-    at, position = _entry_in(parts, is_folder=_is_folder(path))
+    at, position = entry_in(parts, is_folder=_is_folder(path))
     if position and (at < len(parts) - 1 or _is_folder(path)):
         return True
     name = parse_name(path.name, is_folder=False)
@@ -201,31 +201,20 @@ def _beside(path: Location, other: Location) -> bool:
     return path.parent == other.parent
 
 
-def _entry_in(parts: tuple[str, ...], *, is_folder: bool) -> tuple[int, Position]:
-    """Return the part of a relative path that is a step's entry, and what it counts.
-
-    It is the outermost that counts, unless one below counts something else: the step of an epoch,
-    or the run of another training.
-    """
-    at, position = len(parts) - 1, Position()
-    for here, part in enumerate(parts):
-        name = parse_name(part, is_folder=here < len(parts) - 1 or is_folder)
-        found = name.position
-        is_deeper = bool(position) and (not name.tells or found.number == position.number)
-        if found and not is_deeper:
-            outer = None if position.step is not None else position.epoch
-            at, position = here, found if found.epoch is not None else replace(found, epoch=outer)
-    return at, replace(position, stage=position.stage or stage_in(parts)) if position else position
-
-
 def _entries(
-    run: Location, checkpoints: Iterable[Location], saves: Mapping[Location, Location]
+    run: Location,
+    checkpoints: Iterable[Location],
+    saves: Mapping[Location, Location],
+    fixed: Set[str],
 ) -> list[Step]:
-    """Return the checkpoints in one entry of a run, or in one of the ``saves``, as one step."""
+    """Return the checkpoints in one entry of a run, or in one of the ``saves``, as one step.
+
+    Names that are ``fixed`` count no step in another.
+    """
     groups: dict[Location, list[Location]] = {}
     for checkpoint in checkpoints:
         parts = within(checkpoint, run).parts
-        at, position = _entry_in(parts, is_folder=_is_folder(checkpoint))
+        at, position = entry_in(parts, is_folder=_is_folder(checkpoint), fixed=fixed)
         save = saves.get(checkpoint, run)
         own = save if save != run else checkpoint
         path = run.joinpath(*parts[: at + 1]) if position else own
@@ -293,7 +282,7 @@ def _is_state(path: Location, name: EntryName) -> bool:
 def _entry(run: Location, path: Location, inner: Sequence[Location]) -> Step:
     parts = within(path, run).parts
     name = parse_name(path.name, is_folder=_is_folder(path) or not inner)
-    _, position = _entry_in(parts, is_folder=_is_folder(path))
+    _, position = entry_in(parts, is_folder=_is_folder(path))
     within_step = part_folders(parts[:-1], has_rank=name.has_rank)
     home = PurePath(*parts[: len(parts) - 1 - len(within_step)])
     return Step(path, name, position, tuple(inner), home)
@@ -362,11 +351,12 @@ def _inside(run: Location, steps: Iterable[Step], source: Files) -> Iterator[Ste
     alone = [step for step in steps if step.parts == (step.path,) != (run,) and step.position]
     folders = {"/".join(within(step.path, run).parts): step for step in alone}
     named: dict[Location, Step] = {}
+    fixed = fixed_in(source)
     for file in source.files if folders else ():
         names = file.split("/")
         for at in range(1, len(names)):
             step = folders.get("/".join(names[:at]))
-            if step is not None and says_another(step, "/".join(names[at:])):
+            if step is not None and says_another(step, "/".join(names[at:]), fixed):
                 named[step.path] = step
     for step in named.values():
         read = read_from(step, step.path)
@@ -375,7 +365,7 @@ def _inside(run: Location, steps: Iterable[Step], source: Files) -> Iterator[Ste
             own = {*files, *(folder for file in files for folder in file.parents)}
             _, inner = find_checkpoints(step.path, folder_at(step.path))
             others = [path for path in inner if path not in own]
-            yield from _entries(run, others, _saves_by_contents(run, others))
+            yield from _entries(run, others, _saves_by_contents(run, others), fixed)
 
 
 def _entries_in(folder: Location) -> list[Location]:

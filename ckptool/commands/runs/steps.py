@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from functools import cached_property
 from pathlib import PurePath
 
@@ -13,6 +13,7 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.commands.runs.names import (
     EntryName,
     Position,
+    fixed_names,
     parse_name,
 )
 from ckptool.commands.runs.trainers import UNFINISHED
@@ -89,6 +90,11 @@ class Run(Struct, frozen=True, dict=True):
             names.setdefault(folder, set()).add(name)
         return {folder: frozenset(found) for folder, found in names.items()}
 
+    @cached_property
+    def fixed(self) -> Set[str]:
+        """Return the names that count the same in each of its steps."""
+        return fixed_in(self.source)
+
     def files_in(self, entry: Location) -> Mapping[str, int]:
         """Return the files of an entry, relative to it, and their sizes; of a file, as ``""``."""
         name = self.relative(entry)
@@ -129,11 +135,13 @@ def others_inside(step: Step, run: Run) -> str | None:
     """
     for part in step.parts:
         inner = [] if part in step.entries else within(part, _entry_of(step, part)).parts
-        said = (parse_name(name, is_folder=False).position for name in inner)
+        said = (
+            parse_name(name, is_folder=False).position for name in inner if name not in run.fixed
+        )
         if any(position and position.number != step.number for position in said):
             return "/".join(inner)
     for entry in step.entries:
-        named = [name for name in run.files_in(entry) if says_another(step, name)]
+        named = [name for name in run.files_in(entry) if says_another(step, name, run.fixed)]
         read = read_from(step, entry) if named else set()
         other = next((name for name in named if read is None or name not in read), None)
         if other is not None:
@@ -158,10 +166,18 @@ def read_from(step: Step, entry: Location) -> set[str] | None:
     return files
 
 
-def says_another(step: Step, file: str) -> bool:
-    """Return whether a folder on a file's path, or a file, has the number of another step."""
+def fixed_in(source: Files) -> Set[str]:
+    """Return the names of folders that count the same in each of several steps."""
+    return fixed_names(f.split("/") for f in {file.rpartition("/")[0] for file in source.files})
+
+
+def says_another(step: Step, file: str, fixed: Set[str]) -> bool:
+    """Return whether a folder on a file's path, or a file, has the number of another step.
+
+    Those that are ``fixed`` have none.
+    """
     *folders, name = file.split("/")
-    said = [parse_name(folder, is_folder=True) for folder in folders]
+    said = [parse_name(folder, is_folder=True) for folder in folders if folder not in fixed]
     said += [each] if (each := parse_name(name, is_folder=False)).tells else []
     found = (each.position for each in said if each.tells)
     return any(position and position.number != step.number for position in found)

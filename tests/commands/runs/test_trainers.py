@@ -19,6 +19,7 @@ from trainer_runs import (
     Kind,
     age,
     deepspeed,
+    megatron,
     of_dcp,
     run_of,
     saved,
@@ -276,6 +277,20 @@ def test_folders_of_deepspeed_that_are_a_number(is_sharded: bool, tmp_path: Path
     for step in (100, 200):
         shutil.rmtree(tmp_path / str(step))
     assert [step.path for step in ckptool.verify_run(tmp_path, every=True).steps] == [tmp_path]
+
+
+@pytest.mark.parametrize("inner", ["policy/weights/iter_0000000", "iter_0000001"])
+def test_a_number_that_each_step_has_inside_counts_nothing(inner: str, tmp_path: Path) -> None:
+    """NeMo RL with Megatron; ROLL, third_party/megatron: checkpoint-N/iter_0000001."""
+    for step in (10, 20, 30):
+        write(tmp_path / f"step_{step}" / inner, megatron(step))
+        (tmp_path / f"step_{step}/training_info.json").write_text("{}")
+    report = ckptool.verify_run(tmp_path, every=True)
+    assert report.ok
+    assert [step.path.name for step in report.steps] == ["step_30", "step_20", "step_10"]
+    next((tmp_path / "step_30" / inner).glob("*.distcp")).unlink()
+    assert latest(tmp_path) == "step_20"
+    assert prune(tmp_path) == {"step_10"}
 
 
 def test_nothing_of_orbax_goes(tmp_path: Path) -> None:
