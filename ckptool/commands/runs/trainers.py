@@ -134,6 +134,11 @@ TRAINERS = (
         exports=r"recipe_state",
     ),
     Trainer(
+        "torchtune, shards",
+        "torchtune 0.4, training/checkpointing/_checkpointer.py: hf_model_SHARD_EPOCH.pt",
+        step=r"hf_model_(?P<rank>\d{4})_(?P<epoch>\d+)\.pt",
+    ),
+    Trainer(
         "timm",
         "timm aa4b585, utils/checkpoint_saver.py",
         step=r"checkpoint-(?P<epoch>\d+)\.pth\.tar",

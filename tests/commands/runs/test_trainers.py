@@ -113,6 +113,21 @@ def test_a_sharded_save_of_olmo_writes_its_config_last(tmp_path: Path) -> None:
     assert latest(run) == "step2"
 
 
+def test_the_shards_of_an_epoch_are_one_step(tmp_path: Path) -> None:
+    """torchtune 0.4: the shard's number stands before that of the epoch."""
+    for epoch in (0, 1, 2):
+        for shard in (1, 2):
+            torch.save({f"w{shard}": WEIGHT}, tmp_path / f"hf_model_{shard:04d}_{epoch}.pt")
+    torch.save({"optimizer": OPTIMIZER, "epochs_run": 3}, tmp_path / "recipe_state.pt")
+    report = ckptool.verify_run(tmp_path, every=True)
+    assert report.ok
+    assert [(step.number, len(step.beside)) for step in report.steps if not step.export] == [
+        (2, 1), (1, 1), (0, 1)
+    ]  # fmt: skip
+    (tmp_path / "hf_model_0002_2.pt").write_bytes(b"PK")
+    assert latest(tmp_path) == "hf_model_0001_1.pt"
+
+
 def test_timm_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     run = run_of(tmp_path, TRAINERS["timm"], (2, 9, 10))
     os.link(run / "checkpoint-10.pth.tar", run / "last.pth.tar")
