@@ -97,10 +97,6 @@ def optimizer_step_problems(
         elif count == step and taken > steps + 1 and not trainer.may_take_more:
             message += ": it had taken some before, or takes several at a time"
             yield Problem(message, "counts-apart")
-        elif count == step == 0 and taken >= _FIRST and trainer.may_take_more:
-            message = f"{trainer.step} is 0, as before the first step, but the optimizer has taken"
-            message += f" {taken:,g} steps: the learning rate would begin again"
-            yield Problem(message, _DIFFER)
 
 
 def steps_of_each(optimizer: Catalog, read: Mapping[str, float]) -> Mapping[str, float]:
