@@ -80,30 +80,27 @@ class Exports:
     def _is_model_beside(self, step: Step) -> bool:
         """Return whether it is a model alone, and what is resumed from lies beside it.
 
-        Both count the same: PRIME-RL's ``weights/step_10`` and ``checkpoints/step_10``, or XTuner's
-        ``hf-10``, anywhere. Or the model is one of a series that never has an optimizer:
-        diffusion-pipe's ``epoch3`` beside ``global_step300``, rsl_rl's ``exported/policy.pt`` below
-        ``model_150.pt``.
+        Its name calls it a copy, as llm-foundry's ``huggingface/ba10``; or its series counts what
+        another does, as PRIME-RL's ``weights/step_10`` and ``checkpoints/step_10``; or it is of a
+        series that never has an optimizer: diffusion-pipe's ``epoch3`` beside ``global_step300``,
+        rsl_rl's ``exported/policy.pt`` below ``model_150.pt``.
         """
-        if self._contents_of(step).optimizer:
+        mine = self._contents_of(step)
+        if not mine.model or mine.optimizer:
             return False
         others = [each for each in self._run.steps if each.series != step.series]
-        if any(map(self._resumes, self._counted_alike(step, others))):
-            return True
-        around = (each for each in others if each.home in (step.home, *step.home.parents))
-        if not self._has_resumed_from(around):
-            return False
-        alike = (each for each in self._run.steps if each.series == step.series)
-        return not any(self._contents_of(each).optimizer for each in alike)
-
-    def _counted_alike(self, step: Step, others: Iterable[Step]) -> Iterable[Step]:
-        """Return what counts the same as a step: of a copy anywhere, else beside it."""
-        of_models = role_of(step.path.parent.name) == "model"
         folders = within(step.path, self._run.path).parts[-2:]
         if any(re.search(_COPY, name) is not None for name in folders):
-            return (each for each in others if each.position and each.number == step.number)
+            return any(map(self._resumes, others))
+        alike = [each for each in self._run.steps if each.series == step.series]
+        counted = {each.position for each in alike if each.position}  # one of a pair may be damaged
+        of_models = role_of(step.path.parent.name) == "model"
         near = (each for each in others if each.home == step.home or of_models)
-        return (each for each in near if step.position and each.position == step.position)
+        if any(self._resumes(each) for each in near if each.position in counted):
+            return True
+        around = (each for each in others if each.home in (step.home, *step.home.parents))
+        has_optimizer = (self._contents_of(each).optimizer for each in alike)
+        return self._has_resumed_from(around) and not any(has_optimizer)
 
     def _has_resumed_from(self, steps: Iterable[Step]) -> bool:
         """Return whether any series of some steps can be resumed from."""

@@ -387,10 +387,11 @@ def test_a_run_that_was_started_again_keeps_what_it_wrote_last(tmp_path: Path) -
     [
         ("weights/step_{}/model.pt", "checkpoints/step_{}/trainer.pt"),
         ("lora-step{:08d}.pt", "lora-step{:08d}-state/model.pt"),
-        ("huggingface/ba{}/model.pt", "ep0-ba{}/state.pt"),
+        ("huggingface/ba{}/model.pt", "ep0-ba{}-rank0.pt"),
         ("hf-{}/model.pt", "checkpoints/ckpt-step-{}/state.pt"),
+        ("checkpoint-{}-merged/model.pt", "checkpoint-{}/state.pt"),
     ],
-    ids=["PRIME-RL", "kohya", "llm-foundry", "xtuner"],
+    ids=["PRIME-RL", "kohya", "llm-foundry", "xtuner", "ms-swift"],
 )
 def test_the_newest_good_is_what_has_an_optimizer(model: str, state: str, tmp_path: Path) -> None:
     for number in (10, 20):
@@ -401,7 +402,10 @@ def test_the_newest_good_is_what_has_an_optimizer(model: str, state: str, tmp_pa
             path = tmp_path / name.format(number)
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(state_dict, path)
-    assert latest(tmp_path) == state.format(20).rpartition("/")[0]
+    newest, before = (state.format(number).rpartition("/")[0] for number in (20, 10))
+    assert latest(tmp_path) == (newest or state.format(20))
+    (tmp_path / state.format(20)).write_bytes(b"PK")
+    assert latest(tmp_path) == (before or state.format(10))
 
 
 def test_a_model_alone_is_good_in_a_run_of_its_own(tmp_path: Path) -> None:
