@@ -190,6 +190,7 @@ def entry_in(
 def fixed_names(paths: Iterable[Sequence[str]]) -> Set[str]:
     """Return names that count, and are the only one of their kind in each of several steps.
 
+    Of one step such a number may be of another training, unless it is 0.
     As ``iter_0000000`` in each step of NeMo-RL, and ``iter_0000001`` in those of ROLL.
     """
     found: dict[tuple[object, ...], tuple[set[str], set[str]]] = {}
@@ -207,7 +208,12 @@ def fixed_names(paths: Iterable[Sequence[str]]) -> Set[str]:
                 steps, same = found.setdefault(key, (set(), set()))
                 steps.add(parts[outer])
                 same.add(parts[inner])
-    return {name for steps, (name, *more) in found.values() if len(steps) > 1 and not more}
+    alone = ((steps, name) for steps, (name, *more) in found.values() if not more)
+    return {
+        n
+        for steps, n in alone
+        if len(steps) > 1 or not parse_name(n, is_folder=True).position.number
+    }
 
 
 def stage_in(names: Iterable[str]) -> int | None:
