@@ -83,7 +83,8 @@ class Exports:
         Its name calls it a copy, as llm-foundry's ``huggingface/ba10``; or its series counts what
         another does, as PRIME-RL's ``weights/step_10`` and ``checkpoints/step_10``; or it is of a
         series that never has an optimizer: diffusion-pipe's ``epoch3`` beside ``global_step300``,
-        rsl_rl's ``exported/policy.pt`` below ``model_150.pt``.
+        rsl_rl's ``exported/policy.pt`` below ``model_150.pt``, SchNetPack's ``best_model`` above
+        ``checkpoints``.
         """
         mine = self._contents_of(step)
         if not mine.model or mine.optimizer:
@@ -98,7 +99,8 @@ class Exports:
         near = (each for each in others if each.home == step.home or of_models)
         if any(self._resumes(each) for each in near if each.position in counted):
             return True
-        around = (each for each in others if each.home in (step.home, *step.home.parents))
+        homes, above = {step.home, *step.home.parents}, step.home if step.number is None else None
+        around = (each for each in others if each.home in homes or above in each.home.parents)
         has_optimizer = (self._contents_of(each).optimizer for each in alike)
         return self._has_resumed_from(around) and not any(has_optimizer)
 

@@ -130,3 +130,14 @@ def test_a_model_is_a_step_where_others_lie_apart_or_its_like_had_an_optimizer(
     full(tmp_path / "one" / "last.pt")
     alone(tmp_path / "one" / "step_3.pt")
     assert [step.path.name for step in checked(tmp_path).steps if not step.ok] == ["step_3.pt"]
+
+
+def test_a_model_is_no_step_above_the_folder_of_others(tmp_path: Path) -> None:
+    """SchNetPack, and scripts that save the model at the end, beside Lightning's folder."""
+    full(tmp_path / "checkpoints" / "last.ckpt")
+    alone(tmp_path / "best_model")
+    report = checked(tmp_path)
+    assert report.latest_good is not None
+    assert report.latest_good.path.name == "last.ckpt"
+    alone(tmp_path / "step_3.pt")
+    assert [step.path.name for step in checked(tmp_path).steps if step.export] == ["best_model"]
