@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from ckptool.commands.detect import detect_folder, find_checkpoints
 from ckptool.commands.open import survey_readable
 from ckptool.commands.runs.names import (
-    EntryName,
     Position,
     entry_in,
     is_part_folder,
@@ -19,6 +18,7 @@ from ckptool.commands.runs.names import (
     part_folders,
 )
 from ckptool.commands.runs.records import has_optimizer
+from ckptool.commands.runs.saves import is_folder, saves_by_contents
 from ckptool.commands.runs.steps import Run, Step, fixed_in, read_from, says_another
 from ckptool.commands.runs.trainers import POINTERS, SPARED
 from ckptool.core.state_category import weights
@@ -28,7 +28,7 @@ from ckptool.formats import file_rule, latest_markers
 from ckptool.formats.base import FileRole
 from ckptool.formats.companions import TRAINER_FILES
 from ckptool.serialization.file_kinds import nothing_found
-from ckptool.serialization.file_roles import is_beside_model, is_of_training, role_of
+from ckptool.serialization.file_roles import is_beside_model, is_of_training
 from ckptool.storage.files import Files
 from ckptool.storage.place import folder_at, folder_of, has_any, require_there
 from ckptool.storage.url import Location, within
@@ -51,7 +51,7 @@ def find_run(place: Location) -> Run:
     inner = list(_checkpoints(place, place, source))
     if not inner:
         raise nothing_found(place, folder_of(place), source)
-    saves = _saves_by_contents(place, inner)
+    saves = saves_by_contents(place, inner)
     entries = _entries(place, inner, saves, fixed_in(source))
     entries += _without_checkpoint(entries)
     entries += _inside(place, entries, source)
@@ -76,7 +76,7 @@ def as_one_step(run: Run) -> Run:
     )
     if len(parts) < 2 or counts or not parse_name(place.name, is_folder=True).tells:
         return run
-    steps = _entries(place.parent, parts, _saves_by_contents(place.parent, parts), set())
+    steps = _entries(place.parent, parts, saves_by_contents(place.parent, parts), set())
     return Run(place, tuple(steps), run.source) if len(steps) == 1 else run
 
 
@@ -103,8 +103,8 @@ def _checkpoints(place: Location, run: Location, source: Files) -> Iterator[Loca
         return
     for path in inner:
         parts = within(path, run).parts
-        counts = entry_in(parts, is_folder=_is_folder(path))[1]
-        if counts or not _is_folder(path) or not _may_hold_run(path, run, source):
+        counts = entry_in(parts, is_folder=is_folder(path))[1]
+        if counts or not is_folder(path) or not _may_hold_run(path, run, source):
             yield path
         else:
             yield from _checkpoints(path, run, source.narrowed("/".join(within(path, place).parts)))
@@ -155,11 +155,11 @@ def _steps_in_whole(place: Location, inner: Sequence[Location]) -> list[Location
     Beside those that count, the last or the best of ranks' files is a step of its own. Folders that
     are a number count nothing else where a file says which is the latest, as of SAT.
     """
-    outer = [path for path in inner if path.parent != place or _is_folder(path)]
+    outer = [path for path in inner if path.parent != place or is_folder(path)]
     numbers = {top for path in outer if (top := within(path, place).parts[0]).isdecimal()}
     if len(numbers) > 1 and has_any(place, latest_markers()):
         return [place / name for name in sorted(numbers)]
-    files = [path for path in inner if not _is_folder(path)]
+    files = [path for path in inner if not is_folder(path)]
     steps = [path for path in inner if _is_step(path, place, files)]
     counted = {_position_of(path) for path in steps} - {Position()}
     found = [path for path in inner if path in steps or _position_of(path) in counted]
@@ -172,7 +172,7 @@ def _is_spared_rank(path: Location) -> bool:
 
 
 def _position_of(path: Location) -> Position:
-    return parse_name(path.name, is_folder=_is_folder(path)).position
+    return parse_name(path.name, is_folder=is_folder(path)).position
 
 
 def _is_step(path: Location, run: Location, files: Sequence[Location]) -> bool:
@@ -182,8 +182,8 @@ def _is_step(path: Location, run: Location, files: Sequence[Location]) -> bool:
     they count; ranks of one step have its number in common.
     """
     parts = within(path, run).parts
-    at, position = entry_in(parts, is_folder=_is_folder(path))
-    if position and (at < len(parts) - 1 or _is_folder(path)):
+    at, position = entry_in(parts, is_folder=is_folder(path))
+    if position and (at < len(parts) - 1 or is_folder(path)):
         return True
     name = parse_name(path.name, is_folder=False)
     if re.search(_SHARD, path.name) or (not position and name.bare is None):
@@ -214,7 +214,7 @@ def _entries(
     groups: dict[Location, list[Location]] = {}
     for checkpoint in checkpoints:
         parts = within(checkpoint, run).parts
-        at, position = entry_in(parts, is_folder=_is_folder(checkpoint), fixed=fixed)
+        at, position = entry_in(parts, is_folder=is_folder(checkpoint), fixed=fixed)
         save = saves.get(checkpoint, run)
         own = save if save != run else checkpoint
         path = run.joinpath(*parts[: at + 1]) if position else own
@@ -222,67 +222,10 @@ def _entries(
     return [_entry(run, path, inner) for path, inner in groups.items()]
 
 
-def _saves_by_contents(
-    run: Location, checkpoints: Iterable[Location]
-) -> Mapping[Location, Location]:
-    """Return the checkpoints in folders that are one save, each with that folder.
-
-    State of training lies in it, or in its folders of parts, beside what is none. Nothing in it
-    counts, is the best or the last, or lies in a folder deeper below. A number that is part of a
-    word counts nothing there: ``wav2vec2``.
-    """
-    alike: dict[Location, list[Location]] = {}
-    for path in checkpoints:
-        alike.setdefault(path.parent, []).append(path)
-    folders: dict[Location, list[Location]] = {}
-    for folder, files in alike.items():
-        holder = folder if _is_one_save(files) else _holder(folder, run)
-        folders.setdefault(holder, []).extend(files)
-    around = {outer for folder in folders for outer in folder.parents}
-    saves = (f for f, files in folders.items() if f not in around and _is_one_save(files))
-    return {path: folder for folder in saves for path in folders[folder]}
-
-
-def _holder(folder: Location, run: Location) -> Location:
-    """Return a folder of a run, or that around it if it is of a part: ``training_state``."""
-    while folder != run and is_part_folder(folder.name) and not _counts(folder):
-        folder = folder.parent
-    return folder
-
-
-def _counts(folder: Location) -> bool:
-    name = parse_name(folder.name, is_folder=True)
-    return bool(name.position) or name.bare is not None
-
-
-def _is_one_save(files: Sequence[Location]) -> bool:
-    names = [parse_name(path.name, is_folder=_is_folder(path)) for path in files]
-    if any(name.position or re.search(r"(?i)(?<![a-z])#", name.kind) for name in names):
-        return False
-    if any(re.fullmatch(SPARED, path.name) is not None for path in files):
-        return False
-    return {_is_state(*each) for each in zip(files, names, strict=True)} == {True, False}
-
-
-def _is_state(path: Location, name: EntryName) -> bool:
-    """Return whether it is state of training: a file called nothing else, or what has no weights.
-
-    ``cosine-scheduler`` and ``opt-125m`` may be folders of models, ``training_state`` is one of
-    LeRobot's if it has the optimizer sharded.
-    """
-    is_record = role_of(name.role) == "record" and name.family == "/"
-    if not is_record and (not is_of_training(name.role) or not name.family):
-        return is_of_training(name.role)
-    found = survey_readable(path)
-    if found is None or found.catalog is None or found.problems:
-        return name.family == "/"
-    return not weights(found.catalog)
-
-
 def _entry(run: Location, path: Location, inner: Sequence[Location]) -> Step:
     parts = within(path, run).parts
-    name = parse_name(path.name, is_folder=_is_folder(path) or not inner)
-    _, position = entry_in(parts, is_folder=_is_folder(path))
+    name = parse_name(path.name, is_folder=is_folder(path) or not inner)
+    _, position = entry_in(parts, is_folder=is_folder(path))
     within_step = part_folders(parts[:-1], has_rank=name.has_rank)
     home = PurePath(*parts[: len(parts) - 1 - len(within_step)])
     return Step(path, name, position, tuple(inner), home)
@@ -337,8 +280,8 @@ def _without_checkpoint(steps: Sequence[Step]) -> Iterator[Step]:
     kinds = {(step.path.parent, step.name.kind): step for step in steps if step.position}
     for parent in dict.fromkeys(parent for parent, _ in kinds):
         for path in _entries_in(parent):
-            for is_folder in (True, False):
-                name = parse_name(path.name, is_folder=is_folder)
+            for as_folder in (True, False):
+                name = parse_name(path.name, is_folder=as_folder)
                 like = kinds.get((parent, name.kind))
                 if like is not None and path not in paths and name.position:
                     paths.add(path)
@@ -360,12 +303,12 @@ def _inside(run: Location, steps: Iterable[Step], source: Files) -> Iterator[Ste
                 named[step.path] = step
     for step in named.values():
         read = read_from(step, step.path)
-        if read is not None and _is_folder(step.path):
+        if read is not None and is_folder(step.path):
             files = [step.path / file for file in read]
             own = {*files, *(folder for file in files for folder in file.parents)}
             _, inner = find_checkpoints(step.path, folder_at(step.path))
             others = [path for path in inner if path not in own]
-            yield from _entries(run, others, _saves_by_contents(run, others), fixed)
+            yield from _entries(run, others, saves_by_contents(run, others), fixed)
 
 
 def _entries_in(folder: Location) -> list[Location]:
@@ -376,12 +319,3 @@ def _entries_in(folder: Location) -> list[Location]:
         raise
     except (NotFound, OSError):
         return []
-
-
-def _is_folder(path: Location) -> bool:
-    try:
-        return path.is_dir()
-    except NoAnswer:
-        raise
-    except OSError:
-        return False

@@ -1,0 +1,81 @@
+"""Folders of a run that are one save by what lies in them: a model, and state of training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from ckptool.commands.open import survey_readable
+from ckptool.commands.runs.names import EntryName, is_part_folder, parse_name
+from ckptool.commands.runs.trainers import SPARED
+from ckptool.core.state_category import weights
+from ckptool.errors import NoAnswer
+from ckptool.serialization.file_roles import is_of_training, role_of
+from ckptool.storage.url import Location
+
+
+def saves_by_contents(
+    run: Location, checkpoints: Iterable[Location]
+) -> Mapping[Location, Location]:
+    """Return the checkpoints in folders that are one save, each with that folder.
+
+    State of training lies in it, or in its folders of parts, beside what is none. Nothing in it
+    counts, is the best or the last, or lies in a folder deeper below. A number that is part of a
+    word counts nothing there: ``wav2vec2``.
+    """
+    alike: dict[Location, list[Location]] = {}
+    for path in checkpoints:
+        alike.setdefault(path.parent, []).append(path)
+    folders: dict[Location, list[Location]] = {}
+    for folder, files in alike.items():
+        holder = folder if _is_one_save(files) else _holder(folder, run)
+        folders.setdefault(holder, []).extend(files)
+    around = {outer for folder in folders for outer in folder.parents}
+    saves = (f for f, files in folders.items() if f not in around and _is_one_save(files))
+    return {path: folder for folder in saves for path in folders[folder]}
+
+
+def _holder(folder: Location, run: Location) -> Location:
+    """Return a folder of a run, or that around it if it is of a part: ``training_state``."""
+    while folder != run and is_part_folder(folder.name) and not _counts(folder):
+        folder = folder.parent
+    return folder
+
+
+def _counts(folder: Location) -> bool:
+    name = parse_name(folder.name, is_folder=True)
+    return bool(name.position) or name.bare is not None
+
+
+def _is_one_save(files: Sequence[Location]) -> bool:
+    names = [parse_name(path.name, is_folder=is_folder(path)) for path in files]
+    if any(name.position or re.search(r"(?i)(?<![a-z])#", name.kind) for name in names):
+        return False
+    if any(re.fullmatch(SPARED, path.name) is not None for path in files):
+        return False
+    return {_is_state(*each) for each in zip(files, names, strict=True)} == {True, False}
+
+
+def _is_state(path: Location, name: EntryName) -> bool:
+    """Return whether it is state of training: a file called nothing else, or what has no weights.
+
+    ``cosine-scheduler`` and ``opt-125m`` may be folders of models, ``training_state`` is one of
+    LeRobot's if it has the optimizer sharded.
+    """
+    is_record = role_of(name.role) == "record" and name.family == "/"
+    if not is_record and (not is_of_training(name.role) or not name.family):
+        return is_of_training(name.role)
+    found = survey_readable(path)
+    if found is None or found.catalog is None or found.problems:
+        return name.family == "/"
+    return not weights(found.catalog)
+
+
+def is_folder(path: Location) -> bool:
+    """Return whether a path is a folder; one that cannot be looked at is none. Raises NoAnswer."""
+    try:
+        return path.is_dir()
+    except NoAnswer:
+        raise
+    except OSError:
+        return False
