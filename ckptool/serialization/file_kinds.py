@@ -294,10 +294,10 @@ def is_unnamed_torch(source: Source, name: str) -> bool:
     """Return whether a file without a suffix is of torch.save by its first bytes.
 
     As ``g_00005000`` of HiFi-GAN. One that is called as its hash is an entry of a store, to which
-    what is saved there links. Raises NoAnswer.
+    what is saved there links, and one that is a number a chunk of an array. Raises NoAnswer.
     """
     last = name.rpartition("/")[2]
-    if "." in last or _HASH.fullmatch(last):
+    if "." in last or last.isdecimal() or _HASH.fullmatch(last):
         return False
     try:
         head = read_head(source, name)
