@@ -31,8 +31,8 @@ from ckptool.formats.dcp.opening import ItemOpening
 
 
 def save_on_ranks(folder: Path, ranks: int) -> Path:
-    """Eight tensors of which each rank has saved some of the rows."""
-    rows = {f"layers.{n}.w": torch.randn(96, 2) for n in range(8)}
+    """Tensors of which each rank has saved some of the rows; from 2,048 parts on, as tables."""
+    rows = {f"layers.{n}.w": torch.randn(96, 2) for n in range(32)}
     dcp.save(rows, checkpoint_id=folder / "one", no_dist=True)
     reshard(str(ranks))(folder / "one", folder / "cut", asked()).run()
     tensors = open_checkpoint(folder / "cut").catalog.tensors.values()
