@@ -188,32 +188,32 @@ def entry_in(
 
 
 def fixed_names(paths: Iterable[Sequence[str]]) -> Set[str]:
-    """Return names that count, and are the only one of their kind in each of several steps.
+    """Return names that count 0 or 1, and are the only one of their kind in each of several steps.
 
-    Of one step such a number may be of another training, unless it is 0.
-    As ``iter_0000000`` in each step of NeMo-RL, and ``iter_0000001`` in those of ROLL.
+    One step may lack it, whose save was not finished. In one step alone such a number may be of
+    another training, unless it is 0. As ``iter_0000000`` in each step of NeMo-RL, and
+    ``iter_0000001`` in those of ROLL.
     """
-    found: dict[tuple[object, ...], tuple[set[str], set[str]]] = {}
+    steps: dict[tuple[str, ...], set[str]] = {}
+    inside: dict[tuple[tuple[str, ...], tuple[str, ...]], list[tuple[str, str]]] = {}
     for parts in paths:
         names = [parse_name(part, is_folder=True) for part in parts]
         counts = [at for at, name in enumerate(names) if name.position and name.tells]
+        for at in counts:
+            steps.setdefault((*parts[:at], names[at].kind), set()).add(parts[at])
         for outer, inner in pairwise(counts):
-            if names[outer].position.step is not None:
-                key = (
-                    *parts[:outer],
-                    names[outer].kind,
-                    *parts[outer + 1 : inner],
-                    names[inner].kind,
-                )
-                steps, same = found.setdefault(key, (set(), set()))
-                steps.add(parts[outer])
-                same.add(parts[inner])
-    alone = ((steps, name) for steps, (name, *more) in found.values() if not more)
-    return {
-        n
-        for steps, n in alone
-        if len(steps) > 1 or not parse_name(n, is_folder=True).position.number
-    }
+            if names[outer].position.step is not None and names[inner].position.step in (0, 1):
+                series = (*parts[:outer], names[outer].kind)
+                below = (*parts[outer + 1 : inner], names[inner].kind)
+                inside.setdefault((series, below), []).append((parts[outer], parts[inner]))
+    fixed: set[str] = set()
+    for (series, _), found in inside.items():
+        holders, same = {step for step, _ in found}, {name for _, name in found}
+        name, *more = same
+        is_zero = not parse_name(name, is_folder=True).position.number
+        if not more and len(steps[series]) - len(holders) <= 1 and (len(holders) > 1 or is_zero):
+            fixed.add(name)
+    return fixed
 
 
 def stage_in(names: Iterable[str]) -> int | None:

@@ -49,7 +49,7 @@ class Step(Struct, frozen=True, dict=True):
         """Return the training step or epoch that its name counts, or the number that may be one."""
         return self.position.number if self.position else self.name.bare
 
-    @property
+    @cached_property
     def series(self) -> tuple[PurePath, str]:
         """Return what all steps share that are counted together; one without a number is alone."""
         return self.home, self.path.name if self.number is None else self.name.family
@@ -131,17 +131,16 @@ def others_inside(step: Step, run: Run) -> str | None:
     """Return what in a step's folder belongs to another step, at any depth; None if nothing does.
 
     Files that a step as a whole is read from belong to it, whatever their name, such as
-    ``global_step1`` of DeepSpeed.
+    ``global_step1`` of DeepSpeed. Names that are ``fixed`` may be another's, too: what is removed
+    must be the step's for sure.
     """
     for part in step.parts:
         inner = [] if part in step.entries else within(part, _entry_of(step, part)).parts
-        said = (
-            parse_name(name, is_folder=False).position for name in inner if name not in run.fixed
-        )
+        said = (parse_name(name, is_folder=False).position for name in inner)
         if any(position and position.number != step.number for position in said):
             return "/".join(inner)
     for entry in step.entries:
-        named = [name for name in run.files_in(entry) if says_another(step, name, run.fixed)]
+        named = [name for name in run.files_in(entry) if says_another(step, name)]
         read = read_from(step, entry) if named else set()
         other = next((name for name in named if read is None or name not in read), None)
         if other is not None:
@@ -171,7 +170,7 @@ def fixed_in(source: Files) -> Set[str]:
     return fixed_names(f.split("/") for f in {file.rpartition("/")[0] for file in source.files})
 
 
-def says_another(step: Step, file: str, fixed: Set[str]) -> bool:
+def says_another(step: Step, file: str, fixed: Set[str] = frozenset()) -> bool:
     """Return whether a folder on a file's path, or a file, has the number of another step.
 
     Those that are ``fixed`` have none.

@@ -136,7 +136,7 @@ TRAINERS = (
     Trainer(
         "torchtune, shards",
         "torchtune 0.4, training/checkpointing/_checkpointer.py: hf_model_SHARD_EPOCH.pt",
-        step=r"hf_model_(?P<rank>\d{4})_(?P<epoch>\d+)\.pt",
+        step=r"hf_model_(?P<rank>0\d{3})_(?P<epoch>\d+)\.pt",
     ),
     Trainer(
         "timm",

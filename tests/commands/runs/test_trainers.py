@@ -305,9 +305,9 @@ def test_a_number_that_each_step_has_inside_counts_nothing(inner: str, tmp_path:
     assert [step.path.name for step in report.steps] == ["step_30", "step_20", "step_10"]
     next((tmp_path / "step_30" / inner).glob("*.distcp")).unlink()
     assert latest(tmp_path) == "step_20"
-    assert prune(tmp_path) == {"step_10"}
+    assert prune(tmp_path) == set()  # what lies inside may be of another training
     shutil.rmtree(tmp_path / "step_30")
-    assert latest(tmp_path) == ("step_20" if "0000000" in inner else f"step_20/{inner}")
+    assert latest(tmp_path) == "step_20"
 
 
 def test_nothing_of_orbax_goes(tmp_path: Path) -> None:
