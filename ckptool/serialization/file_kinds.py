@@ -290,6 +290,10 @@ def read_head(source: Source, file: str) -> bytes:
 _HASH = re.compile(r"[0-9a-f]{32,}")
 
 
+_SMALLEST = 512
+"""Bytes that a file of torch.save has more than."""
+
+
 def is_unnamed_torch(source: Source, name: str) -> bool:
     """Return whether a file without a suffix is of torch.save by its first bytes.
 
@@ -297,7 +301,7 @@ def is_unnamed_torch(source: Source, name: str) -> bool:
     what is saved there links, and one that is a number a chunk of an array. Raises NoAnswer.
     """
     last = name.rpartition("/")[2]
-    if "." in last or last.isdecimal() or _HASH.fullmatch(last):
+    if "." in last or last.isdecimal() or _HASH.fullmatch(last) or source.files[name] < _SMALLEST:
         return False
     try:
         head = read_head(source, name)

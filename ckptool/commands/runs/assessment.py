@@ -104,7 +104,9 @@ class Assessor:
 
         It ``reads`` the data even where the options leave it out.
         """
-        options = replace(self._options, quick=self._options.quick and not reads)
+        is_passed = not self._thorough and self._exports.has(step)  # whatever its data is
+        quick = (self._options.quick or is_passed) and not reads
+        options = replace(self._options, quick=quick)
         seen = _Seen(reasons=[*self._by_names(step)])
         found: list[Found] = []
         if not seen.reasons or self._thorough:
@@ -120,7 +122,7 @@ class Assessor:
             export = export or self._exports.has(step)
             seen.reasons += () if export else self._by_contents(step, found)
             export = export or self._exports.is_last(step)
-        if not seen.reasons:
+        if not seen.reasons and not export:
             self._good.add(step.series)
         said = tuple(seen.reports), tuple(seen.reasons)
         whole = StepReport(step.path, step.number, *said, step.beside, export)

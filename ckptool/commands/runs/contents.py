@@ -24,6 +24,8 @@ _DCP_FILES = "files of torch.distributed.checkpoint"
 _WORLD = re.compile(r"world_size_(\d+)_rank_\d+|(?<=rank)[-_]?\d+[-_]of[-_](\d+)")
 _SHARDS = re.compile(r"[-_.]?(?<!\d)\d+-of-\d+")
 _OF_RANK = re.compile(r"(.*\D)(\d+)")
+AT_ONCE = 1.0
+"""Seconds: files that were written together, as by a copy, are not in the order of their times."""
 _CORE = 1
 """How many earlier steps must have a file of a known role, before a later one must; else 2."""
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import PurePath
 
+from ckptool.commands.runs.contents import AT_ONCE, saved
+from ckptool.commands.runs.names import is_part_folder
 from ckptool.commands.runs.records import Contents
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.runs.trainers import EXPORTS, SPARED
-from ckptool.serialization.file_roles import may_be_empty, role_of
+from ckptool.serialization.file_roles import may_be_empty, role_of, without_words
 from ckptool.storage.url import Location, within
 
 _COPY = r"(?i)(?<![a-z])(?:hf|hugging[-_]?face|export(?:s|ed)?|merged|converted)(?![a-z])"
@@ -38,6 +41,8 @@ class Exports:
 
         Raises NoAnswer.
         """
+        if len({each.series for each in self._run.steps}) == 1:
+            return False
         asked = self._is_state_beside, self._is_state_of_each, self._is_model_beside
         return any(is_so(step) for is_so in asked)
 
@@ -82,27 +87,48 @@ class Exports:
 
         Its name calls it a copy, as llm-foundry's ``huggingface/ba10``; or its series counts what
         another does, as PRIME-RL's ``weights/step_10`` and ``checkpoints/step_10``; or it is of a
-        series that never has an optimizer: diffusion-pipe's ``epoch3`` beside ``global_step300``,
-        rsl_rl's ``exported/policy.pt`` below ``model_150.pt``, SchNetPack's ``best_model`` above
-        ``checkpoints``.
+        series that never has an optimizer.
         """
         mine = self._contents_of(step)
         if not mine.model or mine.optimizer:
             return False
         others = [each for each in self._run.steps if each.series != step.series]
-        folders = within(step.path, self._run.path).parts[-2:]
-        if any(re.search(_COPY, name) is not None for name in folders):
-            return any(map(self._resumes, others))
+        if (around := self._home_of_copied(step)) is not None:
+            near = (each for each in others if around in (each.home, *each.home.parents))
+            return any(map(self._resumes, near))
         alike = [each for each in self._run.steps if each.series == step.series]
         counted = {each.position for each in alike if each.position}  # one of a pair may be damaged
-        of_models = role_of(step.path.parent.name) == "model"
+        parent = step.path.parent.name
+        of_models = role_of(parent) == "model" and is_part_folder(parent)
         near = (each for each in others if each.home == step.home or of_models)
         if any(self._resumes(each) for each in near if each.position in counted):
             return True
-        homes, above = {step.home, *step.home.parents}, step.home if step.number is None else None
-        around = (each for each in others if each.home in homes or above in each.home.parents)
         has_optimizer = (self._contents_of(each).optimizer for each in alike)
-        return self._has_resumed_from(around) and not any(has_optimizer)
+        return self._has_resumed_from(self._beside(step, alike[0], others)) and not any(
+            has_optimizer
+        )
+
+    def _home_of_copied(self, step: Step) -> PurePath | None:
+        """Return the folder in which the steps lie that a step is a copy of; None if it is none."""
+        folder = step.path.parent.name if step.path.parent != self._run.path else ""
+        rest = re.sub(_COPY, "", without_words(folder)).strip("-_.")
+        if re.search(_COPY, folder) is not None and not rest:
+            return step.home.parent
+        return step.home if re.search(_COPY, step.path.name) is not None else None
+
+    def _beside(self, step: Step, first: Step, others: Iterable[Step]) -> Iterator[Step]:
+        """Yield what lies beside a step and its series, but for what its training began from.
+
+        That is older than the first. A model without a number may also lie below or above it:
+        diffusion-pipe's ``epoch3`` beside ``global_step300``, rsl_rl's ``exported/policy.pt`` below
+        ``model_150.pt``, SchNetPack's ``best_model`` above ``checkpoints``.
+        """
+        is_counted, began = step.number is not None, saved(first, self._run) or 0.0
+        homes = {step.home} if is_counted else {step.home, *step.home.parents}
+        for each in others:
+            is_near = each.home in homes or (not is_counted and step.home in each.home.parents)
+            if is_near and (saved(each, self._run) or began) >= began - AT_ONCE:
+                yield each
 
     def _has_resumed_from(self, steps: Iterable[Step]) -> bool:
         """Return whether any series of some steps can be resumed from."""

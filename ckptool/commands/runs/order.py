@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.detect import require_known
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
-from ckptool.commands.runs.contents import saved
+from ckptool.commands.runs.contents import AT_ONCE, saved
 from ckptool.commands.runs.names import Position
 from ckptool.commands.runs.pointers.pointers import find_pointers, latest_source
 from ckptool.commands.runs.records import recorded_position
@@ -24,8 +24,6 @@ _RECORDED = "by the {} that it records"
 _BY_TIME = "by the time at which it was saved: no name says what it counts"
 _MIXED = "by the time at which it was saved: some names count epochs, others steps"
 _BY_NUMBER = "by the number in its name, which agrees with the time at which it was saved"
-_AT_ONCE = 1.0
-"""Seconds: files that were written together, as by a copy, are not in the order of their times."""
 
 Key = tuple[float, ...]
 
@@ -128,7 +126,7 @@ def _past(position: Position, newest: Placed | None, options: ReadOptions) -> st
 def _is_later(run: Run, step: Step, other: Step) -> bool:
     """Return whether no time contradicts it: what training began from counts a run before."""
     mine, theirs = saved(step, run), saved(other, run)
-    return mine is None or theirs is None or mine >= theirs - _AT_ONCE
+    return mine is None or theirs is None or mine >= theirs - AT_ONCE
 
 
 def _unrecorded(run: Run, steps: list[Step]) -> list[Placed]:
@@ -139,7 +137,7 @@ def _unrecorded(run: Run, steps: list[Step]) -> list[Placed]:
     by_number = sorted(timed, key=lambda each: (each[2].name.bare or 0, *each[0]))
     latest = 0.0
     for (time,), _, _ in by_number:
-        if time < latest - _AT_ONCE:
+        if time < latest - AT_ONCE:
             return timed
         latest = max(latest, time)
     return [(key, 0, replace(step, placed=_BY_NUMBER)) for key, _, step in by_number]
@@ -167,6 +165,6 @@ def written_after(run: Run, step: Step) -> Step | None:
     times = {each.path: saved(each, run) for each in alike}
     last = max(alike, key=lambda each: times[each.path] or 0.0, default=step)
     mine, theirs = times.get(step.path), times.get(last.path)
-    if mine is None or theirs is None or theirs - mine <= _AT_ONCE:
+    if mine is None or theirs is None or theirs - mine <= AT_ONCE:
         return None
     return last

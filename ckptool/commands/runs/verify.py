@@ -11,6 +11,7 @@ from msgspec import field
 from ckptool.commands.document import Report
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.assessment import Assessor, StepReport
+from ckptool.commands.runs.exports import is_export
 from ckptool.commands.runs.order import open_run, written_after
 from ckptool.commands.runs.pointers.pointers import find_pointers, is_for_that, latest_source
 from ckptool.commands.runs.search import as_one_step
@@ -20,12 +21,15 @@ from ckptool.errors import TransferError
 from ckptool.storage.place import is_gone
 from ckptool.storage.url import Location, within
 
+_ALONE = "a model alone: nothing that training goes on from is good"
+
 
 class RunReport(Report, frozen=True):
     """The verified steps, newest first; ``total`` is how many the run has.
 
     True if one is good; if ``every`` step was verified, true if all are. ``chosen`` says how the
-    newest good step was found to be the newest.
+    newest good step was found to be the newest; a model ``alone`` is it if training can go on from
+    none.
     """
 
     computed: ClassVar = ("ok",)
@@ -35,6 +39,7 @@ class RunReport(Report, frozen=True):
     total: int
     every: bool = field(default=False, name="_every")
     chosen: str = ""
+    alone: Location | None = field(default=None, name="_alone")
 
     schema: ClassVar = "verify-run"
 
@@ -55,7 +60,8 @@ class RunReport(Report, frozen=True):
     @property
     def latest_good(self) -> StepReport | None:
         """Return the newest step without errors."""
-        return next((step for step in self.steps if step.goes_on), None)
+        newest = next((step for step in self.steps if step.goes_on), None)
+        return newest or next((step for step in self.steps if step.path == self.alone), None)
 
 
 def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunReport:
@@ -68,17 +74,30 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     require_codes(options.ignore)
     opened = as_one_step(open_run(run, options.read))
     assessor = Assessor(opened, options, thorough=every)
-    reports, chosen = [], ""
+    reports: dict[Location, StepReport] = {}
+    models: list[Step] = []
     for step in reversed(opened.steps):
         report = assessor.assess(step).report
         if not report.ok and is_gone(report.path):
             continue
-        reports.append(report)
-        if report.goes_on:
-            chosen = chosen or _chosen(opened, step)
-            if not every:
-                break
-    return RunReport(run, tuple(reports), len(opened.steps), every, chosen)
+        reports[step.path] = report
+        if report.goes_on and not every:
+            break
+        if report.ok and not is_export(step, opened.path) and assessor.contents_of(step).model:
+            models.append(step)
+    newest = next((s for s in reversed(opened.steps) if _goes_on(reports.get(s.path))), None)
+    chosen, alone = "" if newest is None else _chosen(opened, newest), None
+    for step in () if newest is not None else models:
+        # it was passed over by its metadata alone
+        reports[step.path] = assessor.assess(step, reads=not options.quick).report
+        if reports[step.path].ok:
+            alone, chosen = step.path, f"{_chosen(opened, step)}; {_ALONE}"
+            break
+    return RunReport(run, (*reports.values(),), len(opened.steps), every, chosen, alone)
+
+
+def _goes_on(report: StepReport | None) -> bool:
+    return report is not None and report.goes_on
 
 
 def _chosen(run: Run, step: Step) -> str:

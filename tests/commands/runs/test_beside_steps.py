@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from prune_runs import fates, pruned
 from safetensors.torch import save_file
 from trainer_runs import OPTIMIZER, WEIGHT, checked
+
+import ckptool
 
 
 def test_what_a_trainer_keeps_once_beside_its_steps_is_no_step(tmp_path: Path) -> None:
@@ -141,3 +145,62 @@ def test_a_model_is_no_step_above_the_folder_of_others(tmp_path: Path) -> None:
     assert report.latest_good.path.name == "last.ckpt"
     alone(tmp_path / "step_3.pt")
     assert [step.path.name for step in checked(tmp_path).steps if step.export] == ["best_model"]
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_a_model_alone_is_named_where_nothing_that_goes_on_is_good(
+    value: float, tmp_path: Path
+) -> None:
+    """ESPnet: checkpoint.pth is all that training goes on from, and 2epoch.pth a model."""
+    state = {"model": {"w": WEIGHT * value}, "optimizer": OPTIMIZER}
+    for epoch in (1, 2):
+        alone(tmp_path / f"{epoch}epoch.pth")
+    torch.save(state, tmp_path / "checkpoint.pth")
+    for report in (checked(tmp_path), ckptool.verify_run(tmp_path)):
+        assert report.latest_good is not None
+        newest = "checkpoint.pth" if value == 1.0 else "2epoch.pth"
+        assert report.latest_good.path.name == newest
+        assert ("a model alone" in report.chosen) == (value != 1.0)
+
+
+@pytest.mark.parametrize(
+    ("models", "other"),
+    [
+        ("llama-hf/checkpoint-{}/model.pt", "other/checkpoint-100/all.pt"),
+        ("sft-merged/checkpoint-{}/model.pt", "other/checkpoint-100/all.pt"),
+        ("model_b/checkpoint-{}/model.pt", "model_a/checkpoint-100/all.pt"),
+        ("sft/checkpoint-{}/model.pt", "checkpoint-100/all.pt"),
+        ("epoch{}.pt", "start.pt"),
+    ],
+)
+def test_models_of_a_training_of_their_own_are_steps(
+    models: str, other: str, tmp_path: Path
+) -> None:
+    full(tmp_path / other)
+    os.utime(tmp_path / other, (1e9, 1e9))
+    for step in (100, 200, 300):
+        alone(tmp_path / models.format(step))
+    found = ckptool.verify_run(tmp_path).latest_good
+    assert found is not None
+    assert found.number == 300
+
+
+def test_only_the_last_of_a_training_may_be_a_model_alone(tmp_path: Path) -> None:
+    for step in (100, 200):
+        state = {"model": {"w": WEIGHT}, "optimizer": OPTIMIZER, "step": step}
+        torch.save(state, tmp_path / f"step_{step}.pt")
+    for step in (300, 400):
+        torch.save({"model": {"w": WEIGHT}}, tmp_path / f"step_{step}.pt")
+    found = ckptool.verify_run(tmp_path).latest_good
+    assert found is not None
+    assert found.number == 200
+
+
+def test_a_training_inside_each_step_is_not_removed_with_it(tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        full(tmp_path / f"checkpoint-{step}" / "all.pt")
+        if step < 300:
+            full(tmp_path / f"checkpoint-{step}/sft/checkpoint-500/all.pt")
+    assert "remove" not in fates(pruned(tmp_path)).values()
+    found = ckptool.verify_run(tmp_path, every=True)
+    assert all(step.ok for step in found.steps if step.path.name == "checkpoint-300")
