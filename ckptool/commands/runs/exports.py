@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import PurePath
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ckptool.commands.runs.contents import AT_ONCE, saved
 from ckptool.commands.runs.names import is_part_folder
@@ -93,9 +92,8 @@ class Exports:
         if not mine.model or mine.optimizer:
             return False
         others = [each for each in self._run.steps if each.series != step.series]
-        if (around := self._home_of_copied(step)) is not None:
-            near = (each for each in others if around in (each.home, *each.home.parents))
-            return any(map(self._resumes, near))
+        if (copied := self._copied(step, others)) is not None:
+            return any(map(self._resumes, copied))
         alike = [each for each in self._run.steps if each.series == step.series]
         counted = {each.position for each in alike if each.position}  # one of a pair may be damaged
         parent = step.path.parent.name
@@ -108,13 +106,16 @@ class Exports:
             has_optimizer
         )
 
-    def _home_of_copied(self, step: Step) -> PurePath | None:
-        """Return the folder in which the steps lie that a step is a copy of; None if it is none."""
+    def _copied(self, step: Step, others: Sequence[Step]) -> Sequence[Step] | None:
+        """Return the steps that one may be a copy of, by its name or its folder's; None if none."""
         folder = step.path.parent.name if step.path.parent != self._run.path else ""
         rest = re.sub(_COPY, "", without_words(folder)).strip("-_.")
         if re.search(_COPY, folder) is not None and not rest:
-            return step.home.parent
-        return step.home if re.search(_COPY, step.path.name) is not None else None
+            around = step.home.parent
+            return [each for each in others if around in (each.home, *each.home.parents)]
+        if re.search(_COPY, step.path.name) is not None:
+            return [each for each in others if each.home == step.home]
+        return None
 
     def _beside(self, step: Step, first: Step, others: Iterable[Step]) -> Iterator[Step]:
         """Yield what lies beside a step and its series, but for what its training began from.

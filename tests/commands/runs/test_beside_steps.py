@@ -171,6 +171,7 @@ def test_a_model_alone_is_named_where_nothing_that_goes_on_is_good(
         ("model_b/checkpoint-{}/model.pt", "model_a/checkpoint-100/all.pt"),
         ("sft/checkpoint-{}/model.pt", "checkpoint-100/all.pt"),
         ("epoch{}.pt", "start.pt"),
+        ("llama-hf-step{}.pt", "other/step_50.pt"),
     ],
 )
 def test_models_of_a_training_of_their_own_are_steps(
