@@ -85,13 +85,16 @@ class Assessor:
     """Assesses the steps of one run, each once, from the newest.
 
     If ``thorough``, it also examines the checkpoints of a step that is not good already by the
-    names of its files.
+    names of its files. If it ``skims``, it reads no data of what training does not go on from.
     """
 
-    def __init__(self, run: Run, options: VerifyOptions, *, thorough: bool = False) -> None:
+    def __init__(
+        self, run: Run, options: VerifyOptions, *, thorough: bool = False, skims: bool = False
+    ) -> None:
         self._run = run
         self._options = options
         self._thorough = thorough
+        self._skims = skims
         self._completeness = Completeness(run)
         self._models = Models(run, options.read)
         self._exports = Exports(run, self.contents_of)
@@ -104,8 +107,7 @@ class Assessor:
 
         It ``reads`` the data even where the options leave it out.
         """
-        is_passed = not self._thorough and self._exports.has(step)  # whatever its data is
-        quick = (self._options.quick or is_passed) and not reads
+        quick = (self._options.quick or (self._skims and self._exports.has(step))) and not reads
         options = replace(self._options, quick=quick)
         seen = _Seen(reasons=[*self._by_names(step)])
         found: list[Found] = []

@@ -73,7 +73,7 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     """
     require_codes(options.ignore)
     opened = as_one_step(open_run(run, options.read))
-    assessor = Assessor(opened, options, thorough=every)
+    assessor = Assessor(opened, options, thorough=every, skims=not every)
     reports: dict[Location, StepReport] = {}
     models: list[Step] = []
     for step in reversed(opened.steps):

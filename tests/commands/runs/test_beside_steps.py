@@ -205,3 +205,18 @@ def test_a_training_inside_each_step_is_not_removed_with_it(tmp_path: Path) -> N
     assert "remove" not in fates(pruned(tmp_path)).values()
     found = ckptool.verify_run(tmp_path, every=True)
     assert all(step.ok for step in found.steps if step.path.name == "checkpoint-300")
+
+
+def test_the_data_of_exports_that_stay_is_read_before_others_go(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        full(tmp_path / "checkpoints" / f"step_{step}" / "all.pt")
+        value = float("nan") if step == 30 else 1.0
+        (folder := tmp_path / "weights" / f"step_{step}").mkdir(parents=True)
+        save_file({"w": WEIGHT * value}, folder / "model.safetensors", {"format": "pt"})
+    found = ckptool.verify_run(tmp_path).latest_good
+    assert found is not None
+    assert found.path == tmp_path / "checkpoints" / "step_30"
+    steps = pruned(tmp_path).steps
+    told = {str(each.path).removeprefix(f"{tmp_path}/"): each.fate for each in steps}
+    assert told["weights/step_30"] == "leave"
+    assert told["weights/step_20"] == "keep"
