@@ -12,6 +12,7 @@ import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -55,24 +56,46 @@ def earlier_problems(
 
     ``saves`` are the step's checkpoints. Raises NoAnswer.
     """
-    named = {within(each.path, step.path): each for each in saves if each.path in step}
+    named = {within(each.path, step.path): _Save(each) for each in saves if each.path in step}
     for before in reversed(earlier[-_BEFORE:]):
         for part in (part for part in before.parts if part in before):
             save = named.get(within(part, before.path))
-            was = survey_readable(part, options) if save else None
-            if save and was:
-                name = before.path.name
-                why = _reset_scheduler(save, was, name) or _mixed_with(save, was, name)
+            found = survey_readable(part, options) if save else None
+            if save and found:
+                was, name = _Save(found), before.path.name
+                why = _reset_scheduler(save.survey, found, name) or _mixed_with(save, was, name)
                 yield from [Problem(why, _DIFFER)] if why else []
                 yield from _lost_state(save, was, name) if before is earlier[-1] else ()
 
 
-def _lost_state(save: Survey, was: Survey, name: str) -> Iterator[Problem]:
+class _Save(Struct, frozen=True, dict=True):
+    """A checkpoint of a step, with the optimizer that it has or that lies beside it."""
+
+    survey: Survey
+
+    @cached_property
+    def optimizer(self) -> Survey | None:
+        """What has the optimizer: the checkpoint itself, or a file beside it that can be read."""
+        catalog, source = self.survey.catalog, self.survey.source
+        if catalog is None:
+            return None
+        beside = trainer_optimizer(source.files, catalog.files)
+        if not beside:
+            return self.survey
+        return survey_readable(self.survey.path / beside, ReadOptions("torch-save"))
+
+    @cached_property
+    def weights(self) -> _Matrices:
+        """The matrices of the model."""
+        return _matrices(self.survey, "model")
+
+
+def _lost_state(save: _Save, was: _Save, name: str) -> Iterator[Problem]:
     """Yield a problem if an optimizer lacks state of parameters, which it had some steps before.
 
     If it was begun again it has taken fewer steps, or where it has no state at all, so have others.
     """
-    one, other = _optimizer_of(save), _optimizer_of(was)
+    one, other = save.optimizer, was.optimizer
     if not one or not other or not one.catalog or not other.catalog:
         return
     mine, before = _with_state(one.catalog), _with_state(other.catalog)
@@ -137,14 +160,14 @@ def _steps_taken(save: Survey) -> Mapping[str, float]:
     return steps_of_each(catalog, counters.taken)
 
 
-def _mixed_with(save: Survey, was: Survey, name: str) -> str | None:
+def _mixed_with(save: _Save, was: _Save, name: str) -> str | None:
     """Return what a save alone has of an earlier one, if that is its model or its optimizer.
 
     Little is read, unless something is the same: the smallest matrices first, and of each what
     precedes the first difference.
     """
-    weights, weights_before = _matrices(save, "model"), _matrices(was, "model")
-    one, other = _optimizer_of(save), _optimizer_of(was)
+    weights, weights_before = save.weights, was.weights
+    one, other = save.optimizer, was.optimizer
     if not one or not other or weights.looks != weights_before.looks or weights.are_averages:
         return None
     state, state_before = _matrices(one, "optimizer"), _matrices(other, "optimizer")
@@ -228,14 +251,6 @@ def _matrices(save: Survey, part: str) -> _Matrices:
     entries = save.catalog.tensors.items() if save.catalog else ()
     own = {n: e for n, e in entries if is_matrix(e.shape) and state_category(e) == part}
     return _Matrices(own, save)
-
-
-def _optimizer_of(model: Survey) -> Survey | None:
-    """Return the save that has the optimizer of a model's: its own, or that of a file beside it."""
-    if model.catalog is None:
-        return None
-    beside = trainer_optimizer(model.source.files, model.catalog.files)
-    return survey_readable(model.path / beside, ReadOptions("torch-save")) if beside else model
 
 
 def _rate_of(optimizer: Survey) -> float:
