@@ -30,6 +30,10 @@ class Exports:
     def __init__(self, run: Run, contents_of: Callable[[Step], Contents]) -> None:
         self._run = run
         self._contents_of = contents_of
+        self._series: dict[object, list[Step]] = {}
+        for step in run.steps:
+            self._series.setdefault(step.series, []).append(step)
+        self._never_resumed: dict[object, bool] = {}
 
     def are_all(self) -> bool:
         """Return whether all that the run has lies where exports do."""
@@ -40,14 +44,14 @@ class Exports:
 
         Raises NoAnswer.
         """
-        if len({each.series for each in self._run.steps}) == 1:
+        if len(self._series) == 1:
             return False
         asked = self._is_state_beside, self._is_state_of_each, self._is_model_beside
         return any(is_so(step) for is_so in asked)
 
     def is_last(self, step: Step) -> bool:
         """Return whether it is a model alone, the last of whole steps: torchtitan saves it so."""
-        alike = [s for s in self._run.steps if s.series == step.series and s.parts]
+        alike = [each for each in self._series[step.series] if each.parts]
         mine = self._contents_of(step)
         if not mine.model or mine.optimizer or mine.other or step != alike[-1]:
             return False
@@ -75,8 +79,8 @@ class Exports:
         """
         if step.number is None or not may_be_empty(step.path.name):
             return False
-        alike = (each for each in self._run.steps if each.series == step.series)
-        if any(c.model or c.optimizer for c in map(self._contents_of, alike)):
+        alike = map(self._contents_of, self._series[step.series])
+        if any(contents.model or contents.optimizer for contents in alike):
             return False
         same = (s for s in self._run.steps if s.position and s.number == step.number)
         return any(self._contents_of(each).model for each in same)
@@ -94,17 +98,22 @@ class Exports:
         others = [each for each in self._run.steps if each.series != step.series]
         if (copied := self._copied(step, others)) is not None:
             return any(map(self._resumes, copied))
-        alike = [each for each in self._run.steps if each.series == step.series]
+        alike = self._series[step.series]
         counted = {each.position for each in alike if each.position}  # one of a pair may be damaged
         parent = step.path.parent.name
         of_models = role_of(parent) == "model" and is_part_folder(parent)
         near = (each for each in others if each.home == step.home or of_models)
         if any(self._resumes(each) for each in near if each.position in counted):
             return True
-        has_optimizer = (self._contents_of(each).optimizer for each in alike)
-        return self._has_resumed_from(self._beside(step, alike[0], others)) and not any(
-            has_optimizer
-        )
+        if step.series not in self._never_resumed:
+            self._never_resumed[step.series] = self._is_never_resumed(alike, others)
+        return self._never_resumed[step.series]
+
+    def _is_never_resumed(self, alike: Sequence[Step], others: Sequence[Step]) -> bool:
+        """Return whether a series never has an optimizer, and what is resumed from lies beside."""
+        if not self._has_resumed_from(self._beside(alike[0], others)):
+            return False
+        return not any(self._contents_of(each).optimizer for each in alike)
 
     def _copied(self, step: Step, others: Sequence[Step]) -> Sequence[Step] | None:
         """Return the steps that one may be a copy of, by its name or its folder's; None if none."""
@@ -117,17 +126,17 @@ class Exports:
             return [each for each in others if each.home == step.home]
         return None
 
-    def _beside(self, step: Step, first: Step, others: Iterable[Step]) -> Iterator[Step]:
-        """Yield what lies beside a step and its series, but for what its training began from.
+    def _beside(self, first: Step, others: Iterable[Step]) -> Iterator[Step]:
+        """Yield what lies beside the first step of a series, but for what its training began from.
 
-        That is older than the first. A model without a number may also lie below or above it:
+        That is older. A model without a number may also lie below or above it:
         diffusion-pipe's ``epoch3`` beside ``global_step300``, rsl_rl's ``exported/policy.pt`` below
         ``model_150.pt``, SchNetPack's ``best_model`` above ``checkpoints``.
         """
-        is_counted, began = step.number is not None, saved(first, self._run) or 0.0
-        homes = {step.home} if is_counted else {step.home, *step.home.parents}
+        is_counted, began = first.number is not None, saved(first, self._run) or 0.0
+        homes = {first.home} if is_counted else {first.home, *first.home.parents}
         for each in others:
-            is_near = each.home in homes or (not is_counted and step.home in each.home.parents)
+            is_near = each.home in homes or (not is_counted and first.home in each.home.parents)
             if is_near and (saved(each, self._run) or began) >= began - AT_ONCE:
                 yield each
 
