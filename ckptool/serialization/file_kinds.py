@@ -288,8 +288,6 @@ def read_head(source: Source, file: str) -> bytes:
 
 
 _HASH = re.compile(r"[0-9a-f]{32,}")
-
-
 _SMALLEST = 512
 """Bytes that a file of torch.save has more than."""
 

@@ -209,8 +209,7 @@ class Assessor:
 
     def _missing_parts(self, step: Step) -> list[str]:
         """Return the checkpoints that every older step of a series has, and a step has not."""
-        older = self._run.steps[: self._run.steps.index(step)]
-        names = [each.names for each in older if each.series == step.series and each.parts]
+        names = [each.names for each in self._before(step) if each.parts]
         common = frozenset[str]().union(*names).intersection(*names) if names else frozenset()
         return sorted(common - step.names) if step.names < common else []
 
@@ -241,22 +240,26 @@ class Assessor:
             yield "has no tensors of a model, which other steps have"
         elif _LOST not in self._options.ignore and (lost := self._models.lost(step, found)):
             yield f"{_LOST}: {lost} (--ignore {_LOST} counts it as good)"
+        before = self._before(step)
         if not mine.state and (mine.optimizer or step.series not in self._good):
-            older = reversed(self._run.steps[: self._run.steps.index(step)])
-            alike = (s for s in older if s.series == step.series and not [*self._by_names(s)])
+            alike = (each for each in reversed(before) if not [*self._by_names(each)])
             had = next((s for s in alike if mine.has_lost_state_of(self.contents_of(s))), None)
-            is_lost = had is not None and not self._exports.is_last(step)
-            if had is not None and is_lost and _EMPTIED not in self._options.ignore:
+            is_judged = _EMPTIED not in self._options.ignore
+            if had is not None and is_judged and not self._exports.is_last(step):
                 why = f"no optimizer's state, which {had.path.name} has"
                 why = f"{_EMPTIED}: {why}: a resume begins the optimizer again"
                 yield f"{why} (--ignore {_EMPTIED} counts it as good)"
-        earlier = [] if self._options.quick else self._run.steps[: self._run.steps.index(step)]
-        before = [each for each in earlier if each.series == step.series]
         own = [each for inside, each in found if not inside]
-        problems = earlier_problems(step, own, before, self._options.read)
+        earlier = [] if self._options.quick else before
+        problems = earlier_problems(step, own, earlier, self._options.read)
         for each in (each for each in problems if each.code not in self._options.ignore):
             yield f"{each.code}: {each} (--ignore {each.code} counts it as good)"
             return
+
+    def _before(self, step: Step) -> list[Step]:
+        """Return the earlier steps of a step's series, oldest first."""
+        earlier = self._run.steps[: self._run.steps.index(step)]
+        return [each for each in earlier if each.series == step.series]
 
 
 def _text_of(finding: Finding, report: VerifyReport) -> str:

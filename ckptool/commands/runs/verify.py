@@ -75,17 +75,19 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     opened = as_one_step(open_run(run, options.read))
     assessor = Assessor(opened, options, thorough=every, skims=not every)
     reports: dict[Location, StepReport] = {}
+    newest: Step | None = None
     models: list[Step] = []
     for step in reversed(opened.steps):
         report = assessor.assess(step).report
         if not report.ok and is_gone(report.path):
             continue
         reports[step.path] = report
-        if report.goes_on and not every:
-            break
-        if report.ok and not is_export(step, opened.path) and assessor.contents_of(step).model:
+        if report.goes_on:
+            newest = newest or step
+            if not every:
+                break
+        elif report.ok and not is_export(step, opened.path) and assessor.contents_of(step).model:
             models.append(step)
-    newest = next((s for s in reversed(opened.steps) if _goes_on(reports.get(s.path))), None)
     chosen, alone = "" if newest is None else _chosen(opened, newest), None
     for step in () if newest is not None else models:
         # it was passed over by its metadata alone
@@ -94,10 +96,6 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
             alone, chosen = step.path, f"{_chosen(opened, step)}; {_ALONE}"
             break
     return RunReport(run, (*reports.values(),), len(opened.steps), every, chosen, alone)
-
-
-def _goes_on(report: StepReport | None) -> bool:
-    return report is not None and report.goes_on
 
 
 def _chosen(run: Run, step: Step) -> str:
