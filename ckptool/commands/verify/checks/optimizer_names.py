@@ -14,7 +14,9 @@ _PARAMS = re.compile(r"(?s)(.+)\.params(?:@rank\d+)?")
 RATE = re.compile(r"(?:.+\.)?param_groups\..+\.lr")
 """The name of a group's learning rate."""
 MOMENTS = frozenset(["exp_avg", "exp_avg_sq"])
-_KINDS = MOMENTS | {"max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf"}
+MOMENTUM = "momentum_buffer"
+"""The mean of gradients of SGD and Muon, which count no steps."""
+_KINDS = MOMENTS | {"max_exp_avg_sq", MOMENTUM, "square_avg", "exp_inf"}
 STEP = "step"
 
 

@@ -8,43 +8,30 @@ is not of.
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from pathlib import PurePath
 from typing import NamedTuple
-
-from msgspec import Struct
 
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import located
 from ckptool.commands.verify.checks.meaning.counts import steps_of_each
-from ckptool.commands.verify.checks.meaning.masters import AVERAGE
-from ckptool.commands.verify.checks.meaning.stacks import is_matrix
 from ckptool.commands.verify.checks.meaning.trainer_counts import number_in
-from ckptool.commands.verify.checks.optimizer_names import RATE, StateName, groups_of
+from ckptool.commands.verify.checks.optimizer_names import groups_of
 from ckptool.commands.verify.checks.training import StepCounters
-from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry
-from ckptool.core.state_category import state_category
+from ckptool.commands.verify.compare.matrices import Save
+from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.core.text import list_some, natural_key
 from ckptool.errors import CkptoolError, Problem
-from ckptool.formats.companions import trainer_optimizer
-from ckptool.storage.url import within
+from ckptool.storage.url import Location, within
 
 _DIFFER = "counts-differ"
 _BEFORE = 3
 """How many of the steps before it a step is compared with."""
 _FEW = 2
-_SQUARES = frozenset(["exp_avg_sq", "square_avg"])
-_VISIBLE = 1e-6
-"""A learning rate whose steps change some weight of any model, if divided by sizes of gradients."""
-_VISIBLE_OF_GRADIENTS = 1e-2
-"""The same of steps that are not, as of SGD."""
-_SEEN = 8
-"""How many weights such a step must change: few of bf16 if none is near zero."""
 _COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
 """What accelerate saves of a scheduler."""
 
@@ -56,41 +43,32 @@ def earlier_problems(
 
     ``saves`` are the step's checkpoints. Raises NoAnswer.
     """
-    named = {within(each.path, step.path): _Save(each) for each in saves if each.path in step}
-    for before in reversed(earlier[-_BEFORE:]):
-        for part in (part for part in before.parts if part in before):
-            save = named.get(within(part, before.path))
-            found = survey_readable(part, options) if save else None
-            if save and found:
-                was, name = _Save(found), before.path.name
-                why = _reset_scheduler(save.survey, found, name) or _mixed_with(save, was, name)
-                yield from [Problem(why, _DIFFER)] if why else []
-                yield from _lost_state(save, was, name) if before is earlier[-1] else ()
+    for survey in (each for each in saves if each.path in step):
+        save, at = Save(survey, step), within(survey.path, step.path)
+        alike = ((each, _part_at(at, each)) for each in reversed(earlier[-_BEFORE:]))
+        found = ((survey_readable(part, options), each) for each, part in alike if part)
+        before = [Save(survey, each) for survey, each in found if survey]
+        for was in before:
+            why = _reset_scheduler(save, was) or _mixed_with(save, was)
+            yield from [Problem(why, _DIFFER)] if why else []
+            yield from _lost_state(save, was) if was.step is earlier[-1] else ()
+        yield from _emptied(save, before)
+        yield from _moved_strangely(save, before) if before else ()
 
 
-class _Save(Struct, frozen=True, dict=True):
-    """A checkpoint of a step, with the optimizer that it has or that lies beside it."""
-
-    survey: Survey
-
-    @cached_property
-    def optimizer(self) -> Survey | None:
-        """What has the optimizer: the checkpoint itself, or a file beside it that can be read."""
-        catalog, source = self.survey.catalog, self.survey.source
-        if catalog is None:
-            return None
-        beside = trainer_optimizer(source.files, catalog.files)
-        if not beside:
-            return self.survey
-        return survey_readable(self.survey.path / beside, ReadOptions("torch-save"))
-
-    @cached_property
-    def weights(self) -> _Matrices:
-        """The matrices of the model."""
-        return _matrices(self.survey, "model")
+def _part_at(at: PurePath, step: Step) -> Location | None:
+    """Return the checkpoint at a place inside a step."""
+    parts = (part for part in step.parts if part in step)
+    return next((part for part in parts if within(part, step.path) == at), None)
 
 
-def _lost_state(save: _Save, was: _Save, name: str) -> Iterator[Problem]:
+def _moved_strangely(save: Save, before: Sequence[Save]) -> Iterator[Problem]:
+    from ckptool.commands.verify.compare.movement import movement_problems  # numpy
+
+    return movement_problems(save, before)
+
+
+def _lost_state(save: Save, was: Save) -> Iterator[Problem]:
     """Yield a problem if an optimizer lacks state of parameters, which it had some steps before.
 
     If it was begun again it has taken fewer steps, or where it has no state at all, so have others.
@@ -107,7 +85,7 @@ def _lost_state(save: _Save, was: _Save, name: str) -> Iterator[Problem]:
         is_whole = group.optimizer not in taken and group.is_adam and moved
         lost = sorted(before[group] - own, key=natural_key)
         if lost and (group.optimizer in moved or is_whole):
-            message = f"{list_some(lost, _FEW)}: without optimizer state, which {name} has"
+            message = f"{list_some(lost, _FEW)}: without optimizer state, which {was.name} has"
             yield Problem(message, "optimizer-incomplete")
 
 
@@ -130,16 +108,34 @@ class _Group(NamedTuple):
     is_adam: bool
 
 
-def _reset_scheduler(save: Survey, was: Survey, name: str) -> str | None:
+def _emptied(save: Save, before: Sequence[Save]) -> Iterator[Problem]:
+    """Yield a problem if momentum that counts no steps is all zero, unlike that of a save before.
+
+    Once there was a gradient it is not, unless none comes for hundreds of steps.
+    """
+    momenta = save.momenta
+    if not momenta.entries or not momenta.are_zero:
+        return
+    for was in before:
+        if was.momenta.entries and not was.momenta.are_zero:
+            message = f"{next(iter(momenta.entries))}: all momentum is zero, but not in {was.name}"
+            yield Problem(f"{message}: a resume begins it again", "moments-zero")
+            return
+
+
+def _reset_scheduler(save: Save, was: Save) -> str | None:
     """Return which scheduler of accelerate has not stepped, unlike one that did at each step."""
-    values, before = ({n: e.value for n, e in _values(each)} for each in (save, was))
+    surveys = save.survey, was.survey
+    values, before = ({n: e.value for n, e in _values(each)} for each in surveys)
     for count in filter(_COUNT.fullmatch, values):
         steps = number_in(before, count) or 0
         if values[count] != 0 or not steps:
             continue
-        taken, taken_before = (max(_steps_taken(each).values(), default=0) for each in (save, was))
+        taken, taken_before = (max(_steps_taken(each).values(), default=0) for each in surveys)
         if 0 < taken_before <= steps and taken_before < taken:
-            message = f"{count} is 0, but {steps:,} in {name}, after which the optimizer has taken"
+            message = (
+                f"{count} is 0, but {steps:,} in {was.name}, after which the optimizer has taken"
+            )
             return f"{message} more steps: the learning rate would begin again"
     return None
 
@@ -160,7 +156,7 @@ def _steps_taken(save: Survey) -> Mapping[str, float]:
     return steps_of_each(catalog, counters.taken)
 
 
-def _mixed_with(save: _Save, was: _Save, name: str) -> str | None:
+def _mixed_with(save: Save, was: Save) -> str | None:
     """Return what a save alone has of an earlier one, if that is its model or its optimizer.
 
     Little is read, unless something is the same: the smallest matrices first, and of each what
@@ -170,90 +166,13 @@ def _mixed_with(save: _Save, was: _Save, name: str) -> str | None:
     one, other = save.optimizer, was.optimizer
     if not one or not other or weights.looks != weights_before.looks or weights.are_averages:
         return None
-    state, state_before = _matrices(one, "optimizer"), _matrices(other, "optimizer")
+    state, state_before = save.state, was.state
     if state.looks != state_before.looks or not state.are_of(weights):
         return None
     has_weights = weights.are_those_of(weights_before)
     has_state = state.are_those_of(state_before)
-    step = min(_rate_of(one), _rate_of(other)) / state.visible_rate * _VISIBLE
-    if has_weights and not has_state and step >= _VISIBLE and weights.are_moved_by(step):
-        return f"its weights are those of {name}, but not its optimizer: they are of two saves"
+    if has_weights and not has_state and weights.are_moved_by(save.least_step(was)):
+        return f"its weights are those of {was.name}, but not its optimizer: they are of two saves"
     if has_state and not has_weights and not state.are_zero:
-        return f"its optimizer is that of {name}, but not its weights: they are of two saves"
+        return f"its optimizer is that of {was.name}, but not its weights: they are of two saves"
     return None
-
-
-class _Matrices(Struct, frozen=True):
-    """Matrices of a save, by their names."""
-
-    entries: Mapping[str, TensorEntry]
-    save: Survey
-
-    @property
-    def looks(self) -> Mapping[str, object]:
-        """Their shapes and types."""
-        return {name: (each.shape, each.source_dtype) for name, each in self.entries.items()}
-
-    @property
-    def are_averages(self) -> bool:
-        """Return whether the name of a file or of the folder says that they move otherwise."""
-        files = {chunk.at.file for entry in self.entries.values() for chunk in entry.chunks}
-        return any(map(AVERAGE.search, (posixpath.basename(self.save.source.root), *files)))
-
-    @property
-    def visible_rate(self) -> float:
-        """Return the least learning rate with which this state's steps are seen in weights."""
-        is_scaled = any(StateName.of(name).kind in _SQUARES for name in self.entries)
-        return _VISIBLE if is_scaled else _VISIBLE_OF_GRADIENTS
-
-    @property
-    def are_zero(self) -> bool:
-        from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
-
-        opened = map(self._opened, self.entries)
-        return not any(largest_sizes(filter(None, opened), self.save.source).values())
-
-    def are_moved_by(self, step: float) -> bool:
-        """Return whether some differ after steps of a size, as their types round them."""
-        from ckptool.commands.verify.checks.meaning.moment_bits import count_moved
-
-        opened = filter(None, map(self._opened, self.entries))
-        return count_moved(opened, self.save.source, step) >= _SEEN
-
-    def are_of(self, weights: _Matrices) -> bool:
-        """Return whether they may be the state of a model's parameters, or most of them."""
-        shapes = {entry.shape for entry in weights.entries.values()}
-        own = [entry.shape for entry in self.entries.values()]
-        return shapes.issuperset(own) and 2 * len(own) >= len(weights.entries) > 0
-
-    def are_those_of(self, other: _Matrices) -> bool:
-        """Return whether all are bit for bit those of another save, which has the same names."""
-        from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
-
-        for name in sorted(self.entries, key=lambda name: self.entries[name].elements):
-            one, was = self._opened(name), other._opened(name)
-            sources = self.save.source, other.save.source
-            if one is None or was is None or not are_equal(one, was, *sources):
-                return False
-        return True
-
-    def _opened(self, name: str) -> TensorEntry | None:
-        """Return a matrix with its containers opened, None if they cannot be."""
-        if self.save.catalog is None:
-            return None
-        with suppress(CkptoolError):  # said by the check of the save by itself
-            alone = self.save.catalog.with_tensors({name: self.entries[name]})
-            return located(self.save.format, self.save.source, alone, lambda item: True)[0][name]
-        return None
-
-
-def _matrices(save: Survey, part: str) -> _Matrices:
-    entries = save.catalog.tensors.items() if save.catalog else ()
-    own = {n: e for n, e in entries if is_matrix(e.shape) and state_category(e) == part}
-    return _Matrices(own, save)
-
-
-def _rate_of(optimizer: Survey) -> float:
-    """Return the largest learning rate of an optimizer, 0 if it has none that is a number."""
-    rates = (entry.value for name, entry in _values(optimizer) if RATE.fullmatch(name))
-    return max((rate for rate in rates if isinstance(rate, float)), default=0.0)

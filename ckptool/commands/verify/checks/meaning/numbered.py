@@ -14,11 +14,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from ckptool.commands.verify.checks.meaning.stacks import Slice, is_matrix
-from ckptool.commands.verify.checks.optimizer_names import StateName
+from ckptool.commands.verify.checks.optimizer_names import MOMENTS, MOMENTUM, StateName
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import natural_key
 
+_NUMBERED = MOMENTS | {MOMENTUM}
 _SORTED = ".safetensors"
 """The suffix of files whose tensors are in the order of their names."""
 
@@ -57,7 +58,7 @@ def states_by_name(states: Tensors, models: Tensors) -> Iterator[Slice]:
 def _number_of(name: str) -> tuple[str, int] | None:
     """Return what precedes a moment's parameter, and the number of that if it has one."""
     of = StateName.of(name)
-    is_of_torch = of.is_moment and of.is_inside and not of.by_kind
+    is_of_torch = of.kind in _NUMBERED and of.is_inside and not of.by_kind
     if not is_of_torch or not _NUMBER.fullmatch(of.parameter):
         return None
     return name.removesuffix(f".{of.parameter}.{of.kind}"), int(of.parameter)

@@ -1,0 +1,138 @@
+"""How a model's matrices moved from save to save, as samples of them show.
+
+Training moves a matrix little from one save to the next, once it has settled, and never back to
+what it was. So one that is, bit for bit, that of an older save is of that save, and so is one that
+stands still while its moments move; one that is like nothing it was before is another's: another
+layer's, another run's, or made anew.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from ckptool.commands.verify.compare.matrices import Save
+from ckptool.commands.verify.compare.samples import OTHER_PLACES, Samples
+from ckptool.core.text import list_some
+from ckptool.errors import Problem
+
+_OF_TWO, _UNRELATED = "counts-differ", "weights-unrelated"
+_MOVED = 64
+"""Elements that do not all return by chance to what they were, as few of 16 bits may."""
+_TRAINED = 0.25
+"""The share of a matrix's elements that move if it is trained, and not only rounded otherwise."""
+_SETTLED, _APART, _FOREIGN = 0.9, 0.5, 0.1
+"""Correlations of a matrix with the one a save before: if it moves little, if it has moved far, and
+if it is none of its own.
+"""
+_ENOUGH = 1 << 8
+"""Elements that are uncorrelated by no chance if they are another's."""
+_LONGER = 4
+"""Times as many steps may lie between two saves as between the two before."""
+_ADAPTER = "lora"
+"""In the names of what may be begun anew in the middle of a training, then all of it (ReLoRA)."""
+_FEW = 2
+
+
+def movement_problems(save: Save, before: Sequence[Save]) -> Iterator[Problem]:
+    """Yield the matrices of a save that are not of it, as those ``before`` tell, the last first."""
+    if not before or save.weights.are_averages:
+        return
+    now, last, *older = map(Samples, (save, *before))
+    names = [n for n in now.names if all(now.looks(n) == each.looks(n) for each in (last, *older))]
+    moved = [n for n in names if now.count_differing(last, n) >= _MOVED]
+    yield from _returned(now, last, older, moved)
+    yield from _exchanged(now, last, older, names)
+    if older:
+        yield from _stood_still(now, last, older[0], names)
+        yield from _unrelated(now, last, older[0], moved)
+
+
+def _returned(
+    now: Samples, last: Samples, older: Iterable[Samples], moved: Sequence[str]
+) -> Iterator[Problem]:
+    """Yield the matrices that are those of an older save, though not all are, as if it was loaded.
+
+    ``moved`` are those that are not of the last one.
+    """
+    for each in older:
+        back = [name for name in moved if not now.count_differing(each, name)]
+        back = [name for name in back if now.is_that_of(each, name)]
+        if 0 < len(back) < len(moved):
+            message = (
+                f"{list_some(back, _FEW)}: as in {each.name}, but not as in {last.name}, which"
+            )
+            yield Problem(f"{message} is newer: they are of two saves", _OF_TWO)
+
+
+def _exchanged(
+    now: Samples, last: Samples, older: Sequence[Samples], names: Sequence[str]
+) -> Iterator[Problem]:
+    """Yield the matrices that are like another one of the save before, and unlike their own.
+
+    Unless they were so in that save, and are right now.
+    """
+    alike = defaultdict(list)
+    for name in names:
+        alike[now.looks(name)].append(name)
+    for group in (group for group in alike.values() if len(group) > 1):
+        for name in (name for name in group if now.likeness(name, last) < _APART):
+            likeness, other = now.most_like(name, last, group)
+            if likeness > _SETTLED and all(last.likeness(name, e) > _APART for e in older[:1]):
+                message = f"{name}: has the values that {other} had in {last.name}"
+                yield Problem(f"{message}: layers were mixed up", _UNRELATED, tensor=name)
+
+
+def _stood_still(
+    now: Samples, last: Samples, older: Samples, names: Sequence[str]
+) -> Iterator[Problem]:
+    """Yield the matrices that were trained before and stand still, though their moments do not."""
+    save, was = now.save, last.save
+    still = [name for name in names if not now.count_differing(last, name)]
+    still = [n for n in still if last.count_differing(older, n) >= _TRAINED * now.size(n)]
+    if 2 * len(still) >= len(names) or save.some_stand_still(was):
+        return
+    still = [name for name in still if now.is_that_of(last, name)]
+    shapes = {now.looks(name) for name in still}  # one may be taken for another of its shape
+    known = {name: save.state_moved(was, name) for name in names if now.looks(name) in shapes}
+    frozen = {now.looks(name) for name, moved in known.items() if moved is False}
+    still = [name for name in still if known[name] and now.looks(name) not in frozen]
+    still = [n for n in still if save.weights.only([n]).are_moved_by(save.least_step(was))]
+    if still:
+        message = f"{list_some(still, _FEW)}: as in {last.name}, but not what the optimizer keeps"
+        yield Problem(f"{message} of it: they are of two saves", _OF_TWO)
+
+
+def _unrelated(
+    now: Samples, last: Samples, older: Samples, moved: Sequence[str]
+) -> Iterator[Problem]:
+    """Yield the matrices that are like nothing they were before, once they had settled.
+
+    A sample may be of nothing but rows that were never trained, so it is not believed alone.
+    """
+    if not _follow_evenly(*(each.save.step.number for each in (now, last, older))):
+        return
+    saves = now.save, last.save, older.save
+    adapters = {name for name in moved if _ADAPTER in name.lower()}
+    if all(now.likeness(name, last) < _SETTLED for name in adapters):
+        moved = [name for name in moved if name not in adapters]
+    foreign = [name for name in moved if now.size(name) >= _ENOUGH]
+    foreign = [name for name in foreign if _is_foreign(now, last, older, name)]
+    for at in OTHER_PLACES if foreign else ():
+        one, two, three = (Samples(save, foreign, at) for save in saves)
+        foreign = [n for n in foreign if _is_foreign(one, two, three, n)]
+    if foreign:
+        message = f"{list_some(foreign, _FEW)}: like nothing that it was in {last.name} and"
+        message += f" {older.name}: of another model, or made anew"
+        yield Problem(message, _UNRELATED, tensor=foreign[0])
+
+
+def _is_foreign(now: Samples, last: Samples, older: Samples, name: str) -> bool:
+    return last.likeness(name, older) > _SETTLED and abs(now.likeness(name, last)) < _FOREIGN
+
+
+def _follow_evenly(now: int | None, last: int | None, older: int | None) -> bool:
+    """Return whether about as many steps are between two saves as between the two before."""
+    if now is None or last is None or older is None:
+        return False
+    return 0 < now - last <= _LONGER * (last - older)

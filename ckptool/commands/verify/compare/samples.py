@@ -1,0 +1,134 @@
+"""Samples of the matrices of a model, each from the same place in every save."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckptool.commands.verify.checks.content import located
+from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
+from ckptool.commands.verify.checks.meaning.stacks import Entries, Slices, is_matrix
+from ckptool.commands.verify.compare.matrices import Save
+from ckptool.core.box import Box
+from ckptool.core.catalog import TensorEntry
+from ckptool.engine.read.numbers import decode
+from ckptool.engine.read.segments import entry_needs
+from ckptool.engine.read.tensors import TensorReader, TensorSource, TensorTile
+from ckptool.engine.read.tiles import Job, read_tiles
+from ckptool.errors import CkptoolError
+
+if TYPE_CHECKING:
+    from ckptool.engine.read.numbers import Array
+
+_MOST, _LEAST = 1 << 12, 1 << 8
+"""Elements of one sample: fewer if there are many."""
+_TOGETHER = 1 << 20
+"""Elements of all samples; if there are too many matrices, only some of these have one."""
+_PLACES, _MIDDLE = 8, 4
+"""Eighths of a matrix, at one of which a sample begins."""
+OTHER_PLACES = 0, 2, 6
+
+
+class Samples:
+    """Samples of the matrices of a save, by the names that these have if none are stacked.
+
+    They begin at one of the eighths of each matrix, and are only of some ``names`` if there are
+    any. What cannot be read has none, nor has what is of other numbers than floats.
+    """
+
+    def __init__(self, save: Save, names: Collection[str] = (), at: int = _MIDDLE) -> None:
+        self.save = save
+        self._bits: dict[str, Array] = {}
+        self._units: dict[str, Array] = {}
+        survey = save.survey
+        tensors = {n: e for n, e in save.weights.entries.items() if e.source_dtype.kind == "float"}
+        opened: Mapping[str, TensorEntry] = {}
+        if survey.catalog is not None:
+            whole = survey.catalog.with_tensors(tensors)
+            opened = located(survey.format, survey.source, whole, lambda item: True)[0]
+        slices = Slices(opened)
+        self.entries = Entries(slices, opened)
+        known = [n for n in slices.names if not names or n in names]
+        matrices = [name for name in known if is_matrix(slices.shape(name, opened))]
+        matrices = matrices[:: 1 + len(matrices) * _LEAST // _TOGETHER]
+        most = min(_MOST, _TOGETHER // max(1, len(matrices)))
+        jobs = (_job(name, self.entries[name], at, most) for name in matrices)
+        read_tiles(TensorSource(survey.source), jobs, self._take, survey.source.policy.workers)
+
+    def _take(self, name: str, tiles: Iterator[TensorTile]) -> None:
+        try:
+            for tile in tiles:
+                self._bits[name] = tile.values.reshape(-1).copy()
+        except CkptoolError:
+            return  # the reader of all data reports on it
+
+    @property
+    def name(self) -> str:
+        """The name of the step."""
+        return self.save.name
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the matrices of which there are samples."""
+        return self._bits.keys()
+
+    def looks(self, name: str) -> object:
+        """Return the shape and the type of a matrix; None if it has no sample."""
+        entry = self.entries[name] if name in self._bits else None
+        return entry and (entry.shape, entry.source_dtype)
+
+    def count_differing(self, other: Samples, name: str) -> int:
+        """Return how many elements of a matrix's samples differ in another save."""
+        return int(np.count_nonzero(self._bits[name] != other._bits[name]))
+
+    def is_that_of(self, other: Samples, name: str) -> bool:
+        """Return whether a whole matrix is bit for bit that of another save."""
+        entries = self.entries[name], other.entries[name]
+        return are_equal(*entries, self.save.survey.source, other.save.survey.source)
+
+    def likeness(self, name: str, other: Samples) -> float:
+        """Return the correlation of a matrix with that of another save; 0 if one has one value."""
+        return float(self._unit(name) @ other._unit(name))
+
+    def most_like(self, name: str, other: Samples, names: Sequence[str]) -> tuple[float, str]:
+        """Return the largest correlation with a matrix of another save, and its name."""
+        found = np.stack([other._unit(each) for each in names]) @ self._unit(name)
+        return float(found.max()), names[int(found.argmax())]
+
+    def size(self, name: str) -> int:
+        """Return how many elements a sample has."""
+        return int(self._bits[name].size)
+
+    def _unit(self, name: str) -> Array:
+        """Return a sample's numbers less their mean, as a vector of length 1, or of zeros."""
+        if name not in self._units:
+            with np.errstate(all="ignore"):
+                numbers = decode(self._bits[name], self.entries[name].source_dtype)
+                numbers = numbers.astype(np.float64) - numbers.mean(dtype=np.float64)
+                length = float(np.sqrt(numbers @ numbers))
+                found = numbers / length if 0 < length < np.inf else np.zeros_like(numbers)
+                self._units[name] = found.astype(np.float32)
+        return self._units[name]
+
+
+def _job(name: str, entry: TensorEntry, at: int, most: int) -> Job[str, TensorReader, TensorTile]:
+    """Return the job that reads a sample: the runs of a matrix from one of its eighths on."""
+    box = _box_in(entry.shape, at, most)
+    nbytes = box.volume * entry.source_dtype.itemsize
+
+    def read(reader: TensorReader) -> Iterator[TensorTile]:
+        yield TensorTile(box, reader.elements.read_stored(entry, box), nbytes)
+
+    return Job(name, read, [partial(entry_needs, entry, [box])], nbytes)
+
+
+def _box_in(shape: tuple[int, ...], at: int, most: int) -> Box:
+    low, taken = [0] * len(shape), [1] * len(shape)
+    for dim in reversed(range(len(shape))):
+        taken[dim] = max(1, min(shape[dim], most))
+        low[dim] = min(shape[dim] * at // _PLACES, shape[dim] - taken[dim])
+        most //= taken[dim]
+    return Box.at(low, taken)

@@ -1,0 +1,195 @@
+"""Steps of which some weights are of another step, of another layer, or of another model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prune_runs import fates, pruned
+from safetensors.torch import load_file, save_file
+from torch.optim import SGD, AdamW
+
+import ckptool
+
+UP, DOWN = "layers.1.up.weight", "layers.2.up.weight"
+Weights = dict[str, torch.Tensor]
+
+
+def begin(seed: int, dtype: torch.dtype = torch.float32) -> Weights:
+    """Make the weights of a model of four layers; one of them is never trained."""
+    torch.manual_seed(seed)
+    shapes = {f"layers.{n}.{part}.weight": (16, 32) for n in range(4) for part in ("up", "gate")}
+    shapes |= {"embed.weight": (48, 16), "frozen.weight": (16, 32)}
+    return {name: (torch.randn(shape) * 0.1).to(dtype) for name, shape in shapes.items()}
+
+
+def train(
+    run: Path,
+    steps: Iterator[int] | range = range(10, 60, 10),
+    *,
+    made: Callable[..., torch.optim.Optimizer] = AdamW,
+    dtype: torch.dtype = torch.float32,
+    rate: float = 1e-3,
+    **options: Any,
+) -> Path:
+    """Train, and save some steps as transformers does."""
+    weights = {n: torch.nn.Parameter(w) for n, w in begin(0, dtype).items()}
+    frozen = weights["frozen.weight"]
+    trained = [weight for weight in weights.values() if weight is not frozen]
+    optimizer = made(trained, lr=rate, **options)
+    saved = {*steps}
+    for step in range(1, max(saved) + 1):
+        for weight in trained:
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        if step in saved:
+            (folder := run / f"checkpoint-{step}").mkdir(parents=True)
+            save_file({n: w.detach() for n, w in weights.items()}, folder / "model.safetensors")
+            torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    return run
+
+
+def weights_of(run: Path, step: int) -> Weights:
+    return load_file(run / f"checkpoint-{step}/model.safetensors")
+
+
+def change(run: Path, step: int = 50, **weights: torch.Tensor) -> None:
+    """Give some weights of a step, with double underscores for dots, other values."""
+    values = {name.replace("__", "."): value.contiguous() for name, value in weights.items()}
+    save_file(weights_of(run, step) | values, run / f"checkpoint-{step}/model.safetensors")
+
+
+def change_all(run: Path, weights: Weights, step: int = 50) -> None:
+    change(run, step, **{name.replace(".", "__"): value for name, value in weights.items()})
+
+
+def reasons(run: Path, **options: Any) -> dict[str, str]:
+    steps = ckptool.verify_run(run, every=True, **options).steps
+    return {step.path.name: reason for step in steps for reason in step.reasons}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matrix_of_a_step_before(dtype: torch.dtype, tmp_path: Path) -> None:
+    run = train(tmp_path, dtype=dtype)
+    assert reasons(run) == {}
+    change_all(run, {UP: weights_of(run, 30)[UP]})
+    assert reasons(run) == {
+        "checkpoint-50": f"counts-differ: {UP}: as in checkpoint-30, but not as in checkpoint-40,"
+        " which is newer: they are of two saves (--ignore counts-differ counts it as good)"
+    }
+    assert reasons(run, ignore=("counts-differ",)) == {}
+    assert fates(pruned(run, keep_last=1))["checkpoint-40"] == "keep"
+    change_all(run, {UP: weights_of(run, 40)[UP]})
+    why = f"counts-differ: {UP}: as in checkpoint-40, but not what the optimizer keeps of it"
+    assert reasons(run)["checkpoint-50"].startswith(why)
+
+
+def test_a_matrix_of_a_step_before_with_momentum(tmp_path: Path) -> None:
+    run = train(tmp_path, made=SGD, momentum=0.9, rate=0.1)
+    assert reasons(run) == {}
+    change_all(run, {UP: weights_of(run, 40)[UP]})
+    assert reasons(run)["checkpoint-50"].startswith(f"counts-differ: {UP}: as in checkpoint-40")
+
+
+def test_exchanged_layers(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    now = weights_of(run, 50)
+    change_all(run, {UP: now[DOWN], DOWN: now[UP]})
+    why = f"weights-unrelated: {UP}: has the values that {DOWN} had in checkpoint-40: layers were"
+    assert reasons(run)["checkpoint-50"].startswith(why)
+    change_all(run, now)
+    before = weights_of(run, 40)
+    change_all(run, {UP: before[DOWN], DOWN: before[UP]}, step=40)
+    assert [*reasons(run)] == ["checkpoint-40"]  # the one after it is right
+
+
+def test_weights_of_another_model(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    now = weights_of(run, 50)
+    change_all(run, {UP: begin(1)[UP]})
+    why = f"weights-unrelated: {UP}: like nothing that it was in checkpoint-40 and checkpoint-30:"
+    assert reasons(run)["checkpoint-50"].startswith(why)
+    change_all(run, now | begin(1))
+    assert reasons(run)["checkpoint-50"].startswith("weights-unrelated: embed.weight, ")
+    (run / "checkpoint-50").rename(run / "checkpoint-500")  # it may have been trained that long
+    assert reasons(run) == {}
+
+
+def test_stacked_layers(tmp_path: Path) -> None:
+    """Each is looked at by itself."""
+    run = tmp_path / "run"
+    torch.manual_seed(0)
+    experts = torch.randn(8, 16, 32)
+    for step in range(10, 60, 10):
+        experts = experts + 0.01 * torch.randn_like(experts)
+        saved = experts.clone()
+        if step == 50:
+            saved[2], saved[5] = experts[5], experts[2]
+        (run / f"checkpoint-{step}").mkdir(parents=True)
+        names = ("gate_proj", "up_proj")
+        tensors = {f"model.layers.0.mlp.experts.{name}": saved.clone() for name in names}
+        save_file(tensors, run / f"checkpoint-{step}/model.safetensors")
+    (found,) = reasons(run).values()
+    assert "experts.2.gate_proj: has the values that model.layers.0.mlp.experts.5." in found
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({"rate": 1e-1}, id="weights that change completely"),
+        pytest.param({"rate": 1e-8, "dtype": torch.bfloat16}, id="a rate too small to be seen"),
+        pytest.param({"steps": (10, 11, 12, 200)}, id="steps saved seldom after many"),
+        pytest.param({"made": SGD, "rate": 1.0}, id="no state"),
+    ],
+)
+def test_what_may_move_so(how: dict[str, Any], tmp_path: Path) -> None:
+    assert reasons(train(tmp_path, **how)) == {}
+
+
+def test_what_is_frozen_from_some_step_on(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    before, state = weights_of(run, 40), torch.load(run / "checkpoint-40/optimizer.pt")
+    path = run / "checkpoint-50/optimizer.pt"
+    now = torch.load(path)
+    names = [name for name in begin(0) if name != "frozen.weight"]
+    now["state"][names.index(UP)] = state["state"][names.index(UP)]
+    torch.save(now, path)
+    change_all(run, {UP: before[UP]})
+    assert reasons(run) == {}
+
+
+def test_the_last_step_has_no_rate(tmp_path: Path) -> None:
+    """A save has the rate of the step that would follow it."""
+    run = train(tmp_path)
+    path = run / "checkpoint-50/optimizer.pt"
+    state = torch.load(path)
+    state["param_groups"][0]["lr"] = 0.0
+    torch.save(state, path)
+    assert reasons(run) == {}
+    change_all(run, {UP: weights_of(run, 40)[UP]})
+    assert reasons(run)["checkpoint-50"].startswith(f"counts-differ: {UP}: as in checkpoint-40")
+
+
+def test_adapters_may_begin_again(tmp_path: Path) -> None:
+    for step in range(10, 60, 10):
+        torch.manual_seed(step // 40)
+        names = [f"base.layers.{n}.q_proj.lora_{half}.weight" for n in range(2) for half in "AB"]
+        tensors = {name: torch.randn(8, 64) + step * 1e-4 for name in names}
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        save_file(tensors, tmp_path / f"checkpoint-{step}/adapter_model.safetensors")
+    assert reasons(tmp_path) == {}
+
+
+def test_momentum_that_is_lost(tmp_path: Path) -> None:
+    run = train(tmp_path, made=SGD, momentum=0.9)
+    path = run / "checkpoint-50/optimizer.pt"
+    state = torch.load(path)
+    for each in state["state"].values():
+        each["momentum_buffer"].zero_()
+    torch.save(state, path)
+    why = "moments-zero: state.0.momentum_buffer: all momentum is zero, but not in checkpoint-40:"
+    assert reasons(run)["checkpoint-50"].startswith(why)
+    assert reasons(run, ignore=("moments-zero",)) == {}
