@@ -132,8 +132,9 @@ class _Decision(Struct, dict=True):
         if reason is None and is_enough and not self._is_needed(step):
             return replace(fate, fate="remove", reason="no rule keeps it", freed=fate.nbytes)
         self.notify(f"verifying {step.path}")
-        # one good step is read, however quick: no other may go for one that hides NaN in its data
-        report = self.assessor.assess(step, reads=not self.good).report
+        # however quick, what others go for is read: NaN shows nowhere but in its data
+        reads = not self.good or self._is_needed(step)
+        report = self.assessor.assess(step, reads=reads).report
         return self._by_report(step, fate, reason, report)
 
     def _by_report(

@@ -1,0 +1,27 @@
+"""prune: what stays since no step that stays has the like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from prune_runs import fates, names_in, pruned
+from trainer_runs import WEIGHT, of_dcp
+
+
+def test_the_step_to_resume_from_is_read_however_quick(tmp_path: Path) -> None:
+    """The last step is of the model alone, as torchtitan saves it; one before has NaN."""
+    whole = of_dcp("model", "optimizer", "dataloader", "train_state")
+    for step in (1, 2):
+        whole(tmp_path / f"step-{step}")
+    state = {"model": {"w": torch.full((4,), float("nan"))}, "train_state": {"step": 3},
+             "optimizer": {"state": {"w": {"exp_avg": WEIGHT}}},
+             "dataloader": {"dp_rank_0": {"seen": 3}}}  # fmt: skip
+    dcp.save(state, checkpoint_id=tmp_path / "step-3", no_dist=True)
+    of_dcp("model")(tmp_path / "step-4")
+    report = pruned(tmp_path, yes=True, quick=True)
+    assert fates(report) == {
+        "step-4": "keep", "step-3": "leave", "step-2": "keep", "step-1": "remove"
+    }  # fmt: skip
+    assert names_in(tmp_path) == ["step-2", "step-3", "step-4"]
