@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from math import inf
@@ -113,7 +113,7 @@ class Assessor:
         found: list[Found] = []
         if not seen.reasons or self._thorough:
             found += walk_models(step, partial(self._look, step, options, seen))
-        contents = Contents.of([each for _, each in found])
+        contents = _contents(step, found)
         if seen.empty and not contents.model:
             seen.reasons += seen.empty
         export = is_export(step, self._run.path) and not self._exports.are_all()
@@ -166,8 +166,7 @@ class Assessor:
     def contents_of(self, step: Step) -> Contents:
         """Return what a step has, from its metadata. Raises NoAnswer."""
         if step.path not in self._contents:
-            found = survey_models(step, self._options.read)
-            self._contents[step.path] = Contents.of([each for _, each in found])
+            self._contents[step.path] = _contents(step, survey_models(step, self._options.read))
         return self._contents[step.path]
 
     def _is_rightly_empty(self, part: Location, step: Step) -> bool:
@@ -260,6 +259,12 @@ class Assessor:
         """Return the earlier steps of a step's series, oldest first."""
         earlier = self._run.steps[: self._run.steps.index(step)]
         return [each for each in earlier if each.series == step.series]
+
+
+def _contents(step: Step, found: Iterable[Found]) -> Contents:
+    surveys = [*found]
+    unread = sum(not inside for inside, _ in surveys) < len(step.parts)
+    return Contents.of([each for _, each in surveys], unread=unread)
 
 
 def _text_of(finding: Finding, report: VerifyReport) -> str:

@@ -116,7 +116,7 @@ class Contents(Struct, frozen=True):
 
     Of an optimizer, it may have ``state`` of parameters, and groups with some ``settings``, of
     which one is whether there is momentum: without, SGD has no state. It ``begins`` if no scheduler
-    has stepped.
+    has stepped. What cannot be read, as far as it is ``unread``, may have anything.
     """
 
     model: bool
@@ -126,6 +126,12 @@ class Contents(Struct, frozen=True):
     state: bool
     settings: frozenset[str]
     begins: bool
+    unread: bool
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether training may go on from it: it has an optimizer, or what cannot be read."""
+        return self.optimizer or self.unread
 
     def has_lost_state_of(self, other: Contents) -> bool:
         """Return whether the optimizer of another step is not here, or all but its settings.
@@ -139,8 +145,8 @@ class Contents(Struct, frozen=True):
         return other.state and not self.state and self.settings == other.settings
 
     @classmethod
-    def of(cls, surveys: Sequence[Survey]) -> Contents:
-        """Return what some checkpoints have together."""
+    def of(cls, surveys: Sequence[Survey], *, unread: bool) -> Contents:
+        """Return what some checkpoints have together, beside any that are ``unread``."""
         catalogs = [each.catalog for each in surveys if each.catalog is not None]
         parts = [state_category(e) for c in catalogs for e in c.tensors.values()]
         parts += [state_category(e) for c in catalogs for e in c.objects.values()]
@@ -159,6 +165,7 @@ class Contents(Struct, frozen=True):
             has_file or any(isinstance(value, TensorEntry) for value in of_parameters),
             frozenset(name for name, value in settings if name != "momentum" or value != 0),
             bool(counts) and not any(counts),
+            unread or any(each.problems for each in surveys),
         )
 
 

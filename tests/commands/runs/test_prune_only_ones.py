@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from prune_runs import fates, names_in, pruned
-from trainer_runs import WEIGHT, of_dcp
+from trainer_runs import OPTIMIZER, WEIGHT, of_dcp
 
 
 def test_the_step_to_resume_from_is_read_however_quick(tmp_path: Path) -> None:
@@ -25,3 +26,29 @@ def test_the_step_to_resume_from_is_read_however_quick(tmp_path: Path) -> None:
         "step-4": "keep", "step-3": "leave", "step-2": "keep", "step-1": "remove"
     }  # fmt: skip
     assert names_in(tmp_path) == ["step-2", "step-3", "step-4"]
+
+
+@pytest.mark.parametrize("size", [100, 0])
+def test_an_older_step_that_cannot_be_read_may_be_the_one_to_resume_from(
+    size: int, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3, 4):
+        torch.save({"model": {"w": WEIGHT}}, tmp_path / f"step-{step}.pt")
+    (tmp_path / "step-2.pt").write_bytes(b"\x28\xb5\x2f\xfd" * (size // 4))
+    report = pruned(tmp_path, yes=True)
+    assert names_in(tmp_path) == ["step-2.pt", "step-4.pt"]
+    assert report.steps[2].reason.startswith("not good: ")
+    for step in (1, 2, 3, 4):
+        torch.save({"model": {"w": WEIGHT}, "optimizer": OPTIMIZER}, tmp_path / f"step-{step}.pt")
+    (tmp_path / "step-2.pt").write_bytes(b"\x28\xb5\x2f\xfd")
+    pruned(tmp_path, yes=True)
+    assert names_in(tmp_path) == ["step-4.pt"]
+
+
+def test_a_file_with_nothing_in_it_keeps_no_step(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        (tmp_path / f"step-{step}").mkdir()
+        torch.save({"model": {"w": WEIGHT}}, tmp_path / f"step-{step}" / "policy.pth")
+        torch.save({}, tmp_path / f"step-{step}" / "extra_state.pth")
+    pruned(tmp_path, yes=True)
+    assert names_in(tmp_path) == ["step-3"]

@@ -129,12 +129,12 @@ class _Decision(Struct, dict=True):
         is_enough = self.good >= self.options.keep_last
         if unclear is not None:
             return replace(fate, reason=unclear)
-        if reason is None and is_enough and not self._is_needed(step):
-            return replace(fate, fate="remove", reason="no rule keeps it", freed=fate.nbytes)
+        may_resume = not self.resumes and self.assessor.contents_of(step).may_resume
+        if reason is None and is_enough and not may_resume:
+            return _removed(fate)
         self.notify(f"verifying {step.path}")
         # however quick, what others go for is read: NaN shows nowhere but in its data
-        reads = not self.good or self._is_needed(step)
-        report = self.assessor.assess(step, reads=reads).report
+        report = self.assessor.assess(step, reads=not self.good or may_resume).report
         return self._by_report(step, fate, reason, report)
 
     def _by_report(
@@ -147,19 +147,17 @@ class _Decision(Struct, dict=True):
             if reason is None:
                 return replace(fate, reason=damage, ok=False)
             return replace(fate, fate="keep", reason=f"{reason}; {damage}", ok=False)
-        self.good += 1
-        is_last = self._is_needed(step)
-        self.resumes = self.resumes or is_last
+        is_last = not self.resumes and self.assessor.contents_of(step).optimizer
         if reason is None and is_older:
+            if not is_last:  # some file has nothing in it
+                return _removed(fate)
             reason = "no newer good step has an optimizer"
+        self.good += 1
+        self.resumes = self.resumes or is_last
         last = self.options.keep_last
         newest = "the newest good step" if last == 1 else f"one of the newest {last} good steps"
         kept = replace(fate, fate="keep", reason=reason or newest, ok=True)
         return self._stripped(step, kept, is_last=is_last) if is_older else kept
-
-    def _is_needed(self, step: Step) -> bool:
-        """Return whether training could resume from a step, and from no newer good one."""
-        return not self.resumes and self.assessor.contents_of(step).optimizer
 
     def _stripped(self, step: Step, kept: StepFate, *, is_last: bool) -> StepFate:
         """Return the fate of an older good step, which may lose its optimizer's state.
@@ -209,6 +207,10 @@ class _Decision(Struct, dict=True):
         if not step.name.tells and has_digits and step.path not in self.pointers:
             return "its name does not say that its number is a step"
         return None
+
+
+def _removed(fate: StepFate) -> StepFate:
+    return replace(fate, fate="remove", reason="no rule keeps it", freed=fate.nbytes)
 
 
 def unclear_reason(run: Run, step: Step) -> str | None:
