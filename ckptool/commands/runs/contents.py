@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import lru_cache
@@ -11,7 +12,7 @@ from ckptool.commands.runs.names import SUFFIX, parse_name
 from ckptool.commands.runs.steps import Run, Step, says_another
 from ckptool.commands.runs.trainers import unfinished_mark, unwritten_last
 from ckptool.errors import Damaged, NotFound
-from ckptool.serialization.file_roles import role_of
+from ckptool.serialization.file_roles import is_of_training, role_of
 from ckptool.serialization.source import are_of_a_node, missing_files
 from ckptool.storage.url import Location, within
 
@@ -145,6 +146,14 @@ def lost_ranks(step: Step) -> Iterator[str]:
             yield missing
 
 
+def _is_usual(file: str, having: int, steps: int) -> bool:
+    """Return whether half of the steps have a file; fewer may have lost what training has.
+
+    The first step may have more than each later one, as what somebody has put there.
+    """
+    return 2 * having >= steps or ("/" not in file and is_of_training(file))
+
+
 def _names_beside(step: Step, entry: Location, run: Run) -> set[str]:
     """Return the files in an entry's folder, and in that which all parts of the step share."""
     folders = run.relative(entry).rpartition("/")[0], "/".join(step.home.parts)
@@ -165,14 +174,19 @@ class Completeness:
         return sorted(self._lacks[step.series].get(step.path, ()))
 
     def _compare(self, step: Step) -> Mapping[object, frozenset[str]]:
+        alike = [each for each in self._run.steps if each.series == step.series and each.parts]
+        files_in = {each.path: files_of(each, self._run) for each in alike}
+        finished = {each.path for each in alike if unfinished(each, self._run) is None}
+        having = Counter(file for path in finished for file in files_in[path])
         lacks: dict[object, frozenset[str]] = {}
         whole: list[frozenset[str]] = []
-        for each in self._run.steps:
-            if each.series != step.series or not each.parts:
-                continue
-            files = files_of(each, self._run)
-            lacks[each.path] = frozenset(self._missing(each, files, whole))
-            if not lacks[each.path] and unfinished(each, self._run) is None:
+        for each in alike:
+            files = files_in[each.path]
+            missing = self._missing(each, files, whole)
+            lacks[each.path] = frozenset(
+                file for file in missing if _is_usual(file, having[file], len(finished))
+            )
+            if not lacks[each.path] and each.path in finished:
                 whole.append(files)
         return lacks
 

@@ -261,3 +261,21 @@ def test_a_model_beside_the_config_that_ranks_files_are_read_with(tmp_path: Path
     assert newest_good(tmp_path) == "global_step_3"
     set_nan(actor / "huggingface" / "model.safetensors")
     assert newest_good(tmp_path) == "global_step_2"
+
+
+def test_what_a_few_steps_have_more_is_missed_in_none(tmp_path: Path) -> None:
+    """An average every third step, a fine-tune that somebody keeps in the first."""
+    for number in range(1, 8):
+        step = tmp_path / f"checkpoint-{number}"
+        save(weights(number), step / "model.safetensors")
+        torch.save(state_of_adam(number), step / "optimizer.pt")
+    for number in (1, 4):
+        save(weights(number), tmp_path / f"checkpoint-{number}" / "ema" / "model.safetensors")
+    tuned = tmp_path / "checkpoint-1" / "tuned"
+    save(weights(99), tuned / "model.safetensors")
+    torch.save(state_of_adam(99), tuned / "optimizer.pt")
+    assert ckptool.verify_run(tmp_path, every=True)
+    for number in (4, 5, 6, 7):
+        (tmp_path / f"checkpoint-{number}" / "optimizer.pt").unlink()
+    report = ckptool.verify_run(tmp_path, every=True)
+    assert [step.ok for step in report.steps] == [False] * 4 + [True] * 3
