@@ -120,7 +120,7 @@ class Assessor:
         if not seen.reasons:
             seen.reasons += damaged_side_files(step, self._run, seen.parts, options)
         if not seen.reasons:
-            self._contents[step.path] = contents
+            self._contents[step.path] = replace(contents, unread=False)  # what is empty is known
             export = export or self._exports.has(step)
             seen.reasons += () if export else self._by_contents(step, found)
             export = export or self._exports.is_last(step)

@@ -12,7 +12,7 @@ from ckptool.commands.runs.names import SUFFIX, parse_name
 from ckptool.commands.runs.steps import Run, Step, says_another
 from ckptool.commands.runs.trainers import unfinished_mark, unwritten_last
 from ckptool.errors import Damaged, NotFound
-from ckptool.serialization.file_roles import is_of_training, role_of
+from ckptool.serialization.file_roles import is_of_training, may_be_empty, role_of
 from ckptool.serialization.source import are_of_a_node, missing_files
 from ckptool.storage.url import Location, within
 
@@ -45,6 +45,15 @@ def files_of(step: Step, run: Run) -> frozenset[str]:
         found |= {f"{label}: {key}" if label else key for key in keys if key is not None}
         found |= {label or "the file"} if "" in files else set()
     return frozenset(found)
+
+
+def model_parts(step: Step, run: Run) -> frozenset[str]:
+    """Return those of a step's files whose names say model, optimizer or average.
+
+    Numbers do not tell them apart: they count ranks, layers or something of the step.
+    """
+    files = (file for file in files_of(step, run) if not may_be_empty(file))
+    return frozenset(re.sub(r"\d+", "#", file) for file in files)
 
 
 @lru_cache(1 << 14)

@@ -128,11 +128,6 @@ class Contents(Struct, frozen=True):
     begins: bool
     unread: bool
 
-    @property
-    def may_resume(self) -> bool:
-        """Whether training may go on from it: it has an optimizer, or what cannot be read."""
-        return self.optimizer or self.unread
-
     def has_lost_state_of(self, other: Contents) -> bool:
         """Return whether the optimizer of another step is not here, or all but its settings.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from prune_runs import fates, names_in, pruned
-from trainer_runs import OPTIMIZER, WEIGHT, of_dcp
+from trainer_runs import OPTIMIZER, TRAINERS, WEIGHT, age, of_dcp, run_of, weights, write_step
 
 
 def test_the_step_to_resume_from_is_read_however_quick(tmp_path: Path) -> None:
@@ -52,3 +52,32 @@ def test_a_file_with_nothing_in_it_keeps_no_step(tmp_path: Path) -> None:
         torch.save({}, tmp_path / f"step-{step}" / "extra_state.pth")
     pruned(tmp_path, yes=True)
     assert names_in(tmp_path) == ["step-3"]
+
+
+@pytest.mark.parametrize("name", ["tuned/model.safetensors", "ema/model.safetensors", "ema.pt"])
+def test_a_model_inside_a_step_that_no_newer_one_has_stays(name: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, TRAINERS["transformers"], (1, 2, 3, 4, 5))
+    for step in (2, 3):
+        inner = run / f"checkpoint-{step}" / name
+        inner.parent.mkdir(exist_ok=True)
+        weights(inner) if inner.suffix != ".pt" else torch.save({"w": WEIGHT}, inner)
+        age(run / f"checkpoint-{step}", step)
+    report = pruned(run, yes=True)
+    assert names_in(run) == ["checkpoint-3", "checkpoint-5"]
+    what = name.rpartition(".")[0]
+    assert report.steps[2].reason == f"no newer good step has {what}"
+
+
+@pytest.mark.parametrize("steps", [(100, 200), (50, 150)])
+def test_what_only_some_steps_have_beside_them_stays(
+    steps: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Two trainings whose names differ in a word for a part of a step."""
+    for step in (*steps, 300):
+        for part in ("encoder", "decoder") if step in steps else ("decoder",):
+            write_step(tmp_path / part, TRAINERS["transformers"], step)
+    for step in (75, 175, 250):
+        write_step(tmp_path / "decoder", TRAINERS["transformers"], step)
+    pruned(tmp_path, yes=True)
+    assert names_in(tmp_path / "encoder") == [f"checkpoint-{steps[-1]}"]
+    assert {"checkpoint-300"} <= {*names_in(tmp_path / "decoder")}

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from ckptool.commands.detect import unfinished_problem
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.runs.assessment import Assessor, StepReport
+from ckptool.commands.runs.contents import model_parts
 from ckptool.commands.runs.exports import is_export
 from ckptool.commands.runs.names import Position
 from ckptool.commands.runs.order import written_after
@@ -22,6 +23,7 @@ from ckptool.commands.runs.prune.strip import plan_strip
 from ckptool.commands.runs.steps import Run, Step, is_unfinished_name, others_inside
 from ckptool.commands.runs.trainers import SPARED
 from ckptool.commands.transfer.overwrite import find_side
+from ckptool.core.text import list_some
 from ckptool.engine.write.removal import mounted_in
 from ckptool.errors import CkptoolError, NoAnswer
 from ckptool.storage.url import Location
@@ -93,7 +95,7 @@ def _held_back(fate: StepFate, fates: Sequence[StepFate], run: Run, assessor: As
 class _Decision(Struct, dict=True):
     """Decides on the ``steps`` of one series, given oldest first.
 
-    So many are ``good`` so far, and training ``resumes`` from one of these.
+    So many are ``good`` so far, which have these ``parts``, and training ``resumes`` from one.
     """
 
     run: Run
@@ -103,6 +105,7 @@ class _Decision(Struct, dict=True):
     assessor: Assessor
     notify: Notify
     good: int = 0
+    parts: frozenset[str] = frozenset()
     resumes: bool = False
 
     @cached_property
@@ -129,12 +132,13 @@ class _Decision(Struct, dict=True):
         is_enough = self.good >= self.options.keep_last
         if unclear is not None:
             return replace(fate, reason=unclear)
-        may_resume = not self.resumes and self.assessor.contents_of(step).may_resume
-        if reason is None and is_enough and not may_resume:
+        needed = self._needed_for(step)
+        if reason is None and is_enough and needed is None:
             return _removed(fate)
         self.notify(f"verifying {step.path}")
         # however quick, what others go for is read: NaN shows nowhere but in its data
-        report = self.assessor.assess(step, reads=not self.good or may_resume).report
+        reads = not self.good or needed is not None
+        report = self.assessor.assess(step, reads=reads).report
         return self._by_report(step, fate, reason, report)
 
     def _by_report(
@@ -147,30 +151,38 @@ class _Decision(Struct, dict=True):
             if reason is None:
                 return replace(fate, reason=damage, ok=False)
             return replace(fate, fate="keep", reason=f"{reason}; {damage}", ok=False)
-        is_last = not self.resumes and self.assessor.contents_of(step).optimizer
+        needed = self._needed_for(step)
         if reason is None and is_older:
-            if not is_last:  # some file has nothing in it
+            if needed is None:
                 return _removed(fate)
-            reason = "no newer good step has an optimizer"
+            reason = needed
         self.good += 1
-        self.resumes = self.resumes or is_last
+        self.parts |= model_parts(step, self.run)
+        self.resumes = self.resumes or self.assessor.contents_of(step).optimizer
         last = self.options.keep_last
         newest = "the newest good step" if last == 1 else f"one of the newest {last} good steps"
         kept = replace(fate, fate="keep", reason=reason or newest, ok=True)
-        return self._stripped(step, kept, is_last=is_last) if is_older else kept
+        return self._stripped(step, kept, needed) if is_older else kept
 
-    def _stripped(self, step: Step, kept: StepFate, *, is_last: bool) -> StepFate:
+    def _needed_for(self, step: Step) -> str | None:
+        """Return what no newer good step has, and a step has, or may have; None if nothing."""
+        contents = None if self.resumes else self.assessor.contents_of(step)
+        if contents is not None and (contents.optimizer or contents.unread):
+            return "no newer good step has an optimizer"
+        alone = model_parts(step, self.run) - self.parts
+        return f"no newer good step has {list_some(sorted(alone), 1)}" if alone else None
+
+    def _stripped(self, step: Step, kept: StepFate, needed: str | None) -> StepFate:
         """Return the fate of an older good step, which may lose its optimizer's state.
 
-        The last one with an optimizer keeps it: training could resume from no other.
+        One that is ``needed`` keeps it: training could resume from no other.
         """
         pointed = not step.position or step.path in self.pointers or self.written_last is step
         if pointed or not self.options.no_optimizer:
             return kept
-        if is_last:
-            because = "no newer good step has an optimizer"
-            is_known = because in kept.reason
-            return kept if is_known else replace(kept, reason=f"{kept.reason}; {because}")
+        if needed is not None:
+            is_known = needed in kept.reason
+            return kept if is_known else replace(kept, reason=f"{kept.reason}; {needed}")
         if step.beside:
             return replace(kept, reason=f"{kept.reason}; its optimizer stays: it has several files")
         verify = self.options.verify
