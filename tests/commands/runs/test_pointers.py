@@ -105,6 +105,12 @@ PLACES: dict[str, tuple[tuple[str, ...], str, str, set[str]]] = {
     "in a folder without steps": (("step-1", "step-2"), "logs/best.txt", "step-1", {"step-1"}),
     "an index in a step": (("step-1", "step-2"), "step-2/model.safetensors.index.json",
                            '{"weight_map": {"w": "../step-1/a.safetensors"}}', {"step-1"}),
+    "the base of an adapter": (("step-1", "step-2"), "lora/adapter_config.json",
+                               '{"base_model_name_or_path": "/w/run/step-1", "r": 2}', {"step-1"}),
+    "the base of one in a step": (("a/step-1", "a/step-2", "b/step-2"),
+                                  "b/step-2/adapter_config.json",
+                                  '{"base_model_name_or_path": "a/step-1", "total_step": 2}',
+                                  {"a/step-1"}),
 }  # fmt: skip
 
 

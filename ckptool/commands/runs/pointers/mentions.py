@@ -9,6 +9,7 @@ from contextlib import closing
 from functools import cached_property
 from typing import Any
 
+from ckptool.commands.model.adapter_config import ADAPTER_CONFIG
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.steps import Run, Step
@@ -85,7 +86,7 @@ class StepNames:
         text = decode(data)
         if text is None:
             return
-        found = list(self.in_text(text, folder))
+        found = list(self.in_text(_base_in(text) if name == ADAPTER_CONFIG else text, folder))
         if (re.fullmatch(POINTERS, name) or MUST_NAME.fullmatch(name)) and (
             _is_broken_json(name, text) or (not found and self._is_cut(text.strip()))
         ):
@@ -140,6 +141,16 @@ class StepNames:
         """Return whether a text is empty, or the beginning of a step's name."""
         last = re.split(r"[/\\\s\"']", text)[-1]
         return not text or any(name.startswith(last) for name in self._steps if last)
+
+
+def _base_in(config: str) -> str:
+    """Return what the config of an adapter calls its base; nothing if it cannot be loaded."""
+    try:
+        said: Any = json.loads(config)
+    except (ValueError, RecursionError):
+        return ""
+    base = said.get("base_model_name_or_path") if isinstance(said, Mapping) else None
+    return base if isinstance(base, str) else ""
 
 
 def _is_broken_json(name: str, text: str) -> bool:

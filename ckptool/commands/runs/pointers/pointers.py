@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path, PurePath, PurePosixPath
 
+from ckptool.commands.model.adapter_config import ADAPTER_CONFIG
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.pointers.links import linked_steps
 from ckptool.commands.runs.pointers.mentions import (
@@ -32,7 +33,8 @@ from ckptool.storage.url import Location
 _SMALL = 4096
 _LARGEST = 64 << 20
 _LIGHTNING = ".ckpt"
-_INDEX = ".index.json"
+_READ_WITH = (".index.json", ADAPTER_CONFIG)
+"""How files end that name what a checkpoint cannot be used without."""
 _LATEST = re.compile(r"(?i)(?:.*[^a-z])?(?:latest|last|newest|current)(?:[^a-z].*)?")
 _BEST = re.compile(rb'"best_model_checkpoint"\s*:\s*("(?:[^"\\]|\\.)*+"|null)?')
 
@@ -41,8 +43,8 @@ def find_pointers(run: Run, values: ReadOptions | None = None) -> dict[Location,
     """Return the steps that something in the run, or right above it, names; with what does.
 
     A pointer is a link, a small file such as ``latest`` (DeepSpeed, Megatron-LM), an index of
-    shards, or the best of a trainer; a value in a checkpoint too if it is told how to read
-    ``values``. Raises TransferError if one cannot be read.
+    shards, the config of an adapter, or the best of a trainer; a value in a checkpoint too if it is
+    told how to read ``values``. Raises TransferError if one cannot be read.
     """
     names = StepNames(run)
     found = chain(linked_steps(run), _named_by_files(run, names), _best(run, names))
@@ -94,8 +96,8 @@ def _pointer_files(run: Run) -> Iterator[tuple[str, int]]:
         inside = file in entries or not entries.isdisjoint(map(str, PurePosixPath(file).parents))
         is_known = re.fullmatch(POINTERS, name) is not None
         if inside:
-            is_pointer = name.endswith(_INDEX)
-        elif is_known or name.endswith(_INDEX):
+            is_pointer = name.endswith(_READ_WITH)
+        elif is_known or name.endswith(_READ_WITH):
             is_pointer = name != TRAINER_STATE
         else:
             may_name = (folder or ".") in around or folder in around or SAYS_POINTER.fullmatch(name)
