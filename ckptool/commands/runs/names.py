@@ -59,6 +59,9 @@ _VALUES = (
     r"|(?:^|(?<=[\d#])[-_]+)[-+]?\d+\.\d+(?:e[-+]?\d+)?(?!\d)"
 )
 """The value of a metric: ``val_loss=0.39``, ``acc_93``, or behind another number ``00-0.39``."""
+_OF_RUN = r"(?i)(?:test|val|valid|eval)[-_]?\d+|[a-z]+[-_]?\d"
+"""What may be the value of a metric, or tell runs apart: ``test12``, ``loss2``. Steps of two runs
+that are taken for one are lost with it."""
 _APART = (
     r"(?i)(?<![\d.])\d+(?:\.\d+)?[bt](?![a-z0-9])"
     r"|(?<!\d)\d+(?:-of-\d+|-?best(?![a-z])|(?:[km]|x\d+(?:\.\d+)?[bm]?)(?![a-z0-9]))"
@@ -293,4 +296,4 @@ def _with_marks(name: str, marks: list[tuple[int, int, str]]) -> str:
     """Return a name with marks instead of what counts, and of the values of metrics."""
     for start, end, mark in sorted(marks, reverse=True):
         name = name[:start] + mark + name[end:]
-    return re.sub(_VALUES, "~", name)
+    return re.sub(_VALUES, lambda m: m[0] if re.fullmatch(_OF_RUN, m[0]) else "~", name)

@@ -8,7 +8,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from prune_runs import fates, names_in, pruned
-from trainer_runs import OPTIMIZER, TRAINERS, WEIGHT, age, of_dcp, run_of, weights, write_step
+from trainer_runs import (
+    BOTH,
+    OPTIMIZER,
+    TRAINERS,
+    WEIGHT,
+    age,
+    of_dcp,
+    run_of,
+    weights,
+    write_step,
+)
 
 
 def test_the_step_to_resume_from_is_read_however_quick(tmp_path: Path) -> None:
@@ -81,3 +91,17 @@ def test_what_only_some_steps_have_beside_them_stays(
     pruned(tmp_path, yes=True)
     assert names_in(tmp_path / "encoder") == [f"checkpoint-{steps[-1]}"]
     assert {"checkpoint-300"} <= {*names_in(tmp_path / "decoder")}
+
+
+@pytest.mark.parametrize("names", [("test1", "test2"), ("eval_12", "eval_13"), ("loss1", "loss2")])
+def test_runs_whose_names_may_be_metrics_are_counted_apart(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
+    for at in (100, 200, 300):
+        for name, step in zip(names, (at, at + 50), strict=True):
+            torch.save(BOTH, tmp_path / f"{name}-step-{step}.pt")
+    for step, loss in ((10, 0.5), (20, 0.25)):
+        torch.save(BOTH, tmp_path / f"net-loss_{loss}-acc_{step}-step-{step}.pt")
+    pruned(tmp_path, yes=True)
+    kept = [f"{names[0]}-step-300.pt", f"{names[1]}-step-350.pt"]
+    assert names_in(tmp_path) == sorted([*kept, "net-loss_0.25-acc_20-step-20.pt"])
