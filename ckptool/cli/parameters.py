@@ -79,6 +79,10 @@ def with_options(command: Command) -> tuple[Command, dict[str, int]]:
     return run, words
 
 
+_PLACE = r"(?<=\s)(?:CKPT|SRC|DST)(?=[\s`])"
+"""A word of a command that stands for a place, but no part of a path, as in ``CKPT+2026``."""
+
+
 @contextmanager
 def _naming_places(source: str | None, target: str | None) -> Iterator[None]:
     """Put the places of the command line into the commands of an error's hint, to be copied."""
@@ -86,7 +90,7 @@ def _naming_places(source: str | None, target: str | None) -> Iterator[None]:
     places = {word: quote(place) for word, place in given.items() if place}
 
     def named(command: re.Match[str]) -> str:
-        return re.sub(r"\b(CKPT|SRC|DST)\b", lambda word: places.get(word[0], word[0]), command[0])
+        return re.sub(_PLACE, lambda word: places.get(word[0], word[0]), command[0])
 
     try:
         yield

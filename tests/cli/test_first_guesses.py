@@ -351,3 +351,12 @@ def test_inspect_says_what_each_rank_of_another_mesh_would_hold(place: Path) -> 
     assert [each["rank"] for each in held] == [*range(8)]
     said = ckptool(place, "inspect", "runs/step-1000", "--mesh", "2x", code=2).stderr
     assert "such as 8, 2x4 or dp=2,tp=4" in said
+
+
+def test_a_hint_leaves_a_path_as_it_is_that_has_the_word_for_a_place(place: Path) -> None:
+    folder = place / "CKPT+2026-11-30+02-10-11+00"  # as SpeechBrain calls its saves
+    folder.mkdir()
+    torch.save({"a": torch.randn(2)}, folder / "a.ckpt")
+    torch.save({"b": torch.randn(2)}, folder / "b.ckpt")
+    told = ckptool(place, "verify", folder.name, code=3).stderr
+    assert f"`ckptool verify {folder.name} --latest-good`" in told

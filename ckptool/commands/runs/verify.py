@@ -103,7 +103,7 @@ def _chosen(run: Run, step: Step) -> str:
     later = written_after(run, step)
     but = "" if later is None else f"; {later.path.name} was written later"
     but += "".join(f"; {source} names {other}" for source, other in _named_instead(run, step))
-    return f"{step.placed or 'the only step'}{but}"
+    return f"{step.placed or 'as the only step'}{but}"
 
 
 def _named_instead(run: Run, step: Step) -> Iterator[tuple[str, str]]:

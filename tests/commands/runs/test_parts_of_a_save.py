@@ -323,7 +323,7 @@ def test_one_save_is_called_after_what_has_weights(other: str, tmp_path: Path) -
         torch.save(state, tmp_path / f"{name}.pt")
     report = checked(tmp_path)
     (step,) = report.steps
-    assert (step.path.name, report.chosen) == ("bert.pt", "the only step")
+    assert (step.path.name, report.chosen) == ("bert.pt", "as the only step")
     (tmp_path / "bert.pt").write_bytes(b"\0" * 200)
     assert [(step.path.name, step.ok) for step in checked(tmp_path).steps] == [("bert.pt", False)]
     (tmp_path / "bert.pt").unlink()
