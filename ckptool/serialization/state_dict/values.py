@@ -14,7 +14,10 @@ from ckptool.serialization.archive.tensors import is_tensor_record
 from ckptool.serialization.pickle.globals import is_dtype, is_numpy
 from ckptool.serialization.pickle.records import Call, Global, Persistent, state_fields
 
-_PLAIN_CALLS = frozenset(["torch.Size", "torch.device", "torch.serialization._get_layout"])
+_PLAIN_CALLS = frozenset(
+    ["torch.Size", "torch.device", "torch.serialization._get_layout", "collections.Counter"]
+)
+"""What ``torch.load(weights_only=True)`` calls by itself: a Counter since 2.4, for MultiStepLR."""
 NOT_CARRIED = "value-not-written"
 """The code of a note on something that no writer, or only a pickling one, carries over."""
 _STORAGE = "torch storage"
@@ -194,7 +197,7 @@ def type_name(value: object) -> str:
     if isinstance(value, Repeated):
         return "reference"
     if isinstance(value, Global):
-        return "torch.dtype" if _is_plain(value) else "class or function"
+        return "torch.dtype" if is_dtype(value) else "class or function"
     return "NoneType" if value is None else type(value).__name__.replace("Mapping", "Dict")
 
 

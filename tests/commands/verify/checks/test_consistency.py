@@ -142,6 +142,17 @@ def foreign(folder: Path) -> Path:
     return folder / "m.pt"
 
 
+def test_convert_carries_the_milestones_of_a_scheduler(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.ones(3, requires_grad=True)], 0.1)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [20, 30])
+    state = {"model": {"w": torch.ones(3)}, "scheduler": scheduler.state_dict()}
+    torch.save(state, tmp_path / "m.pt")
+    assert ckptool.verify(tmp_path / "m.pt").findings == ()
+    ckptool.convert(tmp_path / "m.pt", tmp_path / "out.pt", to="torch-save", fsync=False)
+    written = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert written["scheduler"] == state["scheduler"]
+
+
 def test_verify_says_what_convert_leaves_behind(tmp_path: Path) -> None:
     source = foreign(tmp_path)
     report = ckptool.convert(source, tmp_path / "out", to="safetensors", fsync=False)
