@@ -83,6 +83,8 @@ def test_what_is_named_stays(spelling: str, tmp_path: Path) -> None:
     ("file", "text"),
     [
         ("config.json", '{"num_hidden_layers": 1, "lr": 1}'),
+        ("args.yaml", "checkpoint_hist: 1\ncooldown_epochs: 1\nmixup_off_epoch: 2\n"),
+        ("args.json", '{"max_steps": 2, "num_train_epochs": 1, "grad_accum_steps": 1}'),
         ("latest", "step-100"),
         ("README", "my-step-1 and step-1-old"),
     ],

@@ -29,6 +29,12 @@ MUST_NAME = re.compile(
 )
 """Names of files that are nothing if they name no step; an empty marker need not."""
 _COUNTS = re.compile(r"(?i).*(?:step|iter|epoch|latest|last|best|checkpoint|ckpt|resume|keep).*")
+_LENGTH = re.compile(
+    r"(?i)(?:.*[^a-z])?epochs|.*(?:max|total|num|warmup|cooldown|decay|accum(?:ulation)?|save|eval"
+    r"|logging)[-_](?:steps|iters|iterations)|.*[-_](?:hist|interval|every|freq|frequency)"
+    r"|.*[-_](?:on|off)[-_](?:step|epoch|iter)"
+)
+"""Keys of settings, as in timm's args.yaml: how long something takes, or how often it is done."""
 _COUNTED = re.compile(r"""(?m)^\s*(?:["']?([\w. -]+?)["']?\s*[:=]\s*)?["']?(\d{1,19})["']?,?\s*$""")
 _PATH = re.compile(r"""(?m)^\s*["']?(?:\S*[/\\])?([^\s/\\"']+?)[/\\]*["']?\s*$""")
 
@@ -110,7 +116,7 @@ class StepNames:
         for name in () if matches else _PATH.findall(text):  # as with other zeros in front
             yield from self._counted(parse_name(name, is_folder=True).position.number, folder)
         for key, number in _COUNTED.findall(text):
-            if not key.strip() or _COUNTS.fullmatch(key):
+            if not key.strip() or _counts(key):
                 yield from self._counted(int(number), folder)
 
     def _counted(self, number: int | None, folder: str) -> Iterator[Step]:
@@ -192,9 +198,14 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
+def _counts(key: str) -> bool:
+    """Return whether a number under a key may be that of a step."""
+    return _COUNTS.fullmatch(key) is not None and _LENGTH.fullmatch(key) is None
+
+
 def _numbers(value: Any, key: str = "step") -> Iterator[int]:
     """Yield the integers of a JSON value that count steps, by their keys."""
-    if type(value) is int and _COUNTS.fullmatch(key):
+    if type(value) is int and _counts(key):
         yield value
     elif isinstance(value, Mapping):
         for name, inner in value.items():
