@@ -38,7 +38,8 @@ def movement_problems(save: Save, before: Sequence[Save]) -> Iterator[Problem]:
     """Yield the matrices of a save that are not of it, as those ``before`` tell, the last first."""
     if not before or save.weights.are_averages:
         return
-    now, last, *older = map(Samples, (save, *before))
+    now = Samples(save)
+    last, *older = (Samples(each, now.chosen) for each in before)
     names = [n for n in now.names if all(now.looks(n) == each.looks(n) for each in (last, *older))]
     moved = [n for n in names if now.count_differing(last, n) >= _MOVED]
     yield from _returned(now, last, older, moved)

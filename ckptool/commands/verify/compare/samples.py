@@ -19,14 +19,17 @@ from ckptool.engine.read.segments import entry_needs
 from ckptool.engine.read.tensors import TensorReader, TensorSource, TensorTile
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import CkptoolError
+from ckptool.storage.files import Files
 
 if TYPE_CHECKING:
     from ckptool.engine.read.numbers import Array
 
-_MOST, _LEAST = 1 << 12, 1 << 8
+_LONGEST = 1 << 12
 """Elements of one sample: fewer if there are many."""
 _TOGETHER = 1 << 20
-"""Elements of all samples; if there are too many matrices, only some of these have one."""
+"""Elements of all samples."""
+_MOST, _MOST_ASKED = 1 << 11, 1 << 6
+"""Matrices of which there are samples, of all that there are: on a disk, and in a store."""
 _PLACES, _MIDDLE = 8, 4
 """Eighths of a matrix, at one of which a sample begins."""
 OTHER_PLACES = 0, 2, 6
@@ -35,27 +38,27 @@ OTHER_PLACES = 0, 2, 6
 class Samples:
     """Samples of the matrices of a save, by the names that these have if none are stacked.
 
-    They begin at one of the eighths of each matrix, and are only of some ``names`` if there are
-    any. What cannot be read has none, nor has what is of other numbers than floats.
+    They are of ``chosen`` matrices, from the same eighth of each. What cannot be read has none.
     """
 
-    def __init__(self, save: Save, names: Collection[str] = (), at: int = _MIDDLE) -> None:
+    def __init__(self, save: Save, chosen: Sequence[str] = (), at: int = _MIDDLE) -> None:
         self.save = save
         self._bits: dict[str, Array] = {}
         self._units: dict[str, Array] = {}
         survey = save.survey
         tensors = {n: e for n, e in save.weights.entries.items() if e.source_dtype.kind == "float"}
-        opened: Mapping[str, TensorEntry] = {}
+        slices = Slices(tensors)
+        self.chosen = chosen or _choose(slices, tensors, survey.source)
+        there = {*slices.names}
+        wanted = {slices.tensor(name) for name in self.chosen if name in there}
+        opened = {name: tensors[name] for name in wanted}
         if survey.catalog is not None:
-            whole = survey.catalog.with_tensors(tensors)
-            opened = located(survey.format, survey.source, whole, lambda item: True)[0]
-        slices = Slices(opened)
+            catalog = survey.catalog.with_tensors(opened)
+            opened = located(survey.format, survey.source, catalog, lambda item: True)[0]
+        names = [n for n in self.chosen if n in there and slices.tensor(n) in opened]
         self.entries = Entries(slices, opened)
-        known = [n for n in slices.names if not names or n in names]
-        matrices = [name for name in known if is_matrix(slices.shape(name, opened))]
-        matrices = matrices[:: 1 + len(matrices) * _LEAST // _TOGETHER]
-        most = min(_MOST, _TOGETHER // max(1, len(matrices)))
-        jobs = (_job(name, self.entries[name], at, most) for name in matrices)
+        longest = min(_LONGEST, _TOGETHER // max(1, len(self.chosen)))
+        jobs = (_job(name, self.entries[name], at, longest) for name in names)
         read_tiles(TensorSource(survey.source), jobs, self._take, survey.source.policy.workers)
 
     def _take(self, name: str, tiles: Iterator[TensorTile]) -> None:
@@ -114,9 +117,18 @@ class Samples:
         return self._units[name]
 
 
-def _job(name: str, entry: TensorEntry, at: int, most: int) -> Job[str, TensorReader, TensorTile]:
+def _choose(slices: Slices, tensors: Mapping[str, TensorEntry], source: Files) -> Sequence[str]:
+    """Return the names of the matrices, or of some all over the model if there are many."""
+    names = [name for name in slices.names if is_matrix(slices.shape(name, tensors))]
+    most = _MOST_ASKED if source.policy.by_request else _MOST
+    return names[:: max(1, -(-len(names) // most))]
+
+
+def _job(
+    name: str, entry: TensorEntry, at: int, longest: int
+) -> Job[str, TensorReader, TensorTile]:
     """Return the job that reads a sample: the runs of a matrix from one of its eighths on."""
-    box = _box_in(entry.shape, at, most)
+    box = _box_in(entry.shape, at, longest)
     nbytes = box.volume * entry.source_dtype.itemsize
 
     def read(reader: TensorReader) -> Iterator[TensorTile]:
@@ -125,10 +137,10 @@ def _job(name: str, entry: TensorEntry, at: int, most: int) -> Job[str, TensorRe
     return Job(name, read, [partial(entry_needs, entry, [box])], nbytes)
 
 
-def _box_in(shape: tuple[int, ...], at: int, most: int) -> Box:
+def _box_in(shape: tuple[int, ...], at: int, longest: int) -> Box:
     low, taken = [0] * len(shape), [1] * len(shape)
     for dim in reversed(range(len(shape))):
-        taken[dim] = max(1, min(shape[dim], most))
+        taken[dim] = max(1, min(shape[dim], longest))
         low[dim] = min(shape[dim] * at // _PLACES, shape[dim] - taken[dim])
-        most //= taken[dim]
+        longest //= taken[dim]
     return Box.at(low, taken)
