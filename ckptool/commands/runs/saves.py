@@ -1,17 +1,20 @@
-"""Folders of a run that are one save by what lies in them: a model, and state of training."""
+"""What of a run is one save: folders with a model and state of training, parts saved together."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from msgspec.structs import replace
 
 from ckptool.commands.open import survey_readable
 from ckptool.commands.runs.names import EntryName, is_part_folder, parse_name
+from ckptool.commands.runs.steps import Step
 from ckptool.commands.runs.trainers import SPARED
 from ckptool.core.state_category import weights
 from ckptool.errors import NoAnswer
 from ckptool.serialization.file_roles import is_of_training, role_of
-from ckptool.storage.url import Location
+from ckptool.storage.url import Location, within
 
 
 def saves_by_contents(
@@ -69,6 +72,35 @@ def _is_state(path: Location, name: EntryName) -> bool:
     if found is None or found.catalog is None or found.problems:
         return name.family == "/"
     return not weights(found.catalog)
+
+
+def trainings_apart(run: Location, entries: Sequence[Step]) -> Iterator[Step]:
+    """Yield entries, with the part in their family if no step has both parts: they are trainings.
+
+    As ``teacher`` and ``student``, or ``lora1`` and ``lora2``.
+    """
+    found: dict[object, dict[object, set[str]]] = {}
+    for entry in entries:
+        steps = found.setdefault(entry.series, {})
+        steps.setdefault((entry.position, entry.number), set()).add(_part_of(entry, run))
+    families: dict[tuple[object, str], str] = {}
+    for series, steps in found.items():
+        together: list[set[str]] = []
+        for parts in steps.values():
+            joined = parts.union(*(each for each in together if each & parts))
+            together = [joined, *(each for each in together if not each & parts)]
+        for parts in together if len(together) > 1 else ():
+            families |= {(series, part): f"{min(parts)}: " for part in parts}
+    for entry in entries:
+        head = families.get((entry.series, _part_of(entry, run)), "")
+        yield replace(entry, name=replace(entry.name, family=head + entry.name.family))
+
+
+def _part_of(entry: Step, run: Location) -> str:
+    """Return what an entry's name and its folders say of the part that it is, of any rank."""
+    folders = within(entry.path, run).parts[len(entry.home.parts) : -1]
+    said = (re.sub(r"(?i)rank[-_]?\d+|^\d+$", "", name) for name in (*folders, entry.name.role))
+    return " ".join(filter(None, said))
 
 
 def is_folder(path: Location) -> bool:

@@ -18,7 +18,7 @@ from ckptool.commands.runs.names import (
     part_folders,
 )
 from ckptool.commands.runs.records import has_optimizer
-from ckptool.commands.runs.saves import is_folder, saves_by_contents
+from ckptool.commands.runs.saves import is_folder, saves_by_contents, trainings_apart
 from ckptool.commands.runs.steps import Run, Step, fixed_in, read_from, says_another
 from ckptool.commands.runs.trainers import POINTERS, SPARED
 from ckptool.core.state_category import weights
@@ -56,7 +56,8 @@ def find_run(place: Location) -> Run:
     entries += _without_checkpoint(entries)
     entries += _inside(place, entries, source)
     is_one = place in saves.values()  # its model's file is what other commands take
-    steps = [_together(sorted(entries, key=_by_contents))] if is_one else _joined(entries)
+    apart = trainings_apart(place, entries)
+    steps = [_together(sorted(entries, key=_by_contents))] if is_one else _joined(apart)
     return Run(place, tuple(sorted(steps, key=lambda step: natural_key(str(step.path)))), source)
 
 

@@ -220,3 +220,17 @@ def test_the_data_of_exports_that_stay_is_read_before_others_go(tmp_path: Path) 
     told = {str(each.path).removeprefix(f"{tmp_path}/"): each.fate for each in steps}
     assert told["weights/step_30"] == "leave"
     assert told["weights/step_20"] == "keep"
+
+
+@pytest.mark.parametrize("name", ["{}_step{}.pt", "{}/step{}.pt", "{}/checkpoint-{}/model.pt"])
+def test_parts_that_no_step_has_both_of_are_of_two_trainings(name: str, tmp_path: Path) -> None:
+    for part, steps in (("teacher", (100, 200)), ("student", (250, 350))):
+        for step in steps:
+            (file := tmp_path / name.format(part, step)).parent.mkdir(parents=True, exist_ok=True)
+            has_optimizer = {"optimizer": OPTIMIZER} if part == "teacher" else {}
+            torch.save({"model": {"w": WEIGHT + step}} | has_optimizer, file)
+    assert [step.reasons for step in checked(tmp_path).steps] == [()] * 4
+    report = ckptool.prune(tmp_path, keep_last=1)
+    assert [(step.number, step.fate) for step in report.steps] == [
+        (200, "keep"), (100, "remove"), (350, "keep"), (250, "remove")
+    ]  # fmt: skip
