@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -38,7 +39,7 @@ def open_run(place: Location, options: ReadOptions = AS_DETECTED) -> Run:
     run = find_run(place)
     named = [step for step in run.steps if step.position]
     others = [step for step in run.steps if not step.position]
-    counted = _counted([step.position for step in named])
+    counted = _counted_in_names([step.position for step in named])
     if named and not counted:
         placed = _by_time(run, named, _MIXED)
     else:
@@ -61,9 +62,24 @@ def _place(placed: Placed) -> tuple[object, ...]:
 def _counting(
     step: Step, rank: int, position: Position, counted: Sequence[str], words: str
 ) -> Placed:
-    """Return a step placed by the numbers of a position, and its stage."""
-    key = position.stage or 0, *(number or 0 for number in position.numbers(counted))
-    return key, rank, replace(step, placed=words.format(" and ".join(counted)))
+    """Return a step placed by the numbers of a position, and its stage.
+
+    What counts no step is the end of its epoch.
+    """
+    numbers = position.numbers(counted)
+    key = position.stage or 0, *(math.inf if number is None else number for number in numbers)
+    said = (word for word, number in zip(counted, numbers, strict=True) if number is not None)
+    return key, rank, replace(step, placed=words.format(" and ".join(said)))
+
+
+def _counted_in_names(positions: Sequence[Position]) -> tuple[str, ...]:
+    """Return what names count: the steps of epochs, too, if some save within one.
+
+    As timm's ``recovery-3-200`` lies before its ``checkpoint-3``.
+    """
+    counted = _counted(positions)
+    has_steps = any(position.step is not None for position in positions)
+    return ("epoch", "step") if counted == ("epoch",) and has_steps else counted
 
 
 def _counted(positions: Iterable[Position]) -> tuple[str, ...]:
@@ -91,6 +107,7 @@ def _with_others(
     records = {step.path: recorded_position(step, options) for step in others if step.parts}
     if not named:
         counted = _counted(records.values()) if len(records) == len(others) else ()
+    common = _counted(step.position for _, _, step in named) or counted
     newest = {placed[2].home: placed for placed in sorted(named, key=_place)}
     rest: list[Step] = []
     for step in others:
@@ -100,7 +117,7 @@ def _with_others(
             key, _, _ = newest[step.home]
             words = _RECORDED.format(past)
             named.append(((*key, position.number or 0), 1, replace(step, placed=words)))
-        elif counted and None not in position.numbers(counted):
+        elif counted and None not in position.numbers(common):
             named.append(_counting(step, 0, position, counted, _RECORDED))
         else:
             rest.append(step)

@@ -198,6 +198,20 @@ def test_the_last_by_what_it_records_past_the_newest_named_step(name: str, tmp_p
     assert newest(run) == ("checkpoint.pth", "by the epoch that it records")
 
 
+def test_what_is_saved_within_an_epoch_comes_before_its_end(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    saves = [("recovery-1-90", 1), ("checkpoint-1", 1), ("recovery-2-60", 2), ("recovery-2-90", 2)]
+    for minute, (name, epoch) in enumerate(saves):  # as timm saves
+        saved(run, f"{name}.pth.tar", minute, epoch=epoch)
+    assert newest(run) == ("recovery-2-90.pth.tar", "by the epoch and step in its name")
+    saved(run, "last.pth.tar", 8, epoch=1)
+    assert newest(run)[0] == "recovery-2-90.pth.tar"
+    saved(run, "last.pth.tar", 9, epoch=2)
+    assert newest(run) == ("last.pth.tar", "by the epoch that it records")
+    saved(run, "checkpoint-2.pth.tar", 9, epoch=2)
+    assert newest(run) == ("checkpoint-2.pth.tar", "by the epoch in its name")
+
+
 def test_the_last_of_fairseq_may_be_some_updates_into_an_epoch(tmp_path: Path) -> None:
     for name, updates in (("checkpoint_1_1000.pt", 1000), ("checkpoint_last.pt", 1500)):
         history = [{"num_updates": 300}, {"num_updates": updates}]
