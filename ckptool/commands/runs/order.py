@@ -26,6 +26,8 @@ _BY_TIME = "by the time at which it was saved: no name says what it counts"
 _MIXED = "by the time at which it was saved: some names count epochs, others steps"
 _BY_NUMBER = "by the number in its name, which agrees with the time at which it was saved"
 
+_BEST = re.compile(r"(?i)(?<![a-z])best")
+
 Key = tuple[float, ...]
 
 
@@ -92,8 +94,22 @@ def _counted(positions: Iterable[Position]) -> tuple[str, ...]:
 
 def _by_time(run: Run, steps: Iterable[Step], words: str) -> list[Placed]:
     words *= len(run.steps) > 1
-    timed = [((saved(step, run) or 0.0,), 0, replace(step, placed=words)) for step in steps]
-    return sorted(timed, key=_place)
+    timed: list[Placed] = [
+        ((saved(step, run) or 0.0,), 0, replace(step, placed=words)) for step in steps
+    ]
+    timed.sort(key=_place)
+    for end in range(1, len(timed)):
+        at = end
+        while at and _may_be_copy(timed[at], timed[at - 1]):
+            timed[at - 1 : at + 1] = timed[at], timed[at - 1]
+            at -= 1
+    return timed
+
+
+def _may_be_copy(later: Placed, earlier: Placed) -> bool:
+    """Return whether the best was saved together with another, which may well be newer."""
+    says_best, other = (_BEST.search(step.path.name) for _, _, step in (later, earlier))
+    return bool(says_best) and other is None and later[0][0] - earlier[0][0] <= AT_ONCE
 
 
 def _with_others(

@@ -236,9 +236,9 @@ def _joined(entries: Iterable[Step]) -> Iterator[Step]:
     """Yield the entries that are one step as one: their names differ in nothing but the part."""
     groups: dict[tuple[object, ...], list[Step]] = {}
     for entry in entries:
-        of_rank = entry.number is None and entry.name.has_rank
-        series = (entry.home, entry.name.family) if of_rank else entry.series
-        is_alone = entry.number is None and not of_rank
+        is_part = entry.name.has_rank or re.fullmatch(SPARED, entry.path.name) is not None
+        series = (entry.home, entry.name.family) if is_part else entry.series
+        is_alone = entry.number is None and not is_part
         key = (entry.path,) if is_alone else (*series, entry.position, entry.number)
         groups.setdefault(key, []).append(entry)
     for group in groups.values():

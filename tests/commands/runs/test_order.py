@@ -151,6 +151,17 @@ def test_without_any_number_time_places(tmp_path: Path) -> None:
     assert chosen.startswith("by the time")
 
 
+def test_the_best_is_no_newer_than_what_was_saved_with_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for number in (1, 2):  # as skrl saves
+        saved(run, f"agent_{number}00.pt", number)
+    saved(run, "best_agent.pt", 2)
+    os.utime(run / "best_agent.pt", ns=(0, (run / "agent_200.pt").stat().st_mtime_ns + 10**8))
+    assert newest(run)[0] == "agent_200.pt"
+    age(run / "best_agent.pt", 3)
+    assert newest(run)[0] == "best_agent.pt"
+
+
 def test_numbers_without_a_word_count_unless_time_contradicts(tmp_path: Path) -> None:
     for minute, number in enumerate([99, 100, 1000]):
         saved(tmp_path / "run", f"model_{number}.pth", minute)

@@ -192,6 +192,20 @@ def speechbrain(folder: Path, loss: float) -> None:
     (folder / "brain.ckpt").write_text(f"avg_train_loss: {loss}\noptimizer_step: 8\nstep: 4\n")
 
 
+def test_the_parts_of_the_best_are_one_save(tmp_path: Path) -> None:
+    for name in ("7", "9", "best"):  # as skrl saves, with store_separately
+        torch.save({"w": WEIGHT}, tmp_path / f"policy_{name}.pt")
+        torch.save({"w": WEIGHT}, tmp_path / f"value_{name}.pt")
+        torch.save(OPTIMIZER, tmp_path / f"optimizer_{name}.pt")
+    report = checked(tmp_path)
+    assert {step.path.name: len(step.beside) for step in report.steps} == {
+        "policy_9.pt": 2, "policy_7.pt": 2, "policy_best.pt": 2
+    }  # fmt: skip
+    assert report.ok
+    (tmp_path / "value_best.pt").write_bytes(b"")
+    assert not checked(tmp_path).ok
+
+
 def test_files_beside_an_optimizer_in_a_folder_of_their_own_are_one_save(tmp_path: Path) -> None:
     names = [f"CKPT+2026-11-29+06-00-0{second}+00" for second in (3, 4)]
     for name in names:
