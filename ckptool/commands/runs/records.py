@@ -23,6 +23,7 @@ from ckptool.storage.url import Location
 _STEPS = (
     "train_state.step",
     "trainer.global_step",
+    "trainer.iteration",  # ignite
     "trainer_state.global_step",
     "train.global_step",
     "train.step",

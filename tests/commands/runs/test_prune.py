@@ -149,6 +149,25 @@ def test_what_may_be_no_step_is_left(tmp_path: Path, names: list[str], reason: s
     assert all((tmp_path / name).exists() for name in names)
 
 
+@pytest.mark.parametrize(
+    ("recorded", "remaining"),
+    [
+        ([{"iteration": 19}, {"iteration": 29}, {"iteration": 39}], 1),
+        ([{"epoch": 10}, {"epoch": 20}, {"epoch": 30}], 1),
+        ([{"trainer": {"iteration": 20}}, {"trainer": {"iteration": 30}}, {"epoch": 39}], 3),
+        ([{"epoch": 50}, {"epoch": 50}, {"epoch": 50}], 3),
+    ],
+)
+def test_a_number_is_a_step_if_what_each_records_goes_with_it(
+    tmp_path: Path, recorded: list[dict[str, object]], remaining: int
+) -> None:
+    for number, values in zip((20, 30, 40), recorded, strict=True):
+        torch.save({"model": {"w": torch.ones(2)}, **values}, tmp_path / f"checkpoint_{number}.pt")
+    report = pruned(tmp_path, yes=True)
+    assert len(names_in(tmp_path)) == remaining
+    assert report.ok == (remaining == 1)
+
+
 def test_a_pointer_into_a_step_keeps_it_wherever_it_lies(tmp_path: Path) -> None:
     run = run_of(tmp_path, 1, 2, 3, 4, 5)
     (run / "latest").write_text("/other/run/step-1/.metadata\n")

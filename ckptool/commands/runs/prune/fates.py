@@ -20,6 +20,7 @@ from ckptool.commands.runs.names import Position
 from ckptool.commands.runs.order import written_after
 from ckptool.commands.runs.pointers.links import passes_link
 from ckptool.commands.runs.prune.strip import plan_strip
+from ckptool.commands.runs.records import recorded_position
 from ckptool.commands.runs.steps import Run, Step, is_unfinished_name, others_inside
 from ckptool.commands.runs.trainers import SPARED
 from ckptool.commands.transfer.overwrite import find_side
@@ -117,6 +118,20 @@ class _Decision(Struct, dict=True):
     def written_last(self) -> Step | None:
         """The step that was written last, if that is not the last one."""
         return written_after(self.run, self.steps[-1])
+
+    @cached_property
+    def are_counted(self) -> bool:
+        """Whether what the steps record shows that the numbers in their names count them.
+
+        It is more by as much in each; folds may record any. Raises NoAnswer.
+        """
+        options, alike = self.options.verify.read, [step for step in self.steps if step.parts]
+        records = [(step.number, recorded_position(step, options)) for step in alike]
+        beyond = [
+            {_difference(number, getattr(record, word)) for number, record in records}
+            for word in ("epoch", "step")
+        ]
+        return len(records) > 1 and any(len(each) == 1 and None not in each for each in beyond)
 
     def fates(self) -> Iterator[StepFate]:
         """Yield the fate of each step, newest first."""
@@ -216,9 +231,13 @@ class _Decision(Struct, dict=True):
         if step.position and self.positions[step.position] > 1:
             return f"{self.positions[step.position]} entries have the step number {step.number}"
         has_digits = any(map(str.isdigit, step.path.name))
-        if not step.name.tells and has_digits and step.path not in self.pointers:
-            return "its name does not say that its number is a step"
-        return None
+        if step.name.tells or not has_digits or step.path in self.pointers or self.are_counted:
+            return None
+        return "its name does not say that its number is a step"
+
+
+def _difference(number: int | None, recorded: int | None) -> int | None:
+    return None if number is None or recorded is None else recorded - number
 
 
 def _removed(fate: StepFate) -> StepFate:
