@@ -1,10 +1,19 @@
-"""Words and numbers for people: counts with their nouns, sizes, times, suggestions."""
+"""Words and numbers for people: counts with their nouns, sizes, times, suggestions.
+
+And patterns that files state, which anybody may have written.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 from itertools import islice
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from regex import Pattern
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -119,3 +128,28 @@ def _three_digits(value: float) -> str:
     if value >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+_COUNT = re.compile(r"\{([0-9]+)")
+_OTHERWISE = re.compile(r"\[:|\{(?!\d+(?:,\d*)?\}|,\d+\})|\(\?\w*x")
+"""What ``regex`` reads as a class, a match with errors or a count with spaces, but not ``re``."""
+_LARGEST = 1 << 20
+
+
+@lru_cache(maxsize=1 << 14)  # Python keeps 512, and a config may name each of more modules
+def compile_stated(pattern: str) -> Pattern[str]:
+    """Return a pattern that a file states; re.error if it is none, or not read as ``re`` does.
+
+    Its ``match`` takes a ``timeout`` in seconds, as hostile ones never end: TimeoutError after it.
+    """
+    import regex
+
+    try:
+        if odd := _OTHERWISE.search(pattern):
+            raise re.error("cannot be read as Python's re does", pattern, odd.start())
+        re.compile(pattern)
+        if len(pattern) * prod(max(1.0, float(n)) for n in _COUNT.findall(pattern)) > _LARGEST:
+            raise re.error("repeats too much")  # each repetition is compiled by itself
+        return regex.compile(pattern)
+    except (regex.error, ValueError, OverflowError, RecursionError) as error:
+        raise re.error(str(error)) from None

@@ -17,7 +17,7 @@ from ckptool.commands.merge.operands import Operand
 from ckptool.commands.model.adapter_config import ADAPTER_CONFIG, adapter_problems, method_of
 from ckptool.commands.model.records import Record, read_beside, read_file
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.text import list_some
+from ckptool.core.text import compile_stated, list_some
 from ckptool.errors import Unsupported
 from ckptool.storage.url import Location
 
@@ -56,8 +56,6 @@ _LONGEST = 1.0
 """Seconds of the processor for one pattern and one name."""
 _AT_ONCE = re.compile(r"[^*+?{|]*")
 """A pattern that repeats nothing and has no alternatives, as most: it needs no end."""
-_OTHERWISE = re.compile(r"\[:|\{(?!\d+(?:,\d*)?\}|,\d+\})")
-"""What ``regex`` reads as a class or as a match with errors, but ``re`` as these characters."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to initialize that subtract what they put into the adapter from the base's weights."""
 _CONVERTS = (
@@ -305,28 +303,17 @@ def _matching(patterns: Mapping[str, Any], key: str) -> Any:
             raise Unsupported(message, "limit-exceeded", hint="simplify it there") from None
 
 
-@lru_cache(maxsize=1 << 14)  # Python keeps 512, and a config may name each of more modules
+@lru_cache(maxsize=1 << 14)
 def _ending(pattern: str) -> Callable[[str], object]:
     """Return what matches a name that ends with a pattern; Unsupported if it is none."""
     whole = rf"(.*\.)?({pattern})$"
     try:
-        found = re.compile(whole)
-        return found.match if _AT_ONCE.fullmatch(pattern) else _with_end(whole)
-    except (re.error, OverflowError, RecursionError) as error:
+        if _AT_ONCE.fullmatch(pattern):
+            return re.compile(whole).match
+        return partial(compile_stated(whole).match, timeout=_LONGEST)
+    except (re.error, RecursionError) as error:
         message = f"{ADAPTER_CONFIG}: pattern {_short(pattern)}: {error}"
         raise Unsupported(message) from None
-
-
-def _with_end(pattern: str) -> Callable[[str], object]:
-    """Return what matches as ``re``, but raises TimeoutError in the end; re.error if none can."""
-    import regex
-
-    if odd := _OTHERWISE.search(pattern):
-        raise re.error("cannot be read as PEFT does", pattern, odd.start())
-    try:
-        return partial(regex.compile(pattern).match, timeout=_LONGEST)
-    except regex.error as error:
-        raise re.error(str(error)) from None
 
 
 def _short(value: object) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from fnmatch import translate
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
+from ckptool.core.text import compile_stated
 from ckptool.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ _CHOOSING = ("dynamic", "modules_in_block_to_quantize", "quantized_layers")
 _GLOB = re.compile(r"[*?\[]")
 _LONGEST = 5.0
 """Seconds that all patterns may take for all modules: a hostile one never ends, many take long."""
+_SIMPLIFY = "simplify it in a copy of config.json, and pass that folder as --hf-assets"
 _MOST_SHOWN, _OFTEN = 80, 16
 _ANY = ("mixed-precision", "MIXED_PRECISION")
 """What compressed-tensors and ModelOpt call several formats in one model."""
@@ -184,24 +185,23 @@ def _compile(names: Iterable[str]) -> Iterator[Pattern[str]]:
 
 
 def _pattern(target: str) -> Pattern[str] | None:
-    """Return the pattern of a target, None if it is none."""
-    if target.startswith("re:"):
-        import regex  # as re, with an end to it
-
-        with suppress(regex.error):
-            return regex.compile(target.removeprefix("re:"))
-    return None
+    """Return the pattern of a target, None if it is none; Unsupported if it cannot be matched."""
+    if not target.startswith("re:"):
+        return None
+    try:
+        return compile_stated(target.removeprefix("re:"))
+    except re.error as error:
+        message = f"quantization_config: {_shown(target)}: {error}"
+        raise Unsupported(message, hint=_SIMPLIFY) from None
 
 
 def _too_long(pattern: Pattern[str], module: str) -> Unsupported:
-    message = f"quantization_config: {_shown(pattern)} takes too long to match {module}"
+    message = f"quantization_config: {_shown(pattern.pattern)} takes too long to match {module}"
     message += f": {_LONGEST:g} s are for all patterns and modules"
-    hint = "simplify it in a copy of config.json, and pass that folder as --hf-assets"
-    return Unsupported(message, "limit-exceeded", hint=hint)
+    return Unsupported(message, "limit-exceeded", hint=_SIMPLIFY)
 
 
-def _shown(pattern: Pattern[str]) -> str:
-    text = pattern.pattern
+def _shown(text: str) -> str:
     return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
 
 

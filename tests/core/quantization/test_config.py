@@ -28,10 +28,16 @@ def test_a_pattern_that_never_ends_is_refused(
 
 
 def test_globs_and_patterns_leave_modules_out() -> None:
-    said = config_of("Linear", ignore=("*.mtp.*", "re:.*head$", "re:(", "model.norm"))
+    said = config_of("Linear", ignore=("*.mtp.*", "re:.*head$", "model.norm"))
     out = ["model.mtp.0", "lm_head", "model.norm"]
     assert [said.group_of(module) for module in out] == [NO_GROUP] * 3
     assert said.group_of("model.head.0").name == "group_0"
+
+
+@pytest.mark.parametrize("pattern", ["re:(", "re:x{1000000000}", "re:(x{9999}){9999}"])
+def test_a_pattern_that_cannot_be_matched_is_refused(pattern: str) -> None:
+    with pytest.raises(Unsupported, match=r"'re:.*': (missing|repeats too much)"):
+        config_of("Linear", ignore=(pattern,))
 
 
 def test_many_patterns_for_many_modules_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:

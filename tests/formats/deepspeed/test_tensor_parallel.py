@@ -12,6 +12,7 @@ from ckptool.core.catalog import Chunk, Extent
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.sharding.tensor_parallel import Fit, fit_ranks, parse_tp_rule
 from ckptool.errors import Damaged, Undetermined, Unsupported
+from ckptool.formats.deepspeed import tensor_parallel
 from ckptool.formats.deepspeed.flat_runs import RankShard
 from ckptool.formats.deepspeed.tensor_parallel import fit_shards, merge_tensor
 
@@ -156,10 +157,20 @@ def test_a_rule_that_does_not_fit_is_refused(rule: str) -> None:
         fit_ranks([(12, 4), (12, 4)], parse_tp_rule(f"w={rule}")[1])
 
 
-@pytest.mark.parametrize("pattern", ["(a+)+$", "(", ".*" * 9, "x" * 2000])
-def test_patterns_that_may_take_for_ever_are_refused(pattern: str) -> None:
-    with pytest.raises(Unsupported, match="universal_checkpoint_info"):
-        fit_shards("w", [(2,), (2,)], {"tp_replicated_parameter_patterns": [pattern]})
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("(a|aa)" * 40 + "b", "takes more than 0.05 s"),
+        ("(a{1000}){1000}", "repeats too much"),
+        ("(", "missing"),
+    ],
+)
+def test_patterns_that_may_take_for_ever_are_refused(
+    pattern: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_parallel, "_LONGEST", 0.05)
+    with pytest.raises(Unsupported, match=f"universal_checkpoint_info: pattern .* {why}"):
+        fit_shards("a" * 60 + "-", [(2,)] * 2, {"tp_replicated_parameter_patterns": [pattern]})
 
 
 def test_copies_of_several_types_are_refused_however_they_are_cut() -> None:
