@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Set
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import PurePath
 
 from msgspec import Struct
@@ -107,7 +107,7 @@ class Run(Struct, frozen=True, dict=True):
 
     def relative(self, place: Location) -> str:
         """Return the path of a place relative to the run, empty for the run itself."""
-        return "/".join(within(place, self.path).parts)
+        return _relative(place, self.path)
 
     def folder(self, entry: Location) -> Files:
         """Return an entry that is a folder as a source of its own."""
@@ -120,6 +120,11 @@ class Run(Struct, frozen=True, dict=True):
         for name, why in self.source.unlisted.items():
             if name == head or name.startswith(f"{head}/"):
                 yield f"{name}: {why}"
+
+
+@lru_cache(1 << 14)
+def _relative(place: Location, folder: Location) -> str:
+    return "/".join(within(place, folder).parts)
 
 
 def is_unfinished_name(step: Step) -> bool:

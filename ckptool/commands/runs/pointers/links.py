@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from functools import cache
 
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.engine.write.removal import is_leftover
@@ -24,12 +24,12 @@ def linked_steps(run: Run) -> Iterator[tuple[str, Step]]:
     if (path := on_disk(run.path)) is None:
         return
     homes, base = _real_entries(run), os.path.realpath(path)
-    for link in _links(path):
-        own = next((s for place in (link, *link.parents) if (s := homes.get(_real(place)))), None)
-        for place in _hops(link):
-            for folder in (place, *place.parents):
-                step = homes.get(folder)
-                if step is not None and step is not own and folder != _real(link):
+    for link in _links(base):
+        own = next((homes[place] for place in upwards(link) if place in homes), None)
+        for end in _hops(link):
+            for place in upwards(end):
+                step = homes.get(place)
+                if step is not None and step is not own and place != link:
                     yield os.path.relpath(link, base), step
 
 
@@ -46,19 +46,24 @@ def passes_link(step: Step, run: Run) -> str | None:
     return None
 
 
-def _real_entries(run: Run) -> Mapping[Path, Step]:
+def _real_entries(run: Run) -> Mapping[str, Step]:
     """Return the steps by the place of each entry, whose own last part may be a link."""
+    real = cache(os.path.realpath)
     found = ((on_disk(entry), step) for step in run.steps for entry in step.entries)
-    return {_real(path): step for path, step in found if path is not None}
+    placed = ((path.name, real(path.parent), step) for path, step in found if path is not None)
+    return {os.path.join(folder, name): step for name, folder, step in placed}
 
 
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path.parent)) / path.name
+def upwards(path: str) -> Iterator[str]:
+    """Yield a path and the folders around it, but for the root of a disk or a run."""
+    while path:
+        yield path
+        path = path.rpartition("/")[0]
 
 
-def _links(run: Path) -> Iterator[Path]:
-    """Yield the links below a run, and those beside it and in its own folder's place."""
-    todo = [os.path.realpath(run)]
+def _links(base: str) -> Iterator[str]:
+    """Yield the links below a run's real place, and those beside it and in its own place."""
+    todo = [base]
     while todo:
         folder = todo.pop()
         try:
@@ -69,32 +74,42 @@ def _links(run: Path) -> Iterator[Path]:
         except OSError as error:
             reason = error.strerror or str(error)
             raise TransferError(f"{folder}: cannot be searched for links: {reason}") from None
-        yield from (Path(entry.path) for entry in entries if entry.is_symlink())
+        yield from (entry.path for entry in entries if entry.is_symlink())
         inner = (entry for entry in entries if entry.is_dir(follow_symlinks=False))
         todo += [entry.path for entry in inner if not is_leftover(entry.name)]
+    around = os.path.dirname(base)
     try:
-        beside = sorted(Path(os.path.realpath(run)).parent.iterdir())
+        beside = sorted(os.listdir(around))
     except OSError:
         return
-    yield from (path for path in beside if path.is_symlink())
+    paths = (os.path.join(around, name) for name in beside)
+    yield from (path for path in paths if os.path.islink(path))
 
 
-def _hops(path: Path) -> Iterator[Path]:
-    """Yield each place that a path leads through, its own links last: where it ends, at the end."""
-    todo = list(reversed(path.parts[1:]))
-    at, followed = Path(path.anchor), 0
+def _hops(link: str) -> Iterator[str]:
+    """Yield each place that a link in a real folder leads through, and where it ends.
+
+    Raises TransferError if a place cannot be looked at.
+    """
+    at, _, name = link.rpartition("/")
+    todo, followed = [name], 0
     while todo:
         name = todo.pop()
         if name == "..":
-            at = at.parent
+            at = at.rpartition("/")[0]
             continue
-        at = at / name
-        if at.is_symlink():
-            yield at
-            followed += 1
-            if followed > _MOST_HOPS:
-                return
-            target = Path(os.readlink(at))
-            at = Path(target.anchor) if target.is_absolute() else at.parent
-            todo.extend(reversed(target.parts[1:] if target.is_absolute() else target.parts))
+        place = f"{at}/{name}"
+        try:
+            target = os.readlink(place)
+        except PermissionError as error:
+            raise TransferError(f"{link}: cannot be followed: {error.strerror}") from None
+        except OSError:  # it is no link, or nothing
+            at = place
+            continue
+        yield place
+        followed += 1
+        if followed > _MOST_HOPS:
+            return
+        at = "" if target.startswith("/") else at
+        todo.extend(part for part in reversed(target.split("/")) if part not in ("", "."))
     yield at

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import chain
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePath
 
 from ckptool.commands.model.adapter_config import ADAPTER_CONFIG
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.runs.pointers.links import linked_steps
+from ckptool.commands.runs.pointers.links import linked_steps, upwards
 from ckptool.commands.runs.pointers.mentions import (
     MUST_NAME,
     SAYS_POINTER,
@@ -87,22 +88,19 @@ def _named_by_files(run: Run, names: StepNames) -> Iterator[tuple[str, Step]]:
 def _pointer_files(run: Run) -> Iterator[tuple[str, int]]:
     """Yield the files that may name a step, relative to the run, with their sizes in bytes."""
     entries = {run.relative(entry) for step in run.steps for entry in step.entries}
-    around = {""}
-    for entry in entries:
-        around |= {str(parent) for parent in PurePosixPath(entry).parents}
+    around = {place for entry in entries for place in upwards(entry.rpartition("/")[0])} | {""}
+    is_inside = cache(lambda place: any(folder in entries for folder in upwards(place)))
     binary = tuple(single_file_suffixes())
-    for file, size in run.source.files.items():
+    for file, size in run.source.files.items() if "" not in entries else ():
         folder, _, name = file.rpartition("/")
-        inside = file in entries or not entries.isdisjoint(map(str, PurePosixPath(file).parents))
-        is_known = re.fullmatch(POINTERS, name) is not None
-        if inside:
+        if file in entries or is_inside(folder):
             is_pointer = name.endswith(_READ_WITH)
-        elif is_known or name.endswith(_READ_WITH):
+        elif re.fullmatch(POINTERS, name) is not None or name.endswith(_READ_WITH):
             is_pointer = name != TRAINER_STATE
         else:
-            may_name = (folder or ".") in around or folder in around or SAYS_POINTER.fullmatch(name)
-            is_pointer = bool(may_name) and size <= _SMALL and not name.endswith(binary)
-        if is_pointer and size <= _LARGEST and "" not in entries:
+            may_name = folder in around or SAYS_POINTER.fullmatch(name) is not None
+            is_pointer = may_name and size <= _SMALL and not name.endswith(binary)
+        if is_pointer and size <= _LARGEST:
             yield file, size
 
 

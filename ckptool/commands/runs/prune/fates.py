@@ -65,17 +65,23 @@ def decide(
     fates: list[StepFate] = []
     for steps in series.values():
         fates += _Decision(run, steps, pointers, options, assessor, notify).fates()
-    return [_held_back(fate, fates, run, assessor) for fate in fates]
+    found = {step.path: step for step in run.steps}
+    return [_held_back(fate, fates, found, run.path, assessor) for fate in fates]
 
 
-def _held_back(fate: StepFate, fates: Sequence[StepFate], run: Run, assessor: Assessor) -> StepFate:
+def _held_back(
+    fate: StepFate,
+    fates: Sequence[StepFate],
+    steps: Mapping[Location, Step],
+    run: Location,
+    assessor: Assessor,
+) -> StepFate:
     """Leave what lies in another step, or what one of the same number that stays cannot go without.
 
     As the model of an optimizer, or the other way around, whatever they are called.
     """
-    steps = {step.path: step for step in run.steps}
     mine = steps[fate.path]
-    around = next((p for p in mine.path.parents if p in steps and p != run.path), None)
+    around = next((p for p in mine.path.parents if p in steps and p != run), None)
     if around is not None and fate.fate in ("remove", "strip"):
         reason = f"lies in {around.name}, which is a checkpoint itself"
         return replace(fate, fate="leave", reason=reason, freed=0)
@@ -83,7 +89,7 @@ def _held_back(fate: StepFate, fates: Sequence[StepFate], run: Run, assessor: As
         return fate
     for other in fates:
         theirs = steps[other.path]
-        is_alike = theirs.position == mine.position and not is_export(theirs, run.path)
+        is_alike = theirs.position == mine.position and not is_export(theirs, run)
         if other.fate == "remove" or not theirs.parts or not is_alike:
             continue
         has, lacks = assessor.contents_of(mine), assessor.contents_of(theirs)
