@@ -135,7 +135,7 @@ def parse_name(name: str, *, is_folder: bool) -> EntryName:
     counted = {key: found[key][2] for key in ("stage", "epoch", "step") if key in found}
     bare = found.get("bare") or (None if found else _bare(name))
     position = Position(**counted)
-    spans = [found[key] for key in ("epoch", "step") if key in found]
+    spans = [found[key] for key in ("epoch", "step", "date") if key in found]
     spans += [bare] if bare is not None and not position else []
     kind = _with_marks(name, [(*span[:2], "#") for span in spans])
     ranks = [(*found["rank"][:2], "rank")] if "rank" in found else []
@@ -240,7 +240,8 @@ def _by_trainer(name: str) -> tuple[Spans, bool]:
         match = row.steps.fullmatch(name)
         if match is not None:
             keys = [key for key, text in match.groupdict().items() if text is not None]
-            return {key: (*match.span(key), int(match[key])) for key in keys}, row.tells
+            numbers = {key: int(re.sub(r"\D", "", match[key])) for key in keys}
+            return {key: (*match.span(key), number) for key, number in numbers.items()}, row.tells
     return {}, False
 
 

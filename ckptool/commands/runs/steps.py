@@ -51,8 +51,11 @@ class Step(Struct, frozen=True, dict=True):
 
     @cached_property
     def series(self) -> tuple[PurePath, str]:
-        """Return what all steps share that are counted together; one without a number is alone."""
-        return self.home, self.path.name if self.number is None else self.name.family
+        """Return what all steps share that are counted together.
+
+        One without a number is alone, unless its trainer tells steps apart by their dates.
+        """
+        return self.home, self.name.family if "#" in self.name.kind else self.path.name
 
     @cached_property
     def names(self) -> frozenset[str]:

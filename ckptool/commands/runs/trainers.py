@@ -18,7 +18,7 @@ class Trainer(Struct, frozen=True, dict=True):
 
     ``source`` is the module and version that was read. ``step`` is the whole name of an entry, with
     the groups ``stage``, ``epoch``, ``step`` (which order it), ``bare`` (which may be anything
-    else) and ``rank`` (one of several files of a step).
+    else), ``date`` (which tells steps apart) and ``rank`` (one of several files of a step).
     ``writes`` is the whole name of any entry of its own, if it has others too.
     ``unfinished`` is the whole name of an entry that is being written, ``marks`` are files in it,
     or beside it under its name, that say the same. A step with one of ``signs`` is this trainer's,
@@ -246,6 +246,11 @@ TRAINERS = (
         step=r"\w+_(?P<step>\d{7})\.pth",
         pointers=(r"last_checkpoint",),
         tells=False,
+    ),
+    Trainer(
+        "SpeechBrain",
+        "speechbrain 1.1.2, utils/checkpoints.py",
+        step=r"CKPT\+(?P<date>\d{4}-\d\d-\d\d\+\d\d-\d\d-\d\d\+\d\d)",
     ),
 )
 

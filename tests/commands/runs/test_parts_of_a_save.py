@@ -192,6 +192,23 @@ def speechbrain(folder: Path, loss: float) -> None:
     (folder / "brain.ckpt").write_text(f"avg_train_loss: {loss}\noptimizer_step: 8\nstep: 4\n")
 
 
+@pytest.mark.parametrize("lost", ["CKPT.yaml", "counter.ckpt", "model.ckpt", "normalizer.ckpt"])
+def test_a_save_that_its_date_names_has_what_earlier_ones_have(lost: str, tmp_path: Path) -> None:
+    for at in range(3):  # as SpeechBrain saves
+        (folder := tmp_path / f"CKPT+2026-11-30+02-10-11+0{at}").mkdir()
+        (folder / "CKPT.yaml").write_text(f"epoch: {at}")
+        (folder / "counter.ckpt").write_text(str(at))
+        torch.save({"w": WEIGHT + at}, folder / "model.ckpt")
+        torch.save({"glob_mean": torch.ones(3)}, folder / "normalizer.ckpt")
+        torch.save(OPTIMIZER, folder / "optimizer.ckpt")
+    assert checked(tmp_path).ok
+    (folder / lost).unlink()
+    newest, *others = checked(tmp_path).steps
+    assert newest.path == folder
+    assert "is missing; every earlier whole step has it" in newest.reasons[0]
+    assert all(step.ok for step in others)
+
+
 def test_the_parts_of_the_best_are_one_save(tmp_path: Path) -> None:
     for name in ("7", "9", "best"):  # as skrl saves, with store_separately
         torch.save({"w": WEIGHT}, tmp_path / f"policy_{name}.pt")
@@ -215,7 +232,7 @@ def test_files_beside_an_optimizer_in_a_folder_of_their_own_are_one_save(tmp_pat
         (name, None, ()) for name in names
     }
     alone = ckptool.list_steps(tmp_path / names[0])
-    assert [(step.path.name, step.complete) for step in alone.steps] == [("enc.ckpt", True)]
+    assert [(step.path.name, step.complete) for step in alone.steps] == [(names[0], True)]
     (tmp_path / names[1] / "enc.ckpt").write_text("Access denied")
     assert [step.ok for step in checked(tmp_path).steps].count(False) == 1
 
