@@ -250,6 +250,9 @@ def test_the_best_of_a_state_of_any_size(tmp_path: Path) -> None:
     os.truncate(run / "trainer_state.json", 2 << 20)
     with pytest.raises(TransferError, match="before the best checkpoint"):
         pruned(run, yes=True, quick=True)
+    os.truncate(run / "trainer_state.json", 1 << 40)
+    with pytest.raises(TransferError, match="it has 1,099,511,627,776 bytes, more than the"):
+        pruned(run, yes=True, quick=True)
 
 
 @pytest.mark.parametrize("end", ['"}', ""], ids=["closed", "cut off"])

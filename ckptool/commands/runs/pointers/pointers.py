@@ -28,6 +28,7 @@ from ckptool.commands.runs.trainers import POINTERS
 from ckptool.errors import CkptoolError
 from ckptool.formats import single_file_suffixes
 from ckptool.formats.companions import TRAINER_STATE
+from ckptool.serialization.source import LARGEST
 from ckptool.storage.place import on_disk
 from ckptool.storage.url import Location
 
@@ -121,6 +122,8 @@ def _files_above(run: Run) -> Iterator[Path]:
 
 def _read(path: Location, size: int | None) -> bytes:
     """Return a pointer's bytes, nothing if it is gone; TransferError if it cannot be read."""
+    if size is not None and size > LARGEST:
+        raise unreadable(path, f"it has {size:,} bytes, more than the {LARGEST:,} that are read")
     try:
         data = path.read_bytes()
     except FileNotFoundError:
