@@ -248,9 +248,8 @@ class Assessor:
                 why = f"no optimizer's state, which {had.path.name} has"
                 why = f"{_EMPTIED}: {why}: a resume begins the optimizer again"
                 yield f"{why} (--ignore {_EMPTIED} counts it as good)"
-        own = [each for inside, each in found if not inside]
         earlier = [] if self._options.quick else before
-        problems = earlier_problems(step, own, earlier, self._options.read)
+        problems = earlier_problems(step, found, earlier, self._options.read)
         for each in (each for each in problems if each.code not in self._options.ignore):
             yield f"{each.code}: {each} (--ignore {each.code} counts it as good)"
             return

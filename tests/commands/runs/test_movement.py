@@ -118,6 +118,27 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
     assert reasons(run) == {}
 
 
+@pytest.mark.parametrize("inner", ["unet", "unet_ema"])
+def test_a_model_inside_a_step(inner: str, tmp_path: Path) -> None:
+    """As diffusers' scripts save it in accelerate's folder."""
+    torch.manual_seed(0)
+    model = {f"down_blocks.{n}.to_k.weight": torch.randn(16, 32) for n in range(3)}
+    for step in range(10, 60, 10):
+        (folder := tmp_path / f"checkpoint-{step}/{inner}").mkdir(parents=True)
+        model = {name: value + 0.01 * torch.randn_like(value) for name, value in model.items()}
+        save_file(model, folder / "diffusion_pytorch_model.safetensors")
+        (folder / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+        state = torch.optim.AdamW([torch.nn.Parameter(torch.ones(16, 32))]).state_dict()
+        torch.save(state, folder.parent / "optimizer.bin")
+        torch.save({"step": 0}, folder.parent / "random_states_0.pkl")
+    assert reasons(tmp_path) == {}
+    first, second, *_ = model
+    model |= {first: model[second], second: model[first]}
+    save_file(model, folder / "diffusion_pytorch_model.safetensors")
+    why = f"weights-unrelated: {inner}: {first}: has the values that {second} had in checkpoint-40"
+    assert reasons(tmp_path)["checkpoint-50"].startswith(why)
+
+
 def test_stacked_layers(tmp_path: Path) -> None:
     """Each is looked at by itself."""
     run = tmp_path / "run"

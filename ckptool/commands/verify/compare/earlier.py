@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.runs.models import Found, as_read
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import located
 from ckptool.commands.verify.checks.meaning.counts import steps_of_each
@@ -26,7 +27,7 @@ from ckptool.commands.verify.compare.matrices import Save
 from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.core.text import list_some, natural_key
 from ckptool.errors import CkptoolError, Problem
-from ckptool.storage.url import Location, within
+from ckptool.storage.url import within
 
 _DIFFER = "counts-differ"
 _BEFORE = 3
@@ -37,29 +38,34 @@ _COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
 
 
 def earlier_problems(
-    step: Step, saves: Sequence[Survey], earlier: Sequence[Step], options: ReadOptions
+    step: Step, found: Iterable[Found], earlier: Sequence[Step], options: ReadOptions
 ) -> Iterator[Problem]:
     """Yield what in a step is of one of the ``earlier`` ones, though not all of it, or was lost.
 
-    ``saves`` are the step's checkpoints. Raises NoAnswer.
+    It has been ``found`` in the step's checkpoints, and in models inside them. Raises NoAnswer.
     """
-    for survey in (each for each in saves if each.path in step):
-        save, at = Save(survey, step), within(survey.path, step.path)
-        alike = ((each, _part_at(at, each)) for each in reversed(earlier[-_BEFORE:]))
-        found = ((survey_readable(part, options), each) for each, part in alike if part)
-        before = [Save(survey, each) for survey, each in found if survey]
-        for was in before:
-            why = _reset_scheduler(save, was) or _mixed_with(save, was)
-            yield from [Problem(why, _DIFFER)] if why else []
-            yield from _lost_state(save, was) if was.step is earlier[-1] else ()
-        yield from _emptied(save, before)
-        yield from _moved_strangely(save, before) if before else ()
+    for inside, survey in (each for each in found if each[1].path in step):
+        at, save = within(survey.path, step.path), Save(survey, step)
+        before = list(_saves_at(at, reversed(earlier[-_BEFORE:]), as_read(options, inside), inside))
+        if not inside:
+            for was in before:
+                why = _reset_scheduler(save, was) or _mixed_with(save, was)
+                yield from [Problem(why, _DIFFER)] if why else []
+                yield from _lost_state(save, was) if was.step is earlier[-1] else ()
+            yield from _emptied(save, before)
+        for each in _moved_strangely(save, before) if before else ():
+            yield Problem(f"{at}: {each}", each.code) if inside else each
 
 
-def _part_at(at: PurePath, step: Step) -> Location | None:
-    """Return the checkpoint at a place inside a step."""
-    parts = (part for part in step.parts if part in step)
-    return next((part for part in parts if within(part, step.path) == at), None)
+def _saves_at(
+    at: PurePath, steps: Iterable[Step], options: ReadOptions, inside: bool
+) -> Iterator[Save]:
+    """Yield the checkpoints at a place in some steps, or ``inside`` one there. Raises NoAnswer."""
+    for step in steps:
+        place = step.path.joinpath(*at.parts)
+        survey = survey_readable(place, options) if inside or place in step.parts else None
+        if survey is not None:
+            yield Save(survey, step)
 
 
 def _moved_strangely(save: Save, before: Sequence[Save]) -> Iterator[Problem]:

@@ -36,7 +36,7 @@ _FEW = 2
 
 def movement_problems(save: Save, before: Sequence[Save]) -> Iterator[Problem]:
     """Yield the matrices of a save that are not of it, as those ``before`` tell, the last first."""
-    if not before or save.weights.are_averages:
+    if not before:
         return
     now = Samples(save)
     last, *older = (Samples(each, now.chosen) for each in before)
@@ -45,7 +45,8 @@ def movement_problems(save: Save, before: Sequence[Save]) -> Iterator[Problem]:
     yield from _returned(now, last, older, moved)
     yield from _exchanged(now, last, older, names)
     if older:
-        yield from _stood_still(now, last, older[0], names)
+        are_trained = not save.weights.are_averages
+        yield from _stood_still(now, last, older[0], names) if are_trained else ()
         yield from _unrelated(now, last, older[0], moved)
 
 
