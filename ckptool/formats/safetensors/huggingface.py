@@ -27,6 +27,8 @@ from ckptool.formats.base import (
 from ckptool.formats.companions import companions, describe_config
 from ckptool.formats.safetensors import read_whole_tensors, writer_of
 from ckptool.formats.safetensors.shard_sets import (
+    ADAPTER,
+    ADAPTER_CONFIG,
     INDEX,
     SHARD,
     WHOLE,
@@ -37,6 +39,7 @@ from ckptool.formats.safetensors.shard_sets import (
     unindexed,
     variants,
     wanted_by_names,
+    whole_model,
 )
 from ckptool.formats.safetensors.weight_delta import delta_info, delta_notes
 from ckptool.formats.shards import find_elsewhere, list_misplaced, read_index, read_shards
@@ -51,10 +54,9 @@ _INDEX_SUFFIX = ".safetensors.index.json"
 _STEM = "diffusion_pytorch_model"
 """The stem of diffusers' (0.42) own model files, which is ``model`` in transformers."""
 _EXTRA = f"model{EXTRA}"
-_ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _MIB = 1 << 20
 """The unit of the total size in the indexes of ColossalAI (0.5)."""
-_CONFIGS = ("config.json", _ADAPTER_CONFIG)
+_CONFIGS = ("config.json", ADAPTER_CONFIG)
 _LORA = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b")
 
 
@@ -71,7 +73,7 @@ def _probe(source: Source) -> bool:
     return (
         bool(indexes(source))
         or len(sets) == 1
-        or WHOLE in weights
+        or whole_model(source) is not None
         or (len(weights) == 1 and not source.files.keys().isdisjoint(_CONFIGS))
     )
 
@@ -245,7 +247,7 @@ def lay_out(catalog: Catalog, request: Request, head: str = "") -> Layout:
     stem = _stem_of(catalog)
     names = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     if len(groups) == 1:
-        names = [_ADAPTER if is_adapter else f"{stem}.safetensors"]
+        names = [ADAPTER if is_adapter else f"{stem}.safetensors"]
     files = [*lay_out_companions(catalog), *side]
     for name, group in zip(names, groups, strict=True):
         slices = (OutgoingSlice.whole(entry, head) for entry in group)
@@ -263,7 +265,7 @@ def _is_adapter(tensors: list[TensorEntry], beside: set[str]) -> bool:
     """
     configs = [name for name in _CONFIGS if name in beside]
     if configs:
-        return configs == [_ADAPTER_CONFIG]
+        return configs == [ADAPTER_CONFIG]
     return bool(tensors) and all(_LORA.search(entry.name) for entry in tensors)
 
 

@@ -16,6 +16,7 @@ from ckptool.formats.shards import read_index
 from ckptool.serialization.source import Source
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SHARD = re.compile(r"(?P<stem>.*)(?<!rank)-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)\.safetensors")
 """Not nanotron's ``..._tp-rank-0-of-2.safetensors``: each rank has its part of one tensor."""
 _INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?P<variant>\.[^.]+)?\.json")
@@ -30,6 +31,15 @@ def all_weights(source: Source) -> list[str]:
         for name in source.files
         if "/" not in name and name.endswith(".safetensors") and not _DCP_SHARD.match(name)
     ]
+
+
+def whole_model(source: Source) -> str | None:
+    """Return the file that libraries open as a model by its name, whatever lies beside it.
+
+    As LLaMA-Factory's ``value_head.safetensors`` beside an adapter of PEFT.
+    """
+    by_name = (WHOLE, ADAPTER) if ADAPTER_CONFIG in source.files else (WHOLE,)
+    return next((name for name in by_name if name in source.files), None)
 
 
 def variants(names: Iterable[str]) -> set[str]:
@@ -92,7 +102,8 @@ def unindexed(source: Source, named: str | None) -> list[str]:
     weights = [name for name in every if name not in variants(every)] if named is None else [named]
     matches = [m for name in weights if (m := SHARD.fullmatch(name))]
     if not matches:
-        return [WHOLE] if WHOLE in weights else weights
+        whole = whole_model(source)
+        return [whole] if named is None and whole is not None else weights
     counts = {match["count"] for match in matches}
     if len(counts) > 1:
         message = f"{source.root}: file names state {', '.join(sorted(counts))} shards"

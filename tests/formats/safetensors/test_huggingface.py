@@ -40,6 +40,23 @@ def test_of_two_other_indexes_none_is_taken(tmp_path: Path) -> None:
         ckptool.open(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("whole", "config"),
+    [("model.safetensors", "config.json"), ("adapter_model.safetensors", "adapter_config.json")],
+)
+def test_what_lies_beside_a_whole_model_is_not_read_with_it(
+    whole: str, config: str, tmp_path: Path
+) -> None:
+    """As LLaMA-Factory saves the head of a reward model beside an adapter."""
+    save_file({"a": np.zeros(2, np.uint8)}, tmp_path / whole)
+    save_file({"b": np.zeros(2, np.uint8)}, tmp_path / "value_head.safetensors")
+    (tmp_path / config).write_text("{}")
+    assert list(ckptool.open(tmp_path).tensors) == ["a"]
+    assert list(ckptool.open(tmp_path / "value_head.safetensors").tensors) == ["b"]
+    unused = [f for f in ckptool.verify(tmp_path).findings if f.code == "file-unused"]
+    assert ["value_head.safetensors" in str(finding) for finding in unused] == [True]
+
+
 def test_shards_of_two_saves_without_an_index_are_distinguished_by_none(tmp_path: Path) -> None:
     for count in (1, 2):
         name = f"model-00001-of-0000{count}.safetensors"
