@@ -17,6 +17,7 @@ from ckptool.commands.runs.steps import Step
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.state_category import state_category, weights
 from ckptool.errors import CkptoolError
+from ckptool.formats.base import DELTA
 from ckptool.formats.companions import TRAINER_STATE, read_json_object, trainer_optimizer
 from ckptool.storage.url import Location
 
@@ -117,7 +118,8 @@ class Contents(Struct, frozen=True):
 
     Of an optimizer, it may have ``state`` of parameters, and groups with some ``settings``, of
     which one is whether there is momentum: without, SGD has no state. It ``begins`` if no scheduler
-    has stepped. What cannot be read, as far as it is ``unread``, may have anything.
+    has stepped. What cannot be read, as far as it is ``unread``, may have anything. A ``delta`` has
+    changes of weights alone.
     """
 
     model: bool
@@ -128,6 +130,7 @@ class Contents(Struct, frozen=True):
     settings: frozenset[str]
     begins: bool
     unread: bool
+    delta: bool
 
     def has_lost_state_of(self, other: Contents) -> bool:
         """Return whether the optimizer of another step is not here, or all but its settings.
@@ -162,6 +165,7 @@ class Contents(Struct, frozen=True):
             frozenset(name for name, value in settings if name != "momentum" or value != 0),
             bool(counts) and not any(counts),
             unread or any(each.problems for each in surveys),
+            any(DELTA in catalog.info for catalog in catalogs),
         )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from prune_runs import fates, names_in, pruned
+from safetensors.torch import save_file
 from trainer_runs import (
     BOTH,
     OPTIMIZER,
@@ -105,3 +107,21 @@ def test_runs_whose_names_may_be_metrics_are_counted_apart(
     pruned(tmp_path, yes=True)
     kept = [f"{names[0]}-step-300.pt", f"{names[1]}-step-350.pt"]
     assert names_in(tmp_path) == sorted([*kept, "net-loss_0.25-acc_20-step-20.pt"])
+
+
+def test_weight_deltas_stay_after_the_weights_that_they_change(tmp_path: Path) -> None:
+    said = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "adler32"}
+    for step in (1, 4):
+        write_step(tmp_path, TRAINERS["transformers"], step)
+        (tmp_path / f"checkpoint-{step}" / "optimizer.pt").unlink()
+    for step in (2, 3, 5, 6):
+        (folder := tmp_path / f"checkpoint-{step}").mkdir()
+        save_file(
+            {"w": torch.zeros(8, dtype=torch.uint8)}, folder / "model.safetensors", {"w": "0"}
+        )
+        index = {"metadata": {"version": f"{step}", "base_version": f"{step - 1}"} | said}
+        text = json.dumps(index | {"weight_map": {"w": "model.safetensors"}})
+        (folder / "model.safetensors.index.json").write_text(text)
+    report = pruned(tmp_path, yes=True)
+    assert report.steps[0].reason.startswith("a weight delta, ")
+    assert names_in(tmp_path) == [f"checkpoint-{step}" for step in (2, 3, 4, 5, 6)]

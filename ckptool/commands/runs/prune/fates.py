@@ -148,7 +148,7 @@ class _Decision(Struct, dict=True):
         fate = StepFate(
             step.path, step.number, "leave", "", size_of(self.run, step), beside=step.beside
         )
-        unclear = unclear_reason(self.run, step) or self._ambiguous(step)
+        unclear = unclear_reason(self.run, step) or self._ambiguous(step) or self._delta(step)
         reason = None if unclear else self._reason_to_keep(step)
         is_enough = self.good >= self.options.keep_last
         if unclear is not None:
@@ -184,6 +184,11 @@ class _Decision(Struct, dict=True):
         newest = "the newest good step" if last == 1 else f"one of the newest {last} good steps"
         kept = replace(fate, fate="keep", reason=reason or newest, ok=True)
         return self._stripped(step, kept, needed) if is_older else kept
+
+    def _delta(self, step: Step) -> str | None:
+        """Return why a weight delta stays, unless training goes on from a newer step."""
+        is_delta = not self.resumes and self.assessor.contents_of(step).delta
+        return "a weight delta, which those after it are applied to" if is_delta else None
 
     def _needed_for(self, step: Step) -> str | None:
         """Return what no newer good step has, and a step has, or may have; None if nothing."""
