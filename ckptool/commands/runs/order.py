@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from msgspec.structs import replace
@@ -201,3 +201,17 @@ def written_after(run: Run, step: Step) -> Step | None:
     if mine is None or theirs is None or theirs - mine <= AT_ONCE:
         return None
     return last
+
+
+def trainings_of(run: Run, series: Sequence[Step]) -> Iterator[list[Step]]:
+    """Yield the steps of each training of a series: one that began again counts less, but later.
+
+    Its steps are those that were clearly written after the one that counts most.
+    """
+    left = [*series]
+    times = {step.path: saved(step, run) for step in series}
+    while left:
+        newest = times[left[-1].path]
+        later = [s for s in left if newest and (times[s.path] or newest) - newest > AT_ONCE]
+        yield [step for step in left if step not in later]
+        left = later

@@ -371,13 +371,16 @@ def test_folders_that_hold_the_runs_of_several_trainings(tmp_path: Path) -> None
 
 
 def test_a_run_that_was_started_again_keeps_what_it_wrote_last(tmp_path: Path) -> None:
+    """Its newest step, which is damaged, is left, and none of the first training is counted."""
     run = run_of(tmp_path, TRAINERS["transformers"], (100, 200, 300))
-    write_step(run, TRAINERS["transformers"], 50)
-    age(run / "checkpoint-50", 400)
+    for step in (40, 50, 60):
+        write_step(run, TRAINERS["transformers"], step)
+        age(run / f"checkpoint-{step}", 400 + step)
+    os.truncate(run / "checkpoint-60" / "model.safetensors", 40)
     report = pruned(run, 1, yes=True, quick=True)
-    assert names_in(run) == ["checkpoint-300", "checkpoint-50"]
+    assert names_in(run) == ["checkpoint-300", "checkpoint-50", "checkpoint-60"]
     assert {s.path.name: s.reason for s in report.steps}["checkpoint-50"] == (
-        "was written after checkpoint-300"
+        "the newest good step of those written after checkpoint-300"
     )
     before = hashes(run)
     pruned(run, 1, yes=True, quick=True, keep_every=50, no_optimizer=True)

@@ -17,7 +17,7 @@ from ckptool.commands.runs.assessment import Assessor, StepReport
 from ckptool.commands.runs.contents import model_parts
 from ckptool.commands.runs.exports import is_export
 from ckptool.commands.runs.names import Position
-from ckptool.commands.runs.order import written_after
+from ckptool.commands.runs.order import trainings_of
 from ckptool.commands.runs.pointers.links import passes_link
 from ckptool.commands.runs.prune.strip import plan_strip
 from ckptool.commands.runs.records import recorded_position
@@ -64,7 +64,12 @@ def decide(
     assessor = Assessor(run, options.verify)
     fates: list[StepFate] = []
     for steps in series.values():
-        fates += _Decision(run, steps, pointers, options, assessor, notify).fates()
+        positions = Counter(step.position for step in steps if step.position)
+        after = ""
+        for each in trainings_of(run, steps):
+            how = positions, pointers, options, assessor, notify
+            fates += _Decision(run, each, after, *how).fates()
+            after = f" of those written after {each[-1].path.name}"
     found = {step.path: step for step in run.steps}
     return [_held_back(fate, fates, found, run.path, assessor) for fate in fates]
 
@@ -100,13 +105,17 @@ def _held_back(
 
 
 class _Decision(Struct, dict=True):
-    """Decides on the ``steps`` of one series, given oldest first.
+    """Decides on the ``steps`` of one training, given oldest first.
 
-    So many are ``good`` so far, which have these ``parts``, and training ``resumes`` from one.
+    It may have begun ``after`` another of its series, in which so many steps have each of the
+    ``positions``. So many are ``good`` so far, which have these ``parts``, and training ``resumes``
+    from one.
     """
 
     run: Run
     steps: Sequence[Step]
+    after: str
+    positions: Mapping[Position, int]
     pointers: Mapping[Location, Sequence[str]]
     options: PruneOptions
     assessor: Assessor
@@ -114,16 +123,6 @@ class _Decision(Struct, dict=True):
     good: int = 0
     parts: frozenset[str] = frozenset()
     resumes: bool = False
-
-    @cached_property
-    def positions(self) -> Mapping[Position, int]:
-        """How many steps have each position."""
-        return Counter(step.position for step in self.steps if step.position)
-
-    @cached_property
-    def written_last(self) -> Step | None:
-        """The step that was written last, if that is not the last one."""
-        return written_after(self.run, self.steps[-1])
 
     @cached_property
     def are_counted(self) -> bool:
@@ -182,7 +181,7 @@ class _Decision(Struct, dict=True):
         self.resumes = self.resumes or self.assessor.contents_of(step).optimizer
         last = self.options.keep_last
         newest = "the newest good step" if last == 1 else f"one of the newest {last} good steps"
-        kept = replace(fate, fate="keep", reason=reason or newest, ok=True)
+        kept = replace(fate, fate="keep", reason=reason or newest + self.after, ok=True)
         return self._stripped(step, kept, needed) if is_older else kept
 
     def _delta(self, step: Step) -> str | None:
@@ -203,7 +202,7 @@ class _Decision(Struct, dict=True):
 
         One that is ``needed`` keeps it: training could resume from no other.
         """
-        pointed = not step.position or step.path in self.pointers or self.written_last is step
+        pointed = not step.position or step.path in self.pointers
         if pointed or not self.options.no_optimizer:
             return kept
         if needed is not None:
@@ -233,8 +232,6 @@ class _Decision(Struct, dict=True):
             return f"every {every:,} steps" if every > 1 else "every step"
         if re.fullmatch(SPARED, step.path.name):
             return "its name says that it is no step among many"
-        if self.written_last is step:
-            return f"was written after {self.steps[-1].path.name}"
         return None
 
     def _ambiguous(self, step: Step) -> str | None:
