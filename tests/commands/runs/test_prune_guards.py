@@ -42,14 +42,14 @@ def reasons(run: Path, **options: Any) -> dict[str, str]:
 
 
 def test_steps_behind_a_link_are_another_teams(tmp_path: Path) -> None:
-    other = steps(tmp_path / "other", "step-1", "step-2", "step-3")
+    other = steps(tmp_path / "other", "step-1", "step-2", "step-3", ".step-0.ckptool-removed")
     run = steps(tmp_path / "run", "step-5")
     (run / "shared").symlink_to(other)
     (run / "step-4").symlink_to(other / "step-1")
     (run / "sub").mkdir()
     (run / "sub" / "deep").symlink_to("../../other")
     pruned(run, yes=True, quick=True)
-    assert names_in(other) == ["step-1", "step-2", "step-3"]
+    assert names_in(other) == [".step-0.ckptool-removed", "step-1", "step-2", "step-3"]
     assert reasons(run)["shared/step-1"].startswith("a symbolic link leads to ")
     assert names_in(run) == ["shared", "step-4", "step-5", "sub"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from shlex import quote
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import print_of
 from ckptool.commands.runs.order import open_run
+from ckptool.commands.runs.pointers.links import passes_link
 from ckptool.commands.runs.pointers.pointers import find_pointers
 from ckptool.commands.runs.prune.fates import Fate, Notify, StepFate, decide, unclear_reason
 from ckptool.commands.runs.prune.strip import finish_strips, plan_strip
@@ -110,7 +112,7 @@ def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: No
     require_codes(options.verify.ignore)
     opened = open_run(run, options.verify.read)
     if options.yes:
-        for folder in {entry.parent for step in opened.steps for entry in step.entries}:
+        for folder in _own_folders(opened):
             finish_strips(folder)
         opened = open_run(afresh(run), options.verify.read)
     if [step.path for step in opened.steps if step.parts] == [run]:
@@ -118,14 +120,19 @@ def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: No
             f"{run} is one checkpoint, not a run with several steps",
             hint=f"name the folder with the run's steps: ckptool prune {run.parent} --keep-last 3",
         )
-    folders = dict.fromkeys(entry.parent for step in opened.steps for entry in step.entries)
-    left = tuple(path for folder in folders for path in leftovers(folder))
+    left = tuple(path for folder in _own_folders(opened) for path in leftovers(folder))
     steps = tuple(step for step in opened.steps if step.path not in left)
     opened = Run(run, steps, opened.source)
     pointers = find_pointers(opened, options.verify.read)
     fates = decide(opened, pointers, options, notify)
     report = PruneReport(run, tuple(fates), left)
     return _Removal(opened, report, options.verify, notify).run() if options.yes else report
+
+
+def _own_folders(run: Run) -> Iterable[Location]:
+    """Return the folders around the steps, but for those behind links: they are another's."""
+    own = (step for step in run.steps if passes_link(step, run) is None)
+    return dict.fromkeys(entry.parent for step in own for entry in step.entries)
 
 
 class _Removal(Struct):
