@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -25,6 +26,7 @@ from ckptool.commands.runs.models import Found, Models, as_read, survey_models, 
 from ckptool.commands.runs.records import Contents, read_alone
 from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoiling
 from ckptool.commands.runs.steps import Run, Step, is_unfinished_name
+from ckptool.commands.runs.trainers import SPARED
 from ckptool.commands.verify.compare.earlier import earlier_problems
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.commands.verify.verify import Verification, examine
@@ -96,7 +98,7 @@ class Assessor:
         self._thorough = thorough
         self._skims = skims
         self._completeness = Completeness(run)
-        self._models = Models(run, options.read)
+        self._models = Models(options.read)
         self._exports = Exports(run, self.contents_of)
         self._contents: dict[Location, Contents] = {}
         self._good: set[object] = set()
@@ -237,11 +239,13 @@ class Assessor:
             yield "has nothing of a model or an optimizer"
         elif not mine.model and any(self.contents_of(each).model for each in self._run.steps):
             yield "has no tensors of a model, which other steps have"
-        elif _LOST not in self._options.ignore and (lost := self._models.lost(step, found)):
-            yield f"{_LOST}: {lost} (--ignore {_LOST} counts it as good)"
         before = self._before(step)
+        if mine.model and _LOST not in self._options.ignore:
+            lost = self._models.lost(step, found, before)
+            yield from [f"{_LOST}: {lost} (--ignore {_LOST} counts it as good)"] if lost else []
         if not mine.state and (mine.optimizer or step.series not in self._good):
-            alike = (each for each in reversed(before) if not [*self._by_names(each)])
+            own = (e for e in reversed(before) if mine.optimizer or e.series == step.series)
+            alike = (each for each in own if not [*self._by_names(each)])
             had = next((s for s in alike if mine.has_lost_state_of(self.contents_of(s))), None)
             is_judged = _EMPTIED not in self._options.ignore
             if had is not None and is_judged and not self._exports.is_last(step):
@@ -255,9 +259,18 @@ class Assessor:
             return
 
     def _before(self, step: Step) -> list[Step]:
-        """Return the earlier steps of a step's series, oldest first."""
+        """Return the earlier steps of a step's series, oldest first.
+
+        The last and the best are of those beside them that count.
+        """
         earlier = self._run.steps[: self._run.steps.index(step)]
-        return [each for each in earlier if each.series == step.series]
+        is_kept = re.fullmatch(SPARED, step.path.name) is not None
+        return [
+            each
+            for each in earlier
+            if each.series == step.series
+            or (is_kept and each.home == step.home and each.number is not None)
+        ]
 
 
 def _contents(step: Step, found: Iterable[Found]) -> Contents:

@@ -14,7 +14,7 @@ from ckptool.commands.detect import find_checkpoints
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.names import parse_name
-from ckptool.commands.runs.steps import Run, Step
+from ckptool.commands.runs.steps import Step
 from ckptool.commands.runs.trainers import SPARED, UNFINISHED
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import weights
@@ -127,21 +127,22 @@ def _is_of_openvino(place: Location) -> bool:
 
 
 class Models:
-    """Compares each step's models with those of the first of its series, by names and shapes."""
+    """Compares each step's models with those of the first one before it, by names and shapes."""
 
-    def __init__(self, run: Run, options: ReadOptions) -> None:
-        self._run = run
+    def __init__(self, options: ReadOptions) -> None:
         self._options = options
-        self._first: dict[object, Mapping[str, _Model]] = {}
+        self._first: dict[Location, Mapping[str, _Model]] = {}
 
-    def lost(self, step: Step, found: Iterable[Found]) -> str | None:
+    def lost(self, step: Step, found: Iterable[Found], before: Sequence[Step]) -> str | None:
         """Return what a step's models have lost; None if nothing, or if they are other models.
 
         Raises NoAnswer.
         """
-        if step.series not in self._first:
-            self._first[step.series] = self._find_first(step.series)
-        firsts, models = self._first[step.series], _models_of(step, found)
+        if not before:
+            return None
+        if before[0].path not in self._first:
+            self._first[before[0].path] = self._find_first(before)
+        firsts, models = self._first[before[0].path], _models_of(step, found)
         moved = {n for place, model in models.items() for n in model.new_since(firsts.get(place))}
         for place, model in models.items():
             first = firsts.get(place)
@@ -152,12 +153,11 @@ class Models:
                 return f"{where}{list_some(names, _SHOWN)}: missing, {first.step} has it"
         return None
 
-    def _find_first(self, series: object) -> Mapping[str, _Model]:
-        for step in self._run.steps:
-            if step.series == series:
-                models = _models_of(step, survey_models(step, self._options))
-                if any(model.matrices for model in models.values()):
-                    return models
+    def _find_first(self, steps: Iterable[Step]) -> Mapping[str, _Model]:
+        for step in steps:
+            models = _models_of(step, survey_models(step, self._options))
+            if any(model.matrices for model in models.values()):
+                return models
         return {}
 
 

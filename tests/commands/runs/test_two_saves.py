@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from prune_runs import fates, pruned
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.optim import lr_scheduler as schedules
 
 import ckptool
@@ -54,6 +54,18 @@ def train(
     return run
 
 
+def states(run: Path) -> dict[int, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+    """What a run has of its model and its optimizer at each step."""
+    train(run)
+    return {
+        step: (
+            load_file(run / f"checkpoint-{step}/model.safetensors"),
+            torch.load(run / f"checkpoint-{step}/optimizer.bin"),
+        )
+        for step in (2, 4, 6, 8)
+    }
+
+
 def reasons(run: Path, **options: Any) -> dict[str, str]:
     steps = ckptool.verify_run(run, every=True, **options).steps
     return {step.path.name: reason for step in steps for reason in step.reasons}
@@ -74,6 +86,40 @@ def test_files_of_an_earlier_step(file: str, old: int, tmp_path: Path) -> None:
     why = "counts-differ: its weights are those of checkpoint-4, but not its optimizer"
     assert reasons(run)["checkpoint-6"].startswith(why)
     assert fates(pruned(run, keep_last=2))["checkpoint-6"] == "leave"
+
+
+@pytest.mark.parametrize("where", ["run/checkpoint-{}/{}.pt", "run/{1}_step{0}.pt"])
+@pytest.mark.parametrize("which", ["model", "optimizer"])
+def test_a_model_and_its_optimizer_in_files_of_their_own(
+    where: str, which: str, tmp_path: Path
+) -> None:
+    for step, (weights, optimizer) in states(tmp_path / "source").items():
+        for name, state in (("model", weights), ("optimizer", optimizer)):
+            path = tmp_path / where.format(step, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(state, path)
+    assert reasons(tmp_path / "run") == {}
+    shutil.copy(tmp_path / where.format(6, which), tmp_path / where.format(8, which))
+    (why,) = reasons(tmp_path / "run").values()
+    assert "they are of two saves" in why
+
+
+@pytest.mark.parametrize("name", ["last", "best_model", "model_final"])
+def test_the_last_is_compared_with_those_beside_it_that_count(name: str, tmp_path: Path) -> None:
+    for step, (weights, optimizer) in states(tmp_path / "source").items():
+        state = {"model": weights, "optimizer": optimizer, "epoch": step}
+        (run := tmp_path / "run").mkdir(exist_ok=True)
+        torch.save(state, run / (f"{name}.pt" if step == 8 else f"checkpoint_{step}.pt"))
+    assert reasons(run) == {}
+    older = torch.load(run / "checkpoint_6.pt")
+    torch.save(state | {"optimizer": older["optimizer"]}, run / f"{name}.pt")
+    assert "its optimizer is that of checkpoint_6.pt" in reasons(run)[f"{name}.pt"]
+    emptied = {"state": {}, "param_groups": optimizer["param_groups"]}
+    torch.save(state | {"optimizer": emptied}, run / f"{name}.pt")
+    assert "no optimizer's state, which checkpoint_6.pt has" in reasons(run)[f"{name}.pt"]
+    for alone in (weights, {"model": weights, "optimizer": None}, older):
+        torch.save(alone, run / f"{name}.pt")
+        assert reasons(run) == {}
 
 
 def test_weights_of_16_bits_of_an_earlier_step(tmp_path: Path) -> None:

@@ -23,11 +23,10 @@ from ckptool.commands.verify.checks.meaning.counts import steps_of_each
 from ckptool.commands.verify.checks.meaning.trainer_counts import number_in
 from ckptool.commands.verify.checks.optimizer_names import groups_of
 from ckptool.commands.verify.checks.training import StepCounters
-from ckptool.commands.verify.compare.matrices import Save
+from ckptool.commands.verify.compare.matrices import Save, saves_in
 from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.core.text import list_some, natural_key
 from ckptool.errors import CkptoolError, Problem
-from ckptool.storage.url import within
 
 _DIFFER = "counts-differ"
 _BEFORE = 3
@@ -44,28 +43,30 @@ def earlier_problems(
 
     It has been ``found`` in the step's checkpoints, and in models inside them. Raises NoAnswer.
     """
-    for inside, survey in (each for each in found if each[1].path in step):
-        at, save = within(survey.path, step.path), Save(survey, step)
-        before = list(_saves_at(at, reversed(earlier[-_BEFORE:]), as_read(options, inside), inside))
-        if not inside:
+    own = saves_in(step, found)
+    inner = [at for at, save in own.items() if save.inside]
+    steps = reversed(earlier[-_BEFORE:])
+    others = [saves_in(each, _found_in(each, inner, options)) for each in steps]
+    for at, save in own.items():
+        before = [saves[at] for saves in others if at in saves]
+        if not save.inside:
             for was in before:
                 why = _reset_scheduler(save, was) or _mixed_with(save, was)
                 yield from [Problem(why, _DIFFER)] if why else []
                 yield from _lost_state(save, was) if was.step is earlier[-1] else ()
             yield from _emptied(save, before)
         for each in _moved_strangely(save, before) if before else ():
-            yield Problem(f"{at}: {each}", each.code) if inside else each
+            yield Problem(f"{at}: {each}", each.code) if save.inside else each
 
 
-def _saves_at(
-    at: PurePath, steps: Iterable[Step], options: ReadOptions, inside: bool
-) -> Iterator[Save]:
-    """Yield the checkpoints at a place in some steps, or ``inside`` one there. Raises NoAnswer."""
-    for step in steps:
-        place = step.path.joinpath(*at.parts)
-        survey = survey_readable(place, options) if inside or place in step.parts else None
+def _found_in(step: Step, inner: Iterable[PurePath], options: ReadOptions) -> Iterator[Found]:
+    """Yield what is readable of a step's checkpoints, and at places inside. Raises NoAnswer."""
+    places = [(False, part) for part in step.parts]
+    places += [(True, step.path.joinpath(*at.parts)) for at in inner]
+    for inside, place in places:
+        survey = survey_readable(place, as_read(options, inside))
         if survey is not None:
-            yield Save(survey, step)
+            yield inside, survey
 
 
 def _moved_strangely(save: Save, before: Sequence[Save]) -> Iterator[Problem]:

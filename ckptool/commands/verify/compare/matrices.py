@@ -6,11 +6,13 @@ import posixpath
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
+from pathlib import PurePath
 
 from msgspec import Struct
 
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.runs.models import Found
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import located
 from ckptool.commands.verify.checks.meaning.masters import AVERAGE
@@ -22,6 +24,7 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.errors import CkptoolError
 from ckptool.formats.companions import trainer_optimizer
+from ckptool.storage.url import within
 
 _MEANS = frozenset(["exp_avg", MOMENTUM])
 _SQUARES = frozenset(["exp_avg_sq", "square_avg"])
@@ -34,10 +37,15 @@ _SEEN = 8
 
 
 class Save(Struct, frozen=True, dict=True):
-    """A checkpoint of a step, with the optimizer that it has or that lies beside it."""
+    """A checkpoint of a step, or a model ``inside`` one, with the optimizer that it has or needs.
+
+    That may lie beside it, or be the ``apart``, the step's only one, if this is its only model.
+    """
 
     survey: Survey
     step: Step
+    inside: bool = False
+    apart: Survey | None = None
 
     @property
     def name(self) -> str:
@@ -52,7 +60,7 @@ class Save(Struct, frozen=True, dict=True):
             return None
         beside = trainer_optimizer(source.files, catalog.files)
         if not beside:
-            return self.survey
+            return self.apart or self.survey
         return survey_readable(self.survey.path / beside, ReadOptions("torch-save"))
 
     @cached_property
@@ -110,6 +118,21 @@ class Save(Struct, frozen=True, dict=True):
         if name is None or was._means.get(weight) != name:
             return None
         return not self.state.only([name]).are_those_of(was.state)
+
+
+def saves_in(step: Step, found: Iterable[Found]) -> Mapping[PurePath, Save]:
+    """Return the checkpoints that were found in a step by their places in it."""
+    known = [*found]
+    outer = [each for inside, each in known if not inside]
+    models = [each for each in outer if matrices_of(each, "model").entries]
+    states = [each for each in outer if matrices_of(each, "optimizer").entries]
+    are_apart = len(models) == len(states) == 1 and models != states
+    apart = states[0] if are_apart else None
+    return {
+        within(each.path, step.path): Save(each, step, inside, apart if each in models else None)
+        for inside, each in known
+        if each.path in step
+    }
 
 
 class Matrices(Struct, frozen=True):
