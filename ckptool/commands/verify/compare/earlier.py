@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import PurePath
-from typing import NamedTuple
 
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
@@ -21,7 +20,7 @@ from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import located
 from ckptool.commands.verify.checks.meaning.counts import steps_of_each
 from ckptool.commands.verify.checks.meaning.trainer_counts import number_in
-from ckptool.commands.verify.checks.optimizer_names import groups_of
+from ckptool.commands.verify.checks.optimizer_names import Group, groups_of
 from ckptool.commands.verify.checks.training import StepCounters
 from ckptool.commands.verify.compare.matrices import Save, saves_in
 from ckptool.core.catalog import Catalog, ObjectEntry
@@ -89,30 +88,21 @@ def _lost_state(save: Save, was: Save) -> Iterator[Problem]:
     taken, taken_before = _steps_taken(one), _steps_taken(other)
     moved = {each for each, steps in taken.items() if steps > taken_before.get(each, steps)}
     for group, own in mine.items():
-        is_whole = group.optimizer not in taken and group.is_adam and moved
+        is_adam = f"{group.head}.betas" in one.catalog.objects  # has moments of all that it steps
+        is_whole = group.optimizer not in taken and is_adam and moved
         lost = sorted(before[group] - own, key=natural_key)
         if lost and (group.optimizer in moved or is_whole):
             message = f"{list_some(lost, _FEW)}: without optimizer state, which {was.name} has"
             yield Problem(message, "optimizer-incomplete")
 
 
-def _with_state(optimizer: Catalog) -> Mapping[_Group, set[str]]:
+def _with_state(optimizer: Catalog) -> Mapping[Group, set[str]]:
     """Return what the names of state begin with in each group of parameters."""
     heads = {name.rpartition(".")[0] for name in optimizer.tensors}
-    found: dict[_Group, set[str]] = {}
-    for each in groups_of(optimizer):
-        is_adam = f"{each.head}.betas" in optimizer.objects
-        group = _Group(each.optimizer, tuple(map(str, each.parameters)), is_adam)
-        found[group] = heads.intersection(map(each.state_of, each.parameters))
-    return found
-
-
-class _Group(NamedTuple):
-    """Parameters of an optimizer; one of Adam's keeps moments of all that it steps."""
-
-    optimizer: str
-    parameters: tuple[str, ...]
-    is_adam: bool
+    named = (
+        each._replace(parameters=(*map(str, each.parameters),)) for each in groups_of(optimizer)
+    )
+    return {each: heads.intersection(map(each.state_of, each.parameters)) for each in named}
 
 
 def _emptied(save: Save, before: Sequence[Save]) -> Iterator[Problem]:
