@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptool.commands.document import Report
-from ckptool.commands.open import Survey, open_checkpoint
+from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.contents import (
     Completeness,
@@ -285,13 +285,8 @@ def _text_of(finding: Finding, report: VerifyReport) -> str:
 
 def _has_something(part: Location) -> bool:
     """Return whether a checkpoint can be read, and has something in it. Raises NoAnswer."""
-    try:
-        open_checkpoint(part)
-    except NoAnswer:
-        raise
-    except (CkptoolError, OSError):
-        return False
-    return True
+    found = survey_readable(part)
+    return found is not None and not found.problems
 
 
 def _nothing_in(path: Location) -> str:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from trainer_runs import OPTIMIZER, WEIGHT, checked
 
 import ckptool
-from ckptool.commands.open import open_checkpoint
+from ckptool.commands.open import survey_readable
 from ckptool.commands.runs import assessment
 from ckptool.commands.runs.assessment import Assessor
 from ckptool.errors import Several, Unrecognized
@@ -299,7 +299,7 @@ def test_names_and_empty_parts_of_older_steps_are_looked_at_once(tmp_path: Path)
         patch.object(
             Assessor, "_missing_parts", autospec=True, side_effect=looks_at_names
         ) as names,
-        patch.object(assessment, "open_checkpoint", side_effect=open_checkpoint) as opened,
+        patch.object(assessment, "survey_readable", side_effect=survey_readable) as opened,
     ):
         assert checked(tmp_path).ok
     assert names.call_count == opened.call_count == 6
