@@ -76,7 +76,7 @@ _DATE = (
     r"(?<!\d)(?:19|20)\d\d[-_.]?[01]\d[-_.]?[0-3]\d(?:[-_tT.+]?\d\d[-_:.]?\d\d"
     r"(?:[-_:.]?\d\d)?(?:\+\d\d)?)?(?!\d)|(?<!\d)\d\d[-_:]\d\d[-_:]\d\d(?!\d)"
 )
-_BARE = r"(?<![\d.])(?<!\de)\d{1,18}(?!\d|\.\d|e\d)"
+_BARE = r"(?i)(?:(?<![\d.])|(?<=[a-z]\.))(?<!\de)\d{1,18}(?!\d|\.\d|e\d)"
 SUFFIX = r"(?i)(?:\.(?:pt|py?th|th|bin|pkl|pickle|ckpt|safetensors|json|npz|npy|tar|state)){1,4}$"
 
 

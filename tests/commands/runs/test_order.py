@@ -162,16 +162,17 @@ def test_the_best_is_no_newer_than_what_was_saved_with_it(tmp_path: Path) -> Non
     assert newest(run)[0] == "best_agent.pt"
 
 
-def test_numbers_without_a_word_count_unless_time_contradicts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model_{}.pth", "runner.{:04}.pth"])
+def test_numbers_without_a_word_count_unless_time_contradicts(name: str, tmp_path: Path) -> None:
     for minute, number in enumerate([99, 100, 1000]):
-        saved(tmp_path / "run", f"model_{number}.pth", minute)
+        saved(tmp_path / "run", name.format(number), minute)
     assert newest(tmp_path / "run") == (
-        "model_1000.pth", "by the number in its name, which agrees with the time at which it was"
+        name.format(1000), "by the number in its name, which agrees with the time at which it was"
         " saved",
     )  # fmt: skip
-    age(tmp_path / "run" / "model_99.pth", 50)
-    name, chosen = newest(tmp_path / "run")
-    assert (name, chosen.startswith("by the time")) == ("model_99.pth", True)
+    age(tmp_path / "run" / name.format(99), 50)
+    found, chosen = newest(tmp_path / "run")
+    assert (found, chosen.startswith("by the time")) == (name.format(99), True)
 
 
 def test_a_pointer_to_the_latest_places_what_counts_nothing(tmp_path: Path) -> None:
