@@ -80,6 +80,7 @@ def trained(
     steps: int = 3,
     kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
     make: Callable[[], torch.nn.Module] = layers,
+    dtype: torch.dtype = torch.float32,
 ) -> State:
     """A model and its optimizer's state by names, after real steps."""
     torch.manual_seed(1)
@@ -87,7 +88,7 @@ def trained(
     optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
     for _ in range(steps):
         optimizer.zero_grad()
-        model(torch.randn(8, SHAPE[1])).square().mean().backward()
+        model(torch.randn(8, SHAPE[1], dtype=dtype)).square().mean().backward()
         optimizer.step()
     names = [f"layers.{name}" for name, _ in model.named_parameters()]
     weights = dict(zip(names, model.state_dict().values(), strict=True))
@@ -175,6 +176,18 @@ def test_all_moments_that_are_zero_after_steps(tmp_path: Path) -> None:
     (finding,) = found(saved(tmp_path / "c", state))
     assert finding.code == "moments-zero"
     assert "all moments of all parameters are zero, but 3 steps are counted" in finding.message
+
+
+def test_moments_of_64_bits(tmp_path: Path) -> None:
+    """As of potentials, which are often trained so."""
+    state = trained(30, make=lambda: layers().double(), dtype=torch.float64)
+    assert not found(saved(tmp_path / "sound", state))
+    of_layer(state, 2)["exp_avg_sq"][7, 3] *= -1
+    assert [f.code for f in found(saved(tmp_path / "below", state))] == ["moments-negative"]
+    state = zero(state, "exp_avg_sq", layers=range(2, 3))
+    assert [f.code for f in found(saved(tmp_path / "squares", state))] == ["moments-zero"]
+    state = zero(state, "exp_avg", "exp_avg_sq")
+    assert [f.code for f in found(saved(tmp_path / "all", state))] == ["moments-zero"]
 
 
 def test_all_moments_that_are_zero_where_one_parameter_was_never_used(tmp_path: Path) -> None:

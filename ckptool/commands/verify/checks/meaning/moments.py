@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from ckptool.commands.verify.checks.meaning.moment_bits import Moment
 
 _MEAN, _SQUARE = "exp_avg", "exp_avg_sq"
-_TYPES = ("float32", "bfloat16", "float16")
+_TYPES = ("float64", "float32", "bfloat16", "float16")
 _NARROW = ("float16",)
-_WHOLE = ("float32",)
+_WHOLE = ("float64", "float32")
 """Types in which a square is no zero only because it is small."""
 _VISIBLE = 1e-12
 """A mean whose square is no zero in 32 bits, whatever the optimizer's second decay."""
