@@ -23,6 +23,7 @@ from ckptool.errors import CkptoolError
 _MOST_PREFIXES = 3
 _MOST_RENAMES = 12
 _MOST_COMPARED = 2000
+_MOST_STEPS = 32
 _MOST_MAPS = 3
 
 
@@ -89,11 +90,14 @@ def prefix_changes(
 
 
 def _tails(name: str) -> Iterator[str]:
-    """Yield a name, and its tails without its first steps, longest first."""
+    """Yield a name, and its tails without its first steps, longest first, of a few dozen at most.
+
+    A name may have millions of steps, and all of its tails then have the square of that.
+    """
     yield name
-    for at, character in enumerate(name):
-        if character == ".":
-            yield name[at + 1 :]
+    steps = name.rsplit(".", _MOST_STEPS)
+    for at in range(1, len(steps)):
+        yield ".".join(steps[at:])
 
 
 class Fit(Struct, frozen=True):

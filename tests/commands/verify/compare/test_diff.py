@@ -19,6 +19,7 @@ import ckptool
 from ckptool.cli.app import app
 from ckptool.commands.verify.compare import model
 from ckptool.commands.verify.compare.changes import module_of
+from ckptool.commands.verify.compare.fit import prefix_changes
 from ckptool.errors import Unrecognized, Unsupported, UsageError
 
 STATE = {
@@ -405,3 +406,10 @@ def test_types_alone_are_compared_with_a_cast(tmp_path: Path) -> None:
     against = run_command("verify", tmp_path / "b.pt", "--against", tmp_path / "a.pt").stdout
     assert "hint: --cast compares weights of other types" in against
     assert against.splitlines()[-1] == "DIFFERENT: 1 difference"
+
+
+def test_names_of_very_many_steps_have_few_tails() -> None:
+    """All tails of a million steps are terabytes."""
+    name, wanted = f"{'a.' * 1_000_000}layers.0.w", f"{'b.' * 1_000_000}layers.0.w"
+    (change,) = prefix_changes([name], [wanted])
+    assert (change.changed(name), change.old[-4:]) == (wanted, "a.a.")
