@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 from math import inf
@@ -115,14 +115,14 @@ class Assessor:
         found: list[Found] = []
         if not seen.reasons or self._thorough:
             found += walk_models(step, partial(self._look, step, options, seen))
-        contents = _contents(step, found)
+        contents = Contents.of([each for _, each in found], unread=False)  # or a reason says so
         if seen.empty and not contents.model:
             seen.reasons += seen.empty
         export = is_export(step, self._run.path) and not self._exports.are_all()
         if not seen.reasons:
             seen.reasons += damaged_side_files(step, self._run, seen.parts, options)
         if not seen.reasons:
-            self._contents[step.path] = replace(contents, unread=False)  # what is empty is known
+            self._contents[step.path] = contents
             export = export or self._exports.has(step)
             seen.reasons += () if export else self._by_contents(step, found)
             export = export or self._exports.is_last(step)
@@ -168,7 +168,9 @@ class Assessor:
     def contents_of(self, step: Step) -> Contents:
         """Return what a step has, from its metadata. Raises NoAnswer."""
         if step.path not in self._contents:
-            self._contents[step.path] = _contents(step, survey_models(step, self._options.read))
+            found = [*survey_models(step, self._options.read)]
+            unread = sum(not inside for inside, _ in found) < len(step.parts)
+            self._contents[step.path] = Contents.of([each for _, each in found], unread=unread)
         return self._contents[step.path]
 
     def _is_rightly_empty(self, part: Location, step: Step) -> bool:
@@ -271,12 +273,6 @@ class Assessor:
             if each.series == step.series
             or (is_kept and each.home == step.home and each.number is not None)
         ]
-
-
-def _contents(step: Step, found: Iterable[Found]) -> Contents:
-    surveys = [*found]
-    unread = sum(not inside for inside, _ in surveys) < len(step.parts)
-    return Contents.of([each for _, each in surveys], unread=unread)
 
 
 def _text_of(finding: Finding, report: VerifyReport) -> str:

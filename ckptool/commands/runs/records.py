@@ -86,6 +86,8 @@ def read_alone(part: Location, step: Step, options: ReadOptions) -> ReadOptions:
 
 
 _GROUPS = "param_groups"
+_UNREAD = frozenset("file-type-mismatch file-unreadable tensor-unsupported hostile-global".split())
+"""Codes of what is not damaged for sure, and not read: an optimizer saved as an object, too."""
 _SCHEDULED = re.compile(r"(?:.+\.)?(?:\w*_)?schedulers?(?:_?\d+)?(?:\.\d+)?\.last_epoch")
 """How many times a scheduler has stepped."""
 
@@ -118,7 +120,7 @@ class Contents(Struct, frozen=True):
 
     Of an optimizer, it may have ``state`` of parameters, and groups with some ``settings``, of
     which one is whether there is momentum: without, SGD has no state. It ``begins`` if no scheduler
-    has stepped. What cannot be read, as far as it is ``unread``, may have anything. A ``delta`` has
+    has stepped. What is ``unread``, and yet may be sound, may have anything. A ``delta`` has
     changes of weights alone.
     """
 
@@ -131,6 +133,11 @@ class Contents(Struct, frozen=True):
     begins: bool
     unread: bool
     delta: bool
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether training may go on from it: it has an optimizer, or what is not read."""
+        return self.optimizer or self.unread
 
     def has_lost_state_of(self, other: Contents) -> bool:
         """Return whether the optimizer of another step is not here, or all but its settings.
@@ -164,7 +171,7 @@ class Contents(Struct, frozen=True):
             has_file or any(isinstance(value, TensorEntry) for value in of_parameters),
             frozenset(name for name, value in settings if name != "momentum" or value != 0),
             bool(counts) and not any(counts),
-            unread or any(each.problems for each in surveys),
+            unread or any(p.code in _UNREAD for each in surveys for p in each.problems),
             any(DELTA in catalog.info for catalog in catalogs),
         )
 

@@ -178,7 +178,7 @@ class _Decision(Struct, dict=True):
             reason = needed
         self.good += 1
         self.parts |= model_parts(step, self.run)
-        self.resumes = self.resumes or self.assessor.contents_of(step).optimizer
+        self.resumes = self.resumes or self.assessor.contents_of(step).may_resume
         last = self.options.keep_last
         newest = "the newest good step" if last == 1 else f"one of the newest {last} good steps"
         kept = replace(fate, fate="keep", reason=reason or newest + self.after, ok=True)
@@ -192,7 +192,7 @@ class _Decision(Struct, dict=True):
     def _needed_for(self, step: Step) -> str | None:
         """Return what no newer good step has, and a step has, or may have; None if nothing."""
         contents = None if self.resumes else self.assessor.contents_of(step)
-        if contents is not None and (contents.optimizer or contents.unread):
+        if contents is not None and contents.may_resume:
             return "no newer good step has an optimizer"
         alone = model_parts(step, self.run) - self.parts
         return f"no newer good step has {list_some(sorted(alone), 1)}" if alone else None
