@@ -129,6 +129,20 @@ def test_weights_of_16_bits_of_an_earlier_step(tmp_path: Path) -> None:
     assert "its weights are those of checkpoint-6" in reasons(run)["checkpoint-8"]
 
 
+@pytest.mark.parametrize("name", ["embed.weight", "embed.lora_B.weight"])
+def test_a_matrix_of_zeros_that_was_none(name: str, tmp_path: Path) -> None:
+    run = train(tmp_path)
+    for path in run.glob("*/model.safetensors"):
+        tensors = load_file(path)
+        weight = tensors.pop("l.1.weight")
+        tensors[name] = torch.zeros_like(weight) if "-8" in str(path.parent.name) else weight
+        save_file(tensors | {"begun.weight": torch.zeros(16, 8)}, path)
+    why = f"weight-zero: model.{name}: all values are zero, which they are not in checkpoint-6"
+    why += " (--ignore weight-zero counts it as good)"
+    assert reasons(run) == ({} if "lora" in name else {"checkpoint-8": why})
+    assert reasons(run, ignore=("weight-zero",)) == {}
+
+
 def test_numbers_that_are_packed_are_not_compared(tmp_path: Path) -> None:
     run = train(tmp_path)
     bits = torch.ones(16, 8, dtype=torch.uint8).view(torch.bits8)

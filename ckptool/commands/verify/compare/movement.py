@@ -3,7 +3,7 @@
 Training moves a matrix little from one save to the next, once it has settled, and never back to
 what it was. So one that is, bit for bit, that of an older save is of that save, and so is one that
 stands still while its moments move; one that is like nothing it was before is another's: another
-layer's, another run's, or made anew.
+layer's, another run's, or made anew. Nothing makes a whole matrix zero that was none.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from ckptool.commands.verify.checks.meaning.weights import BEGINS_ZERO
 from ckptool.commands.verify.compare.matrices import Save
 from ckptool.commands.verify.compare.samples import OTHER_PLACES, Samples
 from ckptool.core.text import list_some
 from ckptool.errors import Problem
 
-_OF_TWO, _UNRELATED = "counts-differ", "weights-unrelated"
+_OF_TWO, _UNRELATED, _ZERO = "counts-differ", "weights-unrelated", "weight-zero"
 _MOVED = 64
 """Elements that do not all return by chance to what they were, as few of 16 bits may."""
 _TRAINED = 0.25
@@ -42,12 +43,28 @@ def movement_problems(save: Save, before: Sequence[Save]) -> Iterator[Problem]:
     last, *older = (Samples(each, now.chosen) for each in before)
     names = [n for n in now.names if all(now.looks(n) == each.looks(n) for each in (last, *older))]
     moved = [n for n in names if now.count_differing(last, n) >= _MOVED]
+    yield from _emptied(now, (last, *older), names)
     yield from _returned(now, last, older, moved)
     yield from _exchanged(now, last, older, names)
     if older:
         are_trained = not save.weights.are_averages
         yield from _stood_still(now, last, older[0], names) if are_trained else ()
         yield from _unrelated(now, last, older[0], moved)
+
+
+def _emptied(now: Samples, before: Iterable[Samples], names: Sequence[str]) -> Iterator[Problem]:
+    """Yield the matrices that are all zero, and were not in a save before.
+
+    What begins as zeros may begin again, as adapters that were merged do.
+    """
+    weights = now.save.weights
+    zero = [n for n in names if now.is_zero(n) and not BEGINS_ZERO.search(n)]
+    zero = [n for n in zero if n in weights.entries and weights.only([n]).are_zero]
+    for each in before if zero else ():
+        if lost := [name for name in zero if not each.is_zero(name)]:
+            message = f"{list_some(lost, _FEW)}: all values are zero, which they are not in"
+            yield Problem(f"{message} {each.name}", _ZERO, tensor=lost[0])
+            return
 
 
 def _returned(

@@ -83,6 +83,10 @@ class Samples:
         entry = self.entries[name] if name in self._bits else None
         return entry and (entry.shape, entry.source_dtype)
 
+    def is_zero(self, name: str) -> bool:
+        """Return whether all elements of a matrix's sample are zero."""
+        return not self._bits[name].any()
+
     def count_differing(self, other: Samples, name: str) -> int:
         """Return how many elements of a matrix's samples differ in another save."""
         return int(np.count_nonzero(self._bits[name] != other._bits[name]))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _SEVERAL = 2
 """Kinds of matrices that do not all begin as zeros."""
-_BEGINS_ZERO = re.compile(r"lora|hada_|lokr_|oft_|adapter|zero_conv", re.I)
+BEGINS_ZERO = re.compile(r"lora|hada_|lokr_|oft_|adapter|zero_conv", re.I)
 """Of names of weights that begin as zeros, and stay so in an expert that is never chosen."""
 _FIRST_HALF = re.compile(r"(?<![a-zA-Z])lora[._](A|a|down)(?![a-zA-Z])")
 SECOND_HALF = re.compile(r"(?<![a-zA-Z])lora[._](B|b|up)(?![a-zA-Z])")
@@ -54,7 +54,7 @@ _SMALL = 0.5
 _DIFFERENCE = re.compile(
     r"(?<![a-z])(?:deltas?|diff(?:erence)?s?|task[-_]?vectors?)(?![a-z])", re.I
 )
-_DIFFERENCES = (_DIFFERENCE, _BEGINS_ZERO)
+_DIFFERENCES = (_DIFFERENCE, BEGINS_ZERO)
 _COPIED = "expert"
 """Of names of weights that are copied from one another when a model is made larger."""
 
@@ -97,7 +97,7 @@ class Weights:
         kinds: dict[tuple[str, Shape], list[str]] = defaultdict(list)
         for name, shape in shapes.items():
             kind = abstract(name)[0]
-            if kind and (not _BEGINS_ZERO.search(name) or _FIRST_HALF.search(name)):
+            if kind and (not BEGINS_ZERO.search(name) or _FIRST_HALF.search(name)):
                 kinds[kind, shape].append(name)
         with_moments = _with_moments(elements.located)
         trained = {name for name in seen if self._slices[name].name in with_moments}
@@ -129,7 +129,7 @@ class Weights:
         """
         first, located = self._slices[next(iter(shapes))], elements.located
         entries = [located[self._slices.tensor(name)] for name in shapes]
-        kinds = {_NUMBER.sub("#", name) for name in shapes if not _BEGINS_ZERO.search(name)}
+        kinds = {_NUMBER.sub("#", name) for name in shapes if not BEGINS_ZERO.search(name)}
         is_difference = any(elements.place_named(each, entries) for each in _DIFFERENCES)
         if len(kinds) < _SEVERAL or is_difference:
             return
