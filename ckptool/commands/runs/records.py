@@ -15,7 +15,7 @@ from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.runs.names import Position
 from ckptool.commands.runs.steps import Step
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.state_category import state_category, weights
+from ckptool.core.state_category import state_category, state_category_of_name, weights
 from ckptool.errors import CkptoolError
 from ckptool.formats.base import DELTA
 from ckptool.formats.companions import TRAINER_STATE, read_json_object, trainer_optimizer
@@ -94,13 +94,16 @@ _SCHEDULED = re.compile(r"(?:.+\.)?(?:\w*_)?schedulers?(?:_?\d+)?(?:\.\d+)?\.las
 
 def has_optimizer(each: Survey) -> bool:
     """Return whether a checkpoint, as far as it was read, has an optimizer, if only its groups."""
-    return _has_file_of_optimizer(each) or any(True for _ in _of_optimizer(each))
+    return _has_unread_optimizer(each) or any(True for _ in _of_optimizer(each))
 
 
-def _has_file_of_optimizer(each: Survey) -> bool:
+def _has_unread_optimizer(each: Survey) -> bool:
+    """Return whether it has one in a file of its own, or as an object of a class not loaded."""
     if each.catalog is None:
         return False
-    return trainer_optimizer(each.source.files, each.catalog.files) is not None
+    objects = (p.tensor for p in each.problems if p.code == "tensor-unsupported" and p.tensor)
+    is_object = any(state_category_of_name(name, ()) == "optimizer" for name in objects)
+    return is_object or trainer_optimizer(each.source.files, each.catalog.files) is not None
 
 
 def _of_optimizer(each: Survey) -> Iterator[tuple[list[str], Any]]:
@@ -157,7 +160,7 @@ class Contents(Struct, frozen=True):
         parts = [state_category(e) for c in catalogs for e in c.tensors.values()]
         parts += [state_category(e) for c in catalogs for e in c.objects.values()]
         has_model = any(bool(weights(catalog)) for catalog in catalogs)
-        has_file = any(map(_has_file_of_optimizer, surveys))
+        has_unread = any(map(_has_unread_optimizer, surveys))
         found = [each for survey in surveys for each in _of_optimizer(survey)]
         of_parameters = (value for names, value in found if _GROUPS not in names)
         settings = [(names[-1], value) for names, value in found if _GROUPS in names]
@@ -165,10 +168,10 @@ class Contents(Struct, frozen=True):
         counts = [value for name, value in values if _SCHEDULED.fullmatch(name)]
         return cls(
             has_model,
-            has_file or bool(found),
+            has_unread or bool(found),
             {*parts} != {"other"},
             "other" in parts,
-            has_file or any(isinstance(value, TensorEntry) for value in of_parameters),
+            has_unread or any(isinstance(value, TensorEntry) for value in of_parameters),
             frozenset(name for name, value in settings if name != "momentum" or value != 0),
             bool(counts) and not any(counts),
             unread or any(p.code in _UNREAD for each in surveys for p in each.problems),

@@ -91,3 +91,15 @@ def test_an_optimizer_made_anew_before_its_first_step(
             " optimizer again (--ignore moments-zero counts it as good)",
         )
     assert ckptool.verify_run(tmp_path, every=True, ignore=("moments-zero",)).ok
+
+
+def test_an_optimizer_saved_as_an_object_is_one(tmp_path: Path) -> None:
+    """Nothing of it is read, but a later step has lost it."""
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.rand(4, 4))])
+    for step in (1, 2, 3):
+        more = {"optimizer": optimizer} if step < 3 else {}
+        torch.save({"model": {"w": torch.rand(4, 4)}} | more, tmp_path / f"step-{step}.pt")
+    report = ckptool.verify_run(tmp_path)
+    assert report.latest_good is not None
+    assert report.latest_good.path.name == "step-2.pt"
+    assert report.steps[0].reasons[0].startswith("moments-zero: no optimizer's state, ")
