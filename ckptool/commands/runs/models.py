@@ -17,7 +17,7 @@ from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.runs.trainers import SPARED, UNFINISHED
 from ckptool.core.catalog import Catalog
-from ckptool.core.state_category import weights
+from ckptool.core.state_category import state_category, weights
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError
 from ckptool.serialization.file_roles import is_of_training, role_of
@@ -162,12 +162,16 @@ class Models:
 
 
 class _Model(NamedTuple):
-    """The tensors that a step has, the model's matrices, and the configs beside them."""
+    """The tensors that a step has, the model's matrices, and the configs beside them.
+
+    ``state`` is how many tensors of optimizers the step has.
+    """
 
     step: str
     names: Set[str]
     matrices: Matrices
     configs: Sequence[Mapping[str, Any]]
+    state: int
 
     def is_another_than(self, first: _Model) -> bool:
         """Return whether it differs on purpose: in its config, names or shapes, or by much less."""
@@ -187,7 +191,8 @@ class _Model(NamedTuple):
         """Return the first one's matrices that are not here.
 
         None are those of which a tensor has the name, in another type, what no layer has any
-        longer, such as masks, and what may have been tied since, such as a head.
+        longer, such as masks, and what may have been tied since, such as a head, unless an
+        optimizer has as much state as before, and so as many parameters.
         """
         from ckptool.core.keymap.model import abstract
 
@@ -196,19 +201,23 @@ class _Model(NamedTuple):
             return []
         kind = {name: abstract(name)[0] for name in had}
         kinds, left = Counter(kind.values()), {kind[name] for name in self.matrices}
+        may_be_tied = self.state != first.state or not self.state
         apart = {shape for name, shape in self.matrices.items() if not _NUMBER.search(name)}
         return sorted(
             name
             for name in lost
             if (kinds[kind[name]] == 1 or kind[name] in left)
-            and (_NUMBER.search(name) or had[name] not in apart)
+            and (_NUMBER.search(name) or had[name] not in apart or not may_be_tied)
         )
 
 
 def _models_of(step: Step, found: Iterable[Found]) -> Mapping[str, _Model]:
     """Return the models of a step, by their places."""
     surveys: dict[str, list[Survey]] = {}
+    state = 0
     for inside, each in found:
+        tensors = each.catalog.tensors.values() if each.catalog is not None else ()
+        state += sum(state_category(entry) == "optimizer" for entry in tensors)
         surveys.setdefault(_place_in(step, each.path, inside), []).append(each)
     models: dict[str, _Model] = {}
     for place, alike in surveys.items():
@@ -216,7 +225,7 @@ def _models_of(step: Step, found: Iterable[Found]) -> Mapping[str, _Model]:
         names = {name for catalog in catalogs for name in catalog.tensors}
         matrices = {n: shape for c in catalogs for n, shape in matrices_in(c).items()}
         configs = [*filter(None, map(_config_beside, alike))]
-        models[place] = _Model(step.path.name, names, matrices, configs)
+        models[place] = _Model(step.path.name, names, matrices, configs, state)
     return models
 
 

@@ -93,6 +93,27 @@ def test_what_is_no_loss(change: Change, tmp_path: Path) -> None:
     assert found.path.name == "step-3"
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_head_is_lost_if_its_optimizer_has_as_much_state(apart: bool, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        made = model()
+        moments = {n: {"exp_avg": torch.randn_like(each)} for n, each in enumerate(made.values())}
+        optimizer = {"state": moments, "param_groups": [{"params": [*moments]}]}
+        if step > 1:
+            without("head")(made)
+        folder = tmp_path / f"step_{step}"
+        (folder / "model").mkdir(parents=True)
+        (folder / "optimizer").mkdir()
+        whole = {"model": made} if apart else {"model": made, "optimizer": optimizer}
+        torch.save(whole, folder / "model/rank.pt")
+        if apart:
+            torch.save(optimizer, folder / "optimizer/rank.pt")
+    found = ckptool.verify_run(tmp_path)
+    assert found.latest_good is not None
+    assert found.latest_good.path.name == "step_1"
+    assert "head.weight: missing, step_1 has it" in str(found.steps[0].reasons)
+
+
 @pytest.mark.parametrize(("layers", "good"), [(4, "step-3"), (5, "step-1"), (None, "step-1")])
 def test_layers_that_a_config_says_were_removed(
     layers: int | None, good: str, tmp_path: Path
