@@ -104,6 +104,20 @@ def test_a_model_and_its_optimizer_in_files_of_their_own(
     assert "they are of two saves" in why
 
 
+def test_weights_of_an_earlier_step_beside_an_average(tmp_path: Path) -> None:
+    for step, (weights, optimizer) in states(tmp_path / "source").items():
+        average = {f"module.{name}": weight + step for name, weight in weights.items()}
+        state = {"state_dict": weights, "ema_state_dict": average, "optimizer": optimizer}
+        (run := tmp_path / "run").mkdir(exist_ok=True)
+        torch.save(state, run / f"epoch_{step}.pth")
+    assert reasons(run) == {}
+    older = torch.load(run / "epoch_6.pth")
+    torch.save(state | {"state_dict": older["state_dict"]}, run / "epoch_8.pth")
+    assert "its weights are those of epoch_6.pth" in reasons(run)["epoch_8.pth"]
+    torch.save(state | {"ema_state_dict": older["ema_state_dict"]}, run / "epoch_8.pth")
+    assert reasons(run) == {}  # it may begin later
+
+
 @pytest.mark.parametrize("name", ["last", "best_model", "model_final"])
 def test_the_last_is_compared_with_those_beside_it_that_count(name: str, tmp_path: Path) -> None:
     for step, (weights, optimizer) in states(tmp_path / "source").items():

@@ -136,6 +136,18 @@ def test_a_small_matrix_that_is_odd(code: str, dtype: torch.dtype, tmp_path: Pat
     assert len(checked(tmp_path / "c").findings) == 1
 
 
+@pytest.mark.parametrize("average", ["ema_state_dict", "state_dict_ema", "ema"])
+def test_a_model_that_is_all_zero_beside_its_average(average: str, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+    weights = model.state_dict()
+    zero = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    torch.save({"state_dict": zero, average: weights}, tmp_path / "m.pt")
+    (finding,) = found(tmp_path / "m.pt")
+    assert finding.message.startswith("state_dict.0.weight: all values are zero, as are those of")
+    torch.save({"state_dict": weights, average: zero}, tmp_path / "n.pt")
+    assert not found(tmp_path / "n.pt")
+
+
 def test_a_model_that_is_all_zero(tmp_path: Path) -> None:
     state = small() | {"embed.weight": torch.ones(32, 8)}
     empty = {n: torch.zeros_like(t) if t.dim() > 1 else t for n, t in state.items()}

@@ -15,7 +15,7 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.models import Found
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import located
-from ckptool.commands.verify.checks.meaning.masters import AVERAGE
+from ckptool.commands.verify.checks.meaning.masters import AVERAGE, without_averages
 from ckptool.commands.verify.checks.meaning.numbered import states_by_name
 from ckptool.commands.verify.checks.meaning.stacks import is_matrix
 from ckptool.commands.verify.checks.optimizer_names import MOMENTUM, RATE, StateName
@@ -65,8 +65,9 @@ class Save(Struct, frozen=True, dict=True):
 
     @cached_property
     def weights(self) -> Matrices:
-        """The matrices of the model."""
-        return matrices_of(self.survey, "model")
+        """The matrices of the model, but for averages of them."""
+        found = matrices_of(self.survey, "model")
+        return found.only(without_averages(found.entries))
 
     @cached_property
     def state(self) -> Matrices:

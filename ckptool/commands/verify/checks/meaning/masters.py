@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -29,6 +29,16 @@ if TYPE_CHECKING:
 
 _FEW = 2
 AVERAGE = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])", re.IGNORECASE)
+_Each = TypeVar("_Each")
+
+
+def without_averages(weights: Mapping[str, _Each]) -> Mapping[str, _Each]:
+    """Return what a name does not begin by calling an average, as ``ema_state_dict``; else all.
+
+    An average is saved beside the weights, and is neither zero nor of another save with them.
+    """
+    own = {n: each for n, each in weights.items() if not AVERAGE.search(n.partition(".")[0])}
+    return own or weights
 
 
 class _Pair(Struct, frozen=True):

@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.checks.elements import Elements
+from ckptool.commands.verify.checks.meaning.masters import without_averages
 from ckptool.commands.verify.checks.meaning.numbered import states_by_name
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slice, Slices, is_matrix
 from ckptool.commands.verify.checks.optimizer_names import StateName, moments_in
@@ -91,8 +92,9 @@ class Weights:
             return  # names are not looked at, of which there may be a hundred thousand
         shapes = self._shapes(elements)
         seen = {name: self._found[name] for name in shapes}
-        if len(seen) >= _SEVERAL and all(weight.first == 0 for weight in seen.values()):
-            yield from self._of_zeros(elements, shapes)
+        own = without_averages(seen)
+        if len(own) >= _SEVERAL and all(weight.first == 0 for weight in own.values()):
+            yield from self._of_zeros(elements, {name: shapes[name] for name in own})
             return
         kinds: dict[tuple[str, Shape], list[str]] = defaultdict(list)
         for name, shape in shapes.items():
@@ -129,7 +131,11 @@ class Weights:
         """
         first, located = self._slices[next(iter(shapes))], elements.located
         entries = [located[self._slices.tensor(name)] for name in shapes]
-        kinds = {_NUMBER.sub("#", name) for name in shapes if not BEGINS_ZERO.search(name)}
+        kinds = {
+            (_NUMBER.sub("#", name), shape)
+            for name, shape in shapes.items()
+            if not BEGINS_ZERO.search(name)
+        }
         is_difference = any(elements.place_named(each, entries) for each in _DIFFERENCES)
         if len(kinds) < _SEVERAL or is_difference:
             return
