@@ -136,6 +136,43 @@ def test_the_last_is_compared_with_those_beside_it_that_count(name: str, tmp_pat
         assert reasons(run) == {}
 
 
+def apart(run: Path, model: str, optimizer: str) -> list[Path]:
+    """Save the model and the optimizer of each step of a run in files below it."""
+    steps = sorted(run.iterdir())
+    for step in steps:
+        state = load_file(step / "model.safetensors")
+        for name, value in ((model, state), (optimizer, torch.load(step / "optimizer.bin"))):
+            (step / name).parent.mkdir(parents=True, exist_ok=True)
+            torch.save(value, step / name)
+        for file in ("model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl"):
+            (step / file).unlink()
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        ("model/pp_00/tp_00/sdp_00.pt", "optimizer/pp_00/tp_00/sdp_00.pt"),
+        ("weights.pt", "optim.pt"),
+    ],
+)
+def test_files_of_an_earlier_step_in_parts_of_one(
+    model: str, optimizer: str, tmp_path: Path
+) -> None:
+    *_, before, last = apart(train(tmp_path), model, optimizer)
+    assert reasons(tmp_path) == {}
+    shutil.copy(before / optimizer, last / optimizer)
+    assert "its optimizer is that of checkpoint-6, but not its" in reasons(tmp_path)[last.name]
+
+
+def test_a_model_that_stands_still_beside_one_that_is_trained(tmp_path: Path) -> None:
+    first, *others = apart(train(tmp_path), "policy.pt", "optimizer.pt")
+    shutil.copy(first / "policy.pt", first / "reference.pt")
+    for step in others:
+        shutil.copy(first / "reference.pt", step)
+    assert reasons(tmp_path) == {}
+
+
 def test_weights_of_16_bits_of_an_earlier_step(tmp_path: Path) -> None:
     run = train(tmp_path, dtype=torch.bfloat16)
     assert reasons(run) == {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import PurePath
@@ -125,15 +125,25 @@ def saves_in(step: Step, found: Iterable[Found]) -> Mapping[PurePath, Save]:
     """Return the checkpoints that were found in a step by their places in it."""
     known = [*found]
     outer = [each for inside, each in known if not inside]
-    models = [each for each in outer if matrices_of(each, "model").entries]
-    states = [each for each in outer if matrices_of(each, "optimizer").entries]
-    are_apart = len(models) == len(states) == 1 and models != states
-    apart = states[0] if are_apart else None
     return {
-        within(each.path, step.path): Save(each, step, inside, apart if each in models else None)
+        within(each.path, step.path): Save(each, step, inside, _optimizer_of(each, outer))
         for inside, each in known
         if each.path in step
     }
+
+
+def _optimizer_of(model: Survey, parts: Sequence[Survey]) -> Survey | None:
+    """Return the only part with an optimizer, if this is the only one with a model.
+
+    Of those of its name if there are several, as fairseq2's ``model/sdp_00.pt``. Of two models one
+    may be trained, and one stand still.
+    """
+    alike = [each for each in parts if each.path.name == model.path.name]
+    group = alike if len(alike) > 1 else parts
+    models = [each for each in group if matrices_of(each, "model").entries]
+    states = [each for each in group if matrices_of(each, "optimizer").entries]
+    is_alone = len(models) == len(states) == 1 and models[0] is model
+    return states[0] if is_alone else None
 
 
 class Matrices(Struct, frozen=True):
