@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from regex import Pattern
 
+MOST_STEPS = 64
+"""Steps of a name, between dots, of which each is looked at with all before or after it: a hostile
+name has millions, and that takes the square of its length in memory, or hours.
+"""
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.model import Binding, KeyMap, Pattern, Rule, UnknownSizes, abstract
 from ckptool.core.state_category import state_category
+from ckptool.core.text import MOST_STEPS
 
 
 class ModelFacts(Struct, frozen=True):
@@ -258,9 +259,9 @@ def _add_state_frames(
 
 
 def _frame_around(name: str, parameters: Collection[str]) -> Frame | None:
-    """Return the frame of the longest parameter's name within a name."""
+    """Return the frame of the longest parameter's name within a name of a sensible length."""
     steps = name.split(".")
-    for length in range(len(steps), 0, -1):
+    for length in range(len(steps), 0, -1) if len(steps) <= MOST_STEPS else ():
         for start in range(len(steps) - length + 1):
             if ".".join(steps[start : start + length]) in parameters:
                 before, after = steps[:start], steps[start + length :]

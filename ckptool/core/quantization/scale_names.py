@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from ckptool.core.catalog import TensorEntry
+from ckptool.core.text import MOST_STEPS
 from ckptool.errors import Unsupported
 
 _SCALE = re.compile(r"scal(e|ing)|a(bs)?max|dequant|(\b|_)sf\b", re.IGNORECASE)
@@ -45,7 +46,8 @@ class Scales:
         if last in _OF_ALL:
             self._of_all.append((f"{parent}." if parent else "", name))
         steps = name.split(".")
-        for at, step in enumerate(steps[:-1]):
+        for at in range(max(0, len(steps) - MOST_STEPS), len(steps) - 1):
+            step = steps[at]
             if _TABLE.fullmatch(step):
                 self._listed[".".join(steps[at + 1 :])] = name
             if at and _OF_WEIGHT.search(step) and _SCALE.search(last):

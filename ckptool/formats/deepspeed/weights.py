@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from ckptool.core.text import list_some
+from ckptool.core.text import MOST_STEPS, list_some
 from ckptool.errors import Damaged, Problem, Refusal
 from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint, RankState
 from ckptool.formats.deepspeed.flat_runs import (
@@ -337,7 +337,7 @@ def _find_bare_modules(state: State) -> list[str]:
 
 def _list_parents(name: str) -> Iterator[str]:
     steps = name.split(".")
-    return (".".join(steps[:count]) for count in range(1, len(steps)))
+    return (".".join(steps[:count]) for count in range(1, len(steps))[-MOST_STEPS:])
 
 
 def _drop_numbers(module: str) -> str:

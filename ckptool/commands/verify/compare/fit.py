@@ -18,12 +18,12 @@ from ckptool.commands.rewrite import only_model, rewrite
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.wrappers import unwrapping_rule
 from ckptool.core.selection import substitution
+from ckptool.core.text import MOST_STEPS
 from ckptool.errors import CkptoolError
 
 _MOST_PREFIXES = 3
 _MOST_RENAMES = 12
 _MOST_COMPARED = 2000
-_MOST_STEPS = 32
 _MOST_MAPS = 3
 
 
@@ -90,12 +90,9 @@ def prefix_changes(
 
 
 def _tails(name: str) -> Iterator[str]:
-    """Yield a name, and its tails without its first steps, longest first, of a few dozen at most.
-
-    A name may have millions of steps, and all of its tails then have the square of that.
-    """
+    """Yield a name, and its tails without its first steps, longest first, as far as is sensible."""
     yield name
-    steps = name.rsplit(".", _MOST_STEPS)
+    steps = name.rsplit(".", MOST_STEPS)
     for at in range(1, len(steps)):
         yield ".".join(steps[at:])
 

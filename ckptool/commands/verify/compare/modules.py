@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
-from ckptool.core.text import list_some
+from ckptool.core.text import MOST_STEPS, list_some
 
 _MOST = 4
 
@@ -22,7 +22,7 @@ class Module(Struct, frozen=True):
 def modules_of(name: str) -> Iterator[Module]:
     """Yield the numbered modules that a tensor is in, the outermost first."""
     steps = name.split(".")
-    for at, step in enumerate(steps[:-1]):
+    for at, step in enumerate(steps[:-1][:MOST_STEPS]):
         if step.isdecimal():
             yield Module(".".join(steps[:at]), int(step))
 

@@ -1,0 +1,80 @@
+"""Names of very many steps: whatever is asked of them, it ends soon, and takes no more memory."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import attack_build as b
+import pytest
+from attack_harness import MEMORY, SECONDS
+
+import ckptool
+from ckptool.errors import CkptoolError
+
+torch = pytest.importorskip("torch")
+
+
+class TooLate(BaseException):
+    """A command that takes more than its time."""
+
+
+@pytest.fixture(autouse=True)
+def bounded() -> Iterator[None]:
+    def too_late(*_: object) -> None:
+        raise TooLate
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = signal.signal(signal.SIGPROF, too_late)
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, hard))
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    yield
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.signal(signal.SIGPROF, before)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def files(folder: Path, *names: str) -> tuple[Path, Path]:
+    """A safetensors file with tensors of these names, and one of a model."""
+    paths = folder / "odd.safetensors", folder / "model.safetensors"
+    for path, held in zip(paths, (names, ("model.layers.0.weight", "b")), strict=True):
+        header = {name: b.entry(offsets=[24 * n, 24 * n + 24]) for n, name in enumerate(held)}
+        path.write_bytes(b.safetensors(header, b.WEIGHT * len(held)))
+    return paths
+
+
+COMPARED: dict[str, Callable[[Path, Path], Any]] = {
+    "diff": lambda odd, model: ckptool.diff(odd, model),
+    "like": lambda odd, model: ckptool.verify(odd, like=model, quick=True),
+    "of": lambda odd, model: ckptool.verify(model, like=odd, quick=True),
+}
+
+
+@pytest.mark.parametrize("how", COMPARED)
+@pytest.mark.parametrize("step", ["a.", "layers.0."])
+def test_names_are_compared(step: str, how: str, tmp_path: Path) -> None:
+    odd, model = files(tmp_path, step * (300_000 // len(step)) + "weight", "c")
+    assert not COMPARED[how](odd, model)
+
+
+@pytest.mark.parametrize("asked", [{"dtype": ["bf16"]}, {"dequantize": True}])
+def test_scales_are_looked_for(asked: dict[str, Any], tmp_path: Path) -> None:
+    odd, _ = files(tmp_path, "weight." * 40_000 + "weight_scale", "c")
+    with suppress(CkptoolError):  # none fits
+        ckptool.convert(odd, tmp_path / "out.pt", **asked)
+
+
+@pytest.mark.parametrize("of", ["m.weight", "other"])
+def test_the_state_of_a_parameter_is_looked_for(of: str, tmp_path: Path) -> None:
+    key_map = tmp_path / "map.toml"
+    key_map.write_text('[[rule]]\nfrom = "m.weight"\nto = "mm.weight"\n')
+    state = {"x." * 1500 + of + ".y" * 1500: {"exp_avg": torch.ones(2, 2)}}
+    whole = {"m": {"weight": torch.ones(2, 2)}, "optimizer": {"state": state}}
+    torch.save(whole, tmp_path / "odd.pt")
+    with pytest.raises(CkptoolError, match="cannot follow the parameters"):
+        ckptool.convert(tmp_path / "odd.pt", tmp_path / "out.pt", map=str(key_map))
