@@ -87,6 +87,8 @@ def test_what_is_named_stays(spelling: str, tmp_path: Path) -> None:
         ("args.json", '{"max_steps": 2, "num_train_epochs": 1, "grad_accum_steps": 1}'),
         ("latest", "step-100"),
         ("README", "my-step-1 and step-1-old"),
+        ("README.md", "- lr_scheduler_warmup_steps: 1\n- training_steps: 2\n"),
+        ("args.json", '{"save_steps": 1, "num_train_epochs": 2, "max_steps": 2}'),
     ],
 )
 def test_what_is_not_named_is_not_kept(file: str, text: str, tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ MUST_NAME = re.compile(
 _COUNTS = re.compile(r"(?i).*(?:step|iter|epoch|latest|last|best|checkpoint|ckpt|resume|keep).*")
 _LENGTH = re.compile(
     r"(?i)(?:.*[^a-z])?epochs|.*(?:max|total|num|warmup|cooldown|decay|accum(?:ulation)?|save|eval"
-    r"|logging)[-_](?:steps|iters|iterations)|.*[-_](?:hist|interval|every|freq|frequency)"
-    r"|.*[-_](?:on|off)[-_](?:step|epoch|iter)"
+    r"|logging|train(?:ing)?)[-_ ](?:steps|iters|iterations)"
+    r"|.*[-_](?:hist|interval|every|freq|frequency)|.*[-_](?:on|off)[-_](?:step|epoch|iter)"
 )
 """Keys of settings, as in timm's args.yaml: how long something takes, or how often it is done."""
 _COUNTED = re.compile(r"""(?m)^\s*(?:["']?([\w. -]+?)["']?\s*[:=]\s*)?["']?(\d{1,19})["']?,?\s*$""")
