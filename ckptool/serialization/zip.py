@@ -25,6 +25,7 @@ LOCAL = struct.Struct("<4s5H3L2H")
 CENTRAL = struct.Struct("<4s6H3L5H2L")
 _ENTRY = b"PK\x01\x02"
 _CRC32_AT = 16
+_IS_FOLDER = 0x10
 CRC32_NBYTES = 4
 END = struct.Struct("<4s4H2LH")
 END64 = struct.Struct("<4sQ2H2L4Q")
@@ -247,6 +248,9 @@ def _central_entry(region: Region, data: bytes, start: int, position: int) -> tu
         size, stored, header = _zip64(extra, size, stored, header)
     if method not in (STORED, DEFLATED):
         raise Damaged(f"{region.what}: record {name!r} is compressed with method {method}")
+    if fields[15] & _IS_FOLDER and not name.endswith("/"):
+        message = f"{region.what}: record {name!r} is marked as a folder; torch reads no byte of it"
+        raise Damaged(message)
     offset = _data_offset(region, written, header)
     if offset + stored > region.nbytes or (method == STORED and stored != size):
         raise Damaged(

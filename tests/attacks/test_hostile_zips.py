@@ -146,6 +146,16 @@ def test_zip(name: str, tmp_path: Path) -> None:
     require_honest(attack(path, to=("safetensors",)))
 
 
+@pytest.mark.parametrize("name", [PKL, DATA])
+def test_a_record_that_torch_takes_for_a_folder_is_refused(name: bytes, tmp_path: Path) -> None:
+    """torch 2.13 makes a tensor of memory that it does not fill."""
+    path = tmp_path / "src" / "x.pt"
+    path.parent.mkdir()
+    path.write_bytes(patched(HONEST, entry_at(HONEST, name) + 38, le(0x10, 4)))
+    outcome = attack(path, to=("safetensors",))
+    assert (outcome.kind, "is marked as a folder" in outcome.message) == ("error", True)
+
+
 def real_zip() -> bytes:
     torch = pytest.importorskip("torch")
     from io import BytesIO
