@@ -53,13 +53,20 @@ REPACKED: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
+def is_read_by_torch(file: Path) -> bool:
+    try:
+        return bool(torch.load(file))
+    except RuntimeError:
+        return False
+
+
 @pytest.mark.parametrize("how", REPACKED)
 def test_a_file_that_was_packed_again_is_read(how: str, unpacked: Path, tmp_path: Path) -> None:
     file = tmp_path / "again.pt"
     REPACKED[how](unpacked, file)
     report = ckptool.verify(file)
     assert report.ok
-    assert [f.code for f in report.findings] == ["archive-flat"] * how.startswith("flat")
+    assert [f.code for f in report.findings] == ["archive-flat"] * (not is_read_by_torch(file))
     convert_to("safetensors", file, tmp_path / "out")
     found = read_back("safetensors", tmp_path / "out")
     for name, tensor in STATE.items():

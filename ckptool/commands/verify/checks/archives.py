@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ckptool.commands.verify.checks.pickles import PickleAudit
 from ckptool.core.catalog import Container
@@ -73,8 +73,8 @@ class ArchiveCheck:
         """Check everything about an archive that matches no earlier one."""
         if records:
             self._note_name(item, records[0].name.partition("/")[0])
-        if any(record.name == "data.pkl" for record in records):
-            message = f"{region.what}: its records are in no folder"
+        if not _are_in_one_folder([record.name for record in records]):
+            message = f"{region.what}: its records are not all in one folder, beside data.pkl"
             self.problems.append(Problem(message, "archive-flat", file=region.file))
         before = len(self.problems)
         self.problems += check_headers(region, _with_header_at_hand(region, records))
@@ -132,6 +132,12 @@ class ArchiveCheck:
         stored = record.method != DEFLATED and not item.transforms
         offset = region.offset + record.offset if stored else None
         return self._pickles.look_at(data, item.file, offset)
+
+
+def _are_in_one_folder(names: Sequence[str]) -> bool:
+    """Return whether records are where torch.load finds them: in the folder of the first one."""
+    folder = names[0].partition("/")[0] + "/" if names else ""
+    return f"{folder}data.pkl" in names and all(name.startswith(folder) for name in names)
 
 
 def _of_another_name(file: str, saved_as: str, source: Source) -> Iterator[Problem]:
