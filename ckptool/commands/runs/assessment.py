@@ -212,7 +212,8 @@ class Assessor:
 
     def _missing_parts(self, step: Step) -> list[str]:
         """Return the checkpoints that every older step of a series has, and a step has not."""
-        names = [each.names for each in self._before(step) if each.parts]
+        before = (each for each in self._before(step) if each.series == step.series)
+        names = [each.names for each in before if each.parts]
         common = frozenset[str]().union(*names).intersection(*names) if names else frozenset()
         return sorted(common - step.names) if step.names < common else []
 

@@ -104,6 +104,17 @@ def test_a_model_and_its_optimizer_in_files_of_their_own(
     assert "they are of two saves" in why
 
 
+def test_the_last_needs_no_file_that_steps_have(tmp_path: Path) -> None:
+    for step, (weights, optimizer) in states(tmp_path / "source").items():
+        (folder := tmp_path / "run" / ("last" if step == 8 else f"step_{step}")).mkdir(parents=True)
+        torch.save(weights, folder / "model.pt")
+        torch.save(optimizer, folder / "optimizer.pt")
+        if step != 8:
+            torch.save({"last_epoch": step}, folder / "scheduler.pt")
+    (tmp_path / "run/latest").write_text("last")
+    assert reasons(tmp_path / "run") == {}
+
+
 def test_weights_of_an_earlier_step_beside_an_average(tmp_path: Path) -> None:
     for step, (weights, optimizer) in states(tmp_path / "source").items():
         average = {f"module.{name}": weight + step for name, weight in weights.items()}
