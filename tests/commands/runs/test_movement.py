@@ -194,6 +194,20 @@ def test_the_last_step_has_no_rate(tmp_path: Path) -> None:
     assert reasons(run)["checkpoint-50"].startswith(f"counts-differ: {UP}: as in checkpoint-40")
 
 
+def test_a_rate_of_zero_that_is_no_float(tmp_path: Path) -> None:
+    weights = [torch.nn.Parameter(torch.randn(32, 48)) for _ in range(4)]
+    optimizer = AdamW([{"params": weights[:1]}, {"params": weights[1:]}], lr=1e-3)
+    for step in range(1, 6):
+        optimizer.param_groups[0]["lr"] = 1e-3 if step < 4 else 0
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        model = {f"layers.{at}.weight": weight.detach() for at, weight in enumerate(weights)}
+        state = {"model": model, "optimizer": optimizer.state_dict(), "step": step}
+        torch.save(state, tmp_path / f"step-{step}.pt")
+    assert reasons(tmp_path) == {}
+
+
 def test_adapters_may_begin_again(tmp_path: Path) -> None:
     for step in range(10, 60, 10):
         torch.manual_seed(step // 40)

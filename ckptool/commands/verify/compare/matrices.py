@@ -86,7 +86,7 @@ class Save(Struct, frozen=True, dict=True):
         catalog = self.optimizer.catalog if self.optimizer else None
         objects = catalog.objects.items() if catalog else ()
         rates = (entry.value for name, entry in objects if RATE.fullmatch(name))
-        return [rate for rate in rates if isinstance(rate, float)]
+        return [float(rate) for rate in rates if type(rate) in (int, float)]
 
     def least_step(self, was: Save) -> float:
         """Return the size of a step between two saves, 0 if it may be too small to be seen.
