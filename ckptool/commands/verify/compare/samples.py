@@ -85,7 +85,7 @@ class Samples:
 
     def is_zero(self, name: str) -> bool:
         """Return whether all elements of a matrix's sample are zero."""
-        return not self._bits[name].any()
+        return not decode(self._bits[name], self.entries[name].source_dtype).any()
 
     def count_differing(self, other: Samples, name: str) -> int:
         """Return how many elements of a matrix's samples differ in another save."""
