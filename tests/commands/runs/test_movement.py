@@ -208,6 +208,14 @@ def test_a_rate_of_zero_that_is_no_float(tmp_path: Path) -> None:
     assert reasons(tmp_path) == {}
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_no_numbers_are_not_of_another_model(value: float, tmp_path: Path) -> None:
+    run = train(tmp_path)
+    change_all(run, {UP: weights_of(run, 50)[UP].index_fill(1, torch.arange(0, 32, 4), value)})
+    assert reasons(run)["checkpoint-50"].startswith("not-finite: ")
+    assert reasons(run, allow_nonfinite=True) == {}
+
+
 def test_adapters_may_begin_again(tmp_path: Path) -> None:
     for step in range(10, 60, 10):
         torch.manual_seed(step // 40)

@@ -147,7 +147,8 @@ def _unrelated(
 
 
 def _is_foreign(now: Samples, last: Samples, older: Samples, name: str) -> bool:
-    return last.likeness(name, older) > _SETTLED and abs(now.likeness(name, last)) < _FOREIGN
+    is_settled = last.likeness(name, older) > _SETTLED
+    return is_settled and now.is_finite(name) and abs(now.likeness(name, last)) < _FOREIGN
 
 
 def _follow_evenly(now: int | None, last: int | None, older: int | None) -> bool:

@@ -105,6 +105,10 @@ class Samples:
         found = np.stack([other._unit(each) for each in names]) @ self._unit(name)
         return float(found.max()), names[int(found.argmax())]
 
+    def is_finite(self, name: str) -> bool:
+        """Return whether a sample has neither NaN nor infinite values, which are like nothing."""
+        return bool(np.isfinite(self._numbers(name)).all())
+
     def size(self, name: str) -> int:
         """Return how many elements a sample has."""
         return int(self._bits[name].size)
@@ -113,12 +117,15 @@ class Samples:
         """Return a sample's numbers less their mean, as a vector of length 1, or of zeros."""
         if name not in self._units:
             with np.errstate(all="ignore"):
-                numbers = decode(self._bits[name], self.entries[name].source_dtype)
-                numbers = numbers.astype(np.float64) - numbers.mean(dtype=np.float64)
+                numbers = self._numbers(name).astype(np.float64)
+                numbers -= numbers.mean()
                 length = float(np.sqrt(numbers @ numbers))
                 found = numbers / length if 0 < length < np.inf else np.zeros_like(numbers)
                 self._units[name] = found.astype(np.float32)
         return self._units[name]
+
+    def _numbers(self, name: str) -> Array:
+        return decode(self._bits[name], self.entries[name].source_dtype)
 
 
 def _choose(slices: Slices, tensors: Mapping[str, TensorEntry], source: Files) -> Sequence[str]:
