@@ -216,6 +216,17 @@ def test_values_that_are_no_numbers_are_not_of_another_model(value: float, tmp_p
     assert reasons(run, allow_nonfinite=True) == {}
 
 
+def test_a_layer_may_be_added_between_others(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    now = weights_of(run, 50)
+    added = {name.replace(".1.", ".4."): now[name.replace(".1.", ".3.")] for name in (UP,)}
+    moved = {f"layers.{n}.up.weight": now[f"layers.{n - 1}.up.weight"] for n in (1, 2, 3)}
+    change_all(run, moved)
+    assert reasons(run)["checkpoint-50"].startswith("weights-unrelated: ")
+    change_all(run, moved | added)
+    assert reasons(run) == {}
+
+
 def test_adapters_may_begin_again(tmp_path: Path) -> None:
     for step in range(10, 60, 10):
         torch.manual_seed(step // 40)

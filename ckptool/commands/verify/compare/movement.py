@@ -45,11 +45,12 @@ def movement_problems(save: Save, before: Sequence[Save]) -> Iterator[Problem]:
     moved = [n for n in names if now.count_differing(last, n) >= _MOVED]
     yield from _emptied(now, (last, *older), names)
     yield from _returned(now, last, older, moved)
-    yield from _exchanged(now, last, older, names)
+    have_places = now.all_names == last.all_names  # other layers may have other numbers
+    yield from _exchanged(now, last, older, names) if have_places else ()
     if older:
         are_trained = not save.weights.are_averages
         yield from _stood_still(now, last, older[0], names) if are_trained else ()
-        yield from _unrelated(now, last, older[0], moved)
+        yield from _unrelated(now, last, older[0], moved) if have_places else ()
 
 
 def _emptied(now: Samples, before: Iterable[Samples], names: Sequence[str]) -> Iterator[Problem]:

@@ -48,14 +48,14 @@ class Samples:
         survey = save.survey
         tensors = {n: e for n, e in save.weights.entries.items() if e.source_dtype.kind == "float"}
         slices = Slices(tensors)
+        self.all_names = frozenset(slices.names)
         self.chosen = chosen or _choose(slices, tensors, survey.source)
-        there = {*slices.names}
-        wanted = {slices.tensor(name) for name in self.chosen if name in there}
+        wanted = {slices.tensor(name) for name in self.chosen if name in self.all_names}
         opened = {name: tensors[name] for name in wanted}
         if survey.catalog is not None:
             catalog = survey.catalog.with_tensors(opened)
             opened = located(survey.format, survey.source, catalog, lambda item: True)[0]
-        names = [n for n in self.chosen if n in there and slices.tensor(n) in opened]
+        names = [n for n in self.chosen if n in self.all_names and slices.tensor(n) in opened]
         self.entries = Entries(slices, opened)
         longest = min(_LONGEST, _TOGETHER // max(1, len(self.chosen)))
         jobs = (_job(name, self.entries[name], at, longest) for name in names)
