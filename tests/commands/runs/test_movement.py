@@ -227,6 +227,20 @@ def test_a_layer_may_be_added_between_others(tmp_path: Path) -> None:
     assert reasons(run) == {}
 
 
+@pytest.mark.parametrize("names", [("q", "q_target"), ("agent.policy", "agent.policy_old")])
+def test_a_module_may_be_made_anew_of_another(names: tuple[str, str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    values, copied = torch.randn(4, 32, 48), torch.randn(4, 32, 48)
+    for step in range(1, 6):
+        parts = zip(names, (values, copied), strict=True)
+        model = {f"{part}.layers.{n}.w": each[n].clone() for part, each in parts for n in range(4)}
+        torch.save({"model": model, "step": step}, tmp_path / f"step-{step}.pt")
+        if step % 2 == 0:
+            copied = values
+        values = values * 0.3 + torch.randn(4, 32, 48)
+    assert reasons(tmp_path) == {}
+
+
 def test_adapters_may_begin_again(tmp_path: Path) -> None:
     for step in range(10, 60, 10):
         torch.manual_seed(step // 40)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from ckptool.commands.verify.checks.meaning.weights import BEGINS_ZERO
 from ckptool.commands.verify.compare.matrices import Save
@@ -32,6 +33,8 @@ _LONGER = 4
 """Times as many steps may lie between two saves as between the two before."""
 _ADAPTER = "lora"
 """In the names of what may be begun anew in the middle of a training, then all of it (ReLoRA)."""
+_OWN = 2
+"""How many parts of a name are a layer's own: ``up_proj.weight``."""
 _FEW = 2
 
 
@@ -98,9 +101,39 @@ def _exchanged(
     for group in (group for group in alike.values() if len(group) > 1):
         for name in (name for name in group if now.likeness(name, last) < _APART):
             likeness, other = now.most_like(name, last, group)
-            if likeness > _SETTLED and all(last.likeness(name, e) > _APART for e in older[:1]):
+            is_one = likeness > _SETTLED and not _are_of_copies(name, other)
+            if is_one and all(last.likeness(name, e) > _APART for e in older[:1]):
                 message = f"{name}: has the values that {other} had in {last.name}"
                 yield Problem(f"{message}: layers were mixed up", _UNRELATED, tensor=name)
+
+
+def _in_any_module(name: str) -> Iterator[str]:
+    """Yield a matrix's name for each module around it, without the name of that.
+
+    Two modules may be of the same matrices, as ``qf`` and ``qf_target``: one of them may be made
+    anew of the other, as what was the best, or what steps are compared with.
+    """
+    parts = name.split(".")
+    modules = [*takewhile(lambda part: not part.isdecimal(), parts[:-_OWN])]
+    for at in range(len(modules)):
+        yield ".".join(("*" if here == at else part) for here, part in enumerate(parts))
+
+
+def _are_of_copies(one: str, other: str) -> bool:
+    return not {*_in_any_module(one)}.isdisjoint(_in_any_module(other))
+
+
+def _copied(foreign: Iterable[str], now: Samples, last: Samples) -> Iterator[str]:
+    """Yield the matrices that are like the same one of another module, of now or before."""
+    alike: dict[str, set[str]] = defaultdict(set)
+    for name in now.names & last.names:
+        for key in _in_any_module(name):
+            alike[key].add(name)
+    for name in foreign:
+        same = {each for key in _in_any_module(name) for each in alike[key]} - {name}
+        same = {each for each in same if now.looks(each) == now.looks(name) == last.looks(each)}
+        if any(now.likeness(name, save, each) > _APART for save in (now, last) for each in same):
+            yield name
 
 
 def _stood_still(
@@ -138,6 +171,8 @@ def _unrelated(
         moved = [name for name in moved if name not in adapters]
     foreign = [name for name in moved if now.size(name) >= _ENOUGH]
     foreign = [name for name in foreign if _is_foreign(now, last, older, name)]
+    copied = {*_copied(foreign, now, last)} if foreign else set()
+    foreign = [name for name in foreign if name not in copied]
     for at in OTHER_PLACES if foreign else ():
         one, two, three = (Samples(save, foreign, at) for save in saves)
         foreign = [n for n in foreign if _is_foreign(one, two, three, n)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -74,7 +74,7 @@ class Samples:
         return self.save.name
 
     @property
-    def names(self) -> Collection[str]:
+    def names(self) -> Set[str]:
         """The names of the matrices of which there are samples."""
         return self._bits.keys()
 
@@ -96,9 +96,12 @@ class Samples:
         entries = self.entries[name], other.entries[name]
         return are_equal(*entries, self.save.survey.source, other.save.survey.source)
 
-    def likeness(self, name: str, other: Samples) -> float:
-        """Return the correlation of a matrix with that of another save; 0 if one has one value."""
-        return float(self._unit(name) @ other._unit(name))
+    def likeness(self, name: str, other: Samples, of: str = "") -> float:
+        """Return the correlation of a matrix with one of another save; 0 if one has one value.
+
+        It is that of its name, if the name ``of`` another is not given.
+        """
+        return float(self._unit(name) @ other._unit(of or name))
 
     def most_like(self, name: str, other: Samples, names: Sequence[str]) -> tuple[float, str]:
         """Return the largest correlation with a matrix of another save, and its name."""
