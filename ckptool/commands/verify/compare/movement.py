@@ -99,8 +99,8 @@ def _exchanged(
     for name in names:
         alike[now.looks(name)].append(name)
     for group in (group for group in alike.values() if len(group) > 1):
-        for name in (name for name in group if now.likeness(name, last) < _APART):
-            likeness, other = now.most_like(name, last, group)
+        unlike = [name for name in group if now.likeness(name, last) < _APART]
+        for name, likeness, other in now.most_like(unlike, last, group) if unlike else ():
             is_one = likeness > _SETTLED and not _are_of_copies(name, other)
             if is_one and all(last.likeness(name, e) > _APART for e in older[:1]):
                 message = f"{name}: has the values that {other} had in {last.name}"

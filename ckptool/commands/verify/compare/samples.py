@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -103,10 +103,17 @@ class Samples:
         """
         return float(self._unit(name) @ other._unit(of or name))
 
-    def most_like(self, name: str, other: Samples, names: Sequence[str]) -> tuple[float, str]:
-        """Return the largest correlation with a matrix of another save, and its name."""
-        found = np.stack([other._unit(each) for each in names]) @ self._unit(name)
-        return float(found.max()), names[int(found.argmax())]
+    def most_like(
+        self, names: Iterable[str], other: Samples, alike: Sequence[str]
+    ) -> Iterator[tuple[str, float, str]]:
+        """Yield matrices with the largest correlation of each with one of another save, and that.
+
+        They are compared with those that are ``alike``.
+        """
+        units = np.stack([other._unit(each) for each in alike])
+        for name in names:
+            found = units @ self._unit(name)
+            yield name, float(found.max()), alike[int(found.argmax())]
 
     def is_finite(self, name: str) -> bool:
         """Return whether a sample has neither NaN nor infinite values, which are like nothing."""
