@@ -203,13 +203,16 @@ class Completeness:
         if not whole:
             return
         common = frozenset.intersection(*whole)
+        roles = {key: "model" if key == _DCP_FILES else role_of(key) for key in common}
         new = {role_of(key) for key in files - frozenset().union(*whole)}
+        models = {key for key, role in roles.items() if role == "model"}
+        if None in new and models and models.isdisjoint(files):
+            return  # saved otherwise: all may be in files of which no name says what they have
         for key in common - files:
-            role = "model" if key == _DCP_FILES else role_of(key)
-            needed = _CORE if role is not None else 2
+            needed = _CORE if roles[key] is not None else 2
             if (
                 len(whole) >= needed
-                and role not in new - {None}
+                and roles[key] not in new - {None}
                 and not self._resized(key, files, step)
             ):
                 yield key

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from trainer_runs import OPTIMIZER, WEIGHT, checked
+from trainer_runs import OPTIMIZER, WEIGHT, checked, of_dcp
 
 import ckptool
 from ckptool.commands.open import survey_readable
@@ -207,6 +207,23 @@ def test_a_save_that_its_date_names_has_what_earlier_ones_have(lost: str, tmp_pa
     assert newest.path == folder
     assert "is missing; every earlier whole step has it" in newest.reasons[0]
     assert all(step.ok for step in others)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "file"])
+def test_what_had_files_of_its_own_may_be_saved_otherwise(kind: str, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        (folder := tmp_path / f"step-{step}").mkdir()
+        torch.save({"cpu": torch.ones(2)}, folder / "rng_state.pth")
+        if step < 3:
+            save_file({"w": WEIGHT}, folder / "model.safetensors")
+            torch.save(OPTIMIZER, folder / "optimizer.pt")
+    parts = {"model": {"w": WEIGHT}, "optimizer": OPTIMIZER}
+    write = {"dcp": of_dcp(*parts), "file": lambda path: torch.save(parts, path / "all.pt")}[kind]
+    write(folder)
+    assert checked(tmp_path).ok
+    write = {"dcp": of_dcp("model"), "file": lambda path: (path / "all.pt").write_bytes(b"")}[kind]
+    write(folder)
+    assert not checked(tmp_path).steps[0].ok
 
 
 def test_the_parts_of_the_best_are_one_save(tmp_path: Path) -> None:
