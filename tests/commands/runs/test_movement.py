@@ -241,6 +241,17 @@ def test_a_module_may_be_made_anew_of_another(names: tuple[str, str], tmp_path: 
     assert reasons(tmp_path) == {}
 
 
+def test_a_memory_may_be_emptied_at_times(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    for step in range(10, 60, 10):
+        change(run, step, memory=torch.randn(100, 20) if step % 20 else torch.zeros(100, 20))
+    assert [*reasons(run)] == ["checkpoint-20"]  # there is only one save before it
+    change(run, 20, memory=torch.ones(100, 20))
+    assert reasons(run) == {}
+    change_all(run, {"frozen.weight": torch.zeros(16, 32)}, 40)
+    assert reasons(run)["checkpoint-40"].startswith("weight-zero: frozen.weight: all values are")
+
+
 def test_adapters_may_begin_again(tmp_path: Path) -> None:
     for step in range(10, 60, 10):
         torch.manual_seed(step // 40)

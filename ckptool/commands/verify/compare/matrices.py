@@ -110,6 +110,10 @@ class Save(Struct, frozen=True, dict=True):
         found = ((models.get(of.parameter), name) for name, of in named if of.kind in _MEANS)
         return {weight.name: name for weight, name in found if weight is not None}
 
+    def may_be_trained(self, weight: str) -> bool:
+        """Return whether there is state of a weight, or of none, as far as names tell."""
+        return weight in self._means or not self._means
+
     def state_moved(self, was: Save, weight: str) -> bool | None:
         """Return whether the state of a weight is other than in an earlier save; None if unknown.
 

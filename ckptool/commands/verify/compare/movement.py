@@ -56,16 +56,20 @@ def movement_problems(save: Save, before: Sequence[Save]) -> Iterator[Problem]:
         yield from _unrelated(now, last, older[0], moved) if have_places else ()
 
 
-def _emptied(now: Samples, before: Iterable[Samples], names: Sequence[str]) -> Iterator[Problem]:
+def _emptied(now: Samples, before: Sequence[Samples], names: Sequence[str]) -> Iterator[Problem]:
     """Yield the matrices that are all zero, and were not in a save before.
 
-    What begins as zeros may begin again, as adapters that were merged do.
+    What begins as zeros may begin again, as adapters that were merged do. So may what moves, and no
+    optimizer moves it, as a memory of what was seen.
     """
-    weights = now.save.weights
+    weights, (last, *older) = now.save.weights, before
     zero = [n for n in names if now.is_zero(n) and not BEGINS_ZERO.search(n)]
     zero = [n for n in zero if n in weights.entries and weights.only([n]).are_zero]
     for each in before if zero else ():
-        if lost := [name for name in zero if not each.is_zero(name)]:
+        lost = [name for name in zero if not each.is_zero(name)]
+        untrained = (name for name in lost if not now.save.may_be_trained(name))
+        memories = {n for n in untrained if any(last.count_differing(e, n) for e in older)}
+        if lost := [name for name in lost if name not in memories]:
             message = f"{list_some(lost, _FEW)}: all values are zero, which they are not in"
             yield Problem(f"{message} {each.name}", _ZERO, tensor=lost[0])
             return
@@ -76,10 +80,10 @@ def _returned(
 ) -> Iterator[Problem]:
     """Yield the matrices that are those of an older save, though not all are, as if it was loaded.
 
-    ``moved`` are those that are not of the last one.
+    ``moved`` are those that are not of the last one. Zeros are of none.
     """
     for each in older:
-        back = [name for name in moved if not now.count_differing(each, name)]
+        back = [n for n in moved if not (now.count_differing(each, n) or now.is_zero(n))]
         back = [name for name in back if now.is_that_of(each, name)]
         if 0 < len(back) < len(moved):
             message = (
