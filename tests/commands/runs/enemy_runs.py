@@ -189,7 +189,7 @@ class _Observer:
             self._wait -= 1
             return
         race, self._race = self._race, None
-        there = snapshot(self._world.sandbox)
+        self._before = there = snapshot(self._world.sandbox)  # steps were stripped until now
         inside = {id(s): [e.removeprefix("run") for e in s.entries] for s in self._world.steps}
         others = [s for s in self._world.steps if not text.endswith(tuple(inside[id(s)]))]
         left = [s for s in others if all(entry in there for entry in s.entries)]
