@@ -129,23 +129,28 @@ def saves_in(step: Step, found: Iterable[Found]) -> Mapping[PurePath, Save]:
     """Return the checkpoints that were found in a step by their places in it."""
     known = [*found]
     outer = [each for inside, each in known if not inside]
+    parts = [(each, _has(each, "model"), _has(each, "optimizer")) for each in outer]
     return {
-        within(each.path, step.path): Save(each, step, inside, _optimizer_of(each, outer))
+        within(each.path, step.path): Save(each, step, inside, _optimizer_of(each, parts))
         for inside, each in known
         if each.path in step
     }
 
 
-def _optimizer_of(model: Survey, parts: Sequence[Survey]) -> Survey | None:
+def _has(save: Survey, part: str) -> bool:
+    return bool(matrices_of(save, part).entries)
+
+
+def _optimizer_of(model: Survey, parts: Sequence[tuple[Survey, bool, bool]]) -> Survey | None:
     """Return the only part with an optimizer, if this is the only one with a model.
 
     Of those of its name if there are several, as fairseq2's ``model/sdp_00.pt``. Of two models one
-    may be trained, and one stand still.
+    may be trained, and one stand still. Of each part it is known whether it has either.
     """
-    alike = [each for each in parts if each.path.name == model.path.name]
+    alike = [each for each in parts if each[0].path.name == model.path.name]
     group = alike if len(alike) > 1 else parts
-    models = [each for each in group if matrices_of(each, "model").entries]
-    states = [each for each in group if matrices_of(each, "optimizer").entries]
+    models = [each for each, has_model, _ in group if has_model]
+    states = [each for each, _, has_state in group if has_state]
     is_alone = len(models) == len(states) == 1 and models[0] is model
     return states[0] if is_alone else None
 
