@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +79,14 @@ def write_sparse(folder: str, size: int, layers: int) -> None:
         placed |= dict.fromkeys(shapes, name)
     index = {"metadata": {}, "weight_map": placed}
     Path(folder, "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_names(folder: str, tensors: int) -> None:
+    """Write two equal safetensors files of so many tensors of 64 bytes."""
+    os.makedirs(folder)
+    path = Path(folder, "one.safetensors")
+    _write_holes(path, {f"model.layers.{number}.weight": [32] for number in range(tensors)})
+    shutil.copy(path, Path(folder, "other.safetensors"))
 
 
 def _write_holes(path: Path, shapes: dict[str, list[int]]) -> None:

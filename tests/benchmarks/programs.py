@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.load_programs import measure_load_onto, write_loads
-from benchmarks.model_programs import write_adapter, write_model, write_sparse
+from benchmarks.model_programs import write_adapter, write_model, write_names, write_sparse
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.specs import TensorSpec
@@ -290,6 +290,7 @@ _TASKS: dict[str, Callable[..., object]] = {
     "write": write_checkpoint,
     "write-shape": write_shape,
     "write-many": write_many,
+    "write-names": write_names,
     "to-safetensors": torch_to_safetensors,
     "reshard": torch_reshard,
     "read-metadata": torch_read_metadata,

@@ -29,6 +29,7 @@ OTHERS: Mapping[str, Other] = {
     "{middle}": Other(1.0, (0, 3072), "bfloat16"),
     "{wide}": Other(1.0, (0, 8192), "float32"),
     "{small}": Other(0.02, (64, 64), "bfloat16"),
+    "{triple}": Other(3.0),
 }
 """What the placeholders of rows stand for, beside the source itself."""
 
@@ -43,24 +44,30 @@ RESHARD = (*CKPTOOL, "reshard", "--quiet")
 _COLUMNS_TOO = ("--to", "dcp", "--mesh", "2x4", "--no-fsync", "--shard", "*=Shard(0),Shard(1)")
 ON_2X4 = (*_COLUMNS_TOO[:-2], "--shard", "*norm.weight*=Shard(0),Replicate()", *_COLUMNS_TOO[-2:])
 _TO_2X4 = ("{target}", *ON_2X4)
+_PARTED = (*CONVERT, "{triple}", *TO_SAFETENSORS)
 _MANIFEST = (*CKPTOOL, "verify", "--quiet", "{source}", "--write-manifest")
+_NAMES = ("{names}/one.safetensors", "{names}/other.safetensors")
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
 _LOAD = (*_TORCHRUN, str(RANKS), *_MODULE, "load")
 _COPY_AND_SYNC = 'cp -r "$0" "$1" && find "$1" -exec sync {} +'
 _CAT = 'find "$0" -type f -exec cat {} + > /dev/null'
 _DD = 'find "$0" -type f -exec dd if={} of=/dev/null bs=4M iflag=direct status=none \\;'
+_IN_PARTS = (
+    'for part in 1/8 2/8 3/8 4/8 5/8 6/8 7/8 8/8; do "$@" --part $part || exit; done; "$@" --finish'
+)
 _CAT_AND_HASH = 'find "$0" -type f -exec cat {} + | sha256sum'
 
 
 class Row(Struct, frozen=True):
     """One command. ``{source}``, ``{light}`` and ``{target}`` stand for paths, as do ``OTHERS``.
 
-    ``{many}`` is what 64 ranks save of 1,000 small tensors. ``measure`` is what is compared with
-    the ``peers``: wall-clock seconds, CPU seconds, or the seconds of the load alone that the
-    command writes to the file ``{result}``. A row that ``needs`` packages is left out, with the
-    reason, where one is missing or it cannot be done; one that needs torch needs a checkpoint that
-    torch reads, too. What it reads is ``cold``, or in the page cache. What takes long is measured
-    ``once``, in the first round.
+    ``{many}`` is what 64 ranks save of 1,000 small tensors, ``{names}`` a folder of two equal
+    safetensors files of 100,000. ``measure`` is what is compared with the ``peers``: wall-clock
+    seconds, CPU seconds, or the seconds of the load alone that the command writes to the file
+    ``{result}``. A row that ``needs`` packages is left out, with the reason, where one is missing
+    or it cannot be done; one that needs torch needs a checkpoint that torch reads, too. What it
+    reads is ``cold``, or in the page cache. What takes long is measured ``once``, in the first
+    round.
     """
 
     name: str
@@ -148,6 +155,13 @@ ROWS = (
         "reshard --mesh 2x4, a quarter of the size",
         (*RESHARD, "{quarter}", *_TO_2X4, "--no-verify"),
     ),
+    Row("convert, three times the size", _PARTED, measure="cpu"),
+    Row(
+        "convert, three times the size, 8 parts in turn",
+        ("sh", "-c", _IN_PARTS, "sh", *_PARTED),
+        peers=("convert, three times the size",),
+        measure="cpu",
+    ),
     *_shape("{tall}", "runs of 256 B"),
     *_shape("{middle}", "runs of 1.5 KiB"),
     *_shape("{wide}", "runs of 8 KiB"),
@@ -195,6 +209,8 @@ ROWS = (
     Row("verify --quick, 1,000 DCP tensors of 64 ranks", (*CKPTOOL, "verify", "--quick", "{many}")),
     Row("verify, 1,000 DCP tensors of 64 ranks", (*CKPTOOL, "verify", "{many}"), once=True),
     Row("inspect, 1,000 DCP tensors of 64 ranks", (*CKPTOOL, "inspect", "{many}")),
+    Row("verify, 100,000 tensors", (*CKPTOOL, "verify", "{names}/one.safetensors")),
+    Row("diff, 100,000 tensors", (*CKPTOOL, "diff", *_NAMES)),
     Row("--help", (*CKPTOOL, "--help"), measure="cpu"),
     Row("inspect", (*CKPTOOL, "inspect", "{light}"), peers=("torch read_metadata",), measure="cpu"),
     Row(

@@ -71,8 +71,11 @@ class Scene:
             outputs.mkdir()
 
     def imports_torch(self, row: Row) -> bool | None:
-        """Return whether a command measured in CPU seconds imports torch, as Python reports."""
-        if row.measure != "cpu" or "torch" in row.needs:
+        """Return whether a command measured in CPU seconds imports torch, as Python reports.
+
+        None of those that read large checkpoints, and of what needs torch.
+        """
+        if row.measure != "cpu" or "torch" in row.needs or self._sources(row):
             return None
         python, *words = self.command(row)
         ran = subprocess.run(

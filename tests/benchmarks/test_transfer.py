@@ -34,7 +34,7 @@ SIZE = 2_000_000
 ALIKE = re.compile(
     r"plan |dcp.load, (row shards|columns, (ckptool|torch))|(verify|inspect), 1,000 tensors"
     r"|reshard --mesh 2x4, a quarter|convert --to (dcp|safetensors, verified)"
-    r"|verify --(against|write)|.*synced|(cp|convert|reshard).* (runs of|small)"
+    r"|verify, 100,000|verify --(against|write)|.*synced|(cp|convert|reshard).* (runs of|small)"
 )
 """Begin rows that differ from others in size, shape, dim or an option alone."""
 MEASURED = tuple(row for row in ROWS if not ALIKE.match(row.name))
@@ -57,6 +57,7 @@ def report(workdir: Path, tmp_path_factory: pytest.TempPathFactory) -> TransferB
         patch.setenv("PYTHON_EXEC", python)  # what torchrun starts its ranks with
         patch.setattr(bench, "PROGRAM", (python, *PROGRAM[1:]))
         patch.setattr(bench, "_MANY", ("20", "4"))
+        patch.setattr(bench, "_NAMES", "20")
         rows = tuple(forked(row, python) for row in MEASURED)
         return transfer_bench(None, SIZE, workdir, 1, rows=rows)
 

@@ -35,6 +35,7 @@ from ckptool.errors import Unsupported
 
 _LIGHT_BYTES = 4_000_000
 _MANY = ("1000", "64")
+_NAMES = "100000"
 
 
 def transfer_bench(
@@ -126,7 +127,8 @@ def _prepare_paths(
                 tasks[mark] = ("write-shape", nbytes, *map(str, shape), dtype)
     if has_torch:
         tasks |= {"{light}": ("write", str(_LIGHT_BYTES)), "{many}": ("write-many", *_MANY)}
-    used = {"{source}"} | {word for row in rows for word in row.command}
+    tasks["{names}"] = ("write-names", _NAMES)
+    used = {"{source}"} | {word.partition("/")[0] for row in rows for word in row.command}
     for mark, (task, *words) in tasks.items():
         if mark in used:
             progress("writing " + _describe(task, *words))
@@ -146,6 +148,8 @@ def output_paths(scratch: Path) -> dict[str, str]:
 def _describe(task: str, number: str, *words: str) -> str:
     if task == "write-many":
         return f"what {words[0]} ranks save of {number} tensors"
+    if task == "write-names":
+        return f"two files of {number} tensors"
     shape = f" in {words[2]} of {words[1]} columns" if words else ""
     return f"a checkpoint of {int(number):,} bytes{shape} with torch on {RANKS} gloo ranks"
 
