@@ -36,104 +36,102 @@ _COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
 
 
 def earlier_problems(
-    step: Step, found: Iterable[Found], earlier: Sequence[Step], options: ReadOptions
+    step: Step, checkpoints: Iterable[Found], earlier: Sequence[Step], options: ReadOptions
 ) -> Iterator[Problem]:
-    """Yield what in a step is of one of the ``earlier`` ones, though not all of it, or was lost.
+    """Yield what of a step's checkpoints is, in part, that of ``earlier`` steps, or was lost since.
 
-    It has been ``found`` in the step's checkpoints, and in models inside them. Raises NoAnswer.
+    The checkpoints are those of the step and the models inside them. Raises NoAnswer.
     """
-    own = saves_in(step, found)
-    inner = [at for at, save in own.items() if save.inside]
+    saves = saves_in(step, checkpoints)
+    inner = [place for place, save in saves.items() if save.inside]
     steps = reversed(earlier[-_BEFORE:])
-    others = [saves_in(each, _found_in(each, inner, options)) for each in steps]
-    for at, save in own.items():
-        before = [saves[at] for saves in others if at in saves]
+    past = [saves_in(past_step, _readable(past_step, inner, options)) for past_step in steps]
+    for place, save in saves.items():
+        predecessors = [past_saves[place] for past_saves in past if place in past_saves]
         if not save.inside:
-            for was in before:
-                why = _reset_scheduler(save, was) or _mixed_with(save, was)
-                yield from [Problem(why, _DIFFER)] if why else []
-                yield from _lost_state(save, was) if was.step is earlier[-1] else ()
-            yield from _emptied(save, before)
-        for each in _moved_strangely(save, before) if before else ():
-            yield Problem(f"{at}: {each}", each.code) if save.inside else each
+            for predecessor in predecessors:
+                cause = _reset_scheduler(save, predecessor) or _mixed_with(save, predecessor)
+                yield from [Problem(cause, _DIFFER)] if cause else []
+                yield from _lost_state(save, predecessor) if predecessor.step is earlier[-1] else ()
+            yield from _emptied(save, predecessors)
+        for problem in _moved_strangely(save, predecessors) if predecessors else ():
+            yield Problem(f"{place}: {problem}", problem.code) if save.inside else problem
 
 
-def _found_in(step: Step, inner: Iterable[PurePath], options: ReadOptions) -> Iterator[Found]:
-    """Yield what is readable of a step's checkpoints, and at places inside. Raises NoAnswer."""
+def _readable(step: Step, inner: Iterable[PurePath], options: ReadOptions) -> Iterator[Found]:
+    """Yield a step's readable checkpoints, and models at places inside it. Raises NoAnswer."""
     places = [(False, part) for part in step.parts]
-    places += [(True, step.path.joinpath(*at.parts)) for at in inner]
+    places += [(True, step.path.joinpath(*place.parts)) for place in inner]
     for inside, place in places:
         survey = survey_readable(place, as_read(options, inside))
         if survey is not None:
             yield inside, survey
 
 
-def _moved_strangely(save: Save, before: Sequence[Save]) -> Iterator[Problem]:
+def _moved_strangely(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
     from ckptool.commands.verify.compare.movement import movement_problems  # numpy
 
-    return movement_problems(save, before)
+    return movement_problems(save, predecessors)
 
 
-def _lost_state(save: Save, was: Save) -> Iterator[Problem]:
-    """Yield a problem if an optimizer lacks state of parameters, which it had some steps before.
+def _lost_state(save: Save, predecessor: Save) -> Iterator[Problem]:
+    """Yield a problem if an optimizer lacks state of parameters of which its predecessor had some.
 
-    If it was begun again it has taken fewer steps, or where it has no state at all, so have others.
+    An optimizer that was begun again has taken fewer steps, so it is not meant. If it has no state,
+    and so no steps, the steps of the save's other optimizers tell.
     """
-    one, other = save.optimizer, was.optimizer
+    one, other = save.optimizer, predecessor.optimizer
     if not one or not other or not one.catalog or not other.catalog:
         return
-    mine, before = _with_state(one.catalog), _with_state(other.catalog)
-    if mine.keys() != before.keys() or all(mine[each] >= before[each] for each in mine):
+    states, old_states = _states_by_group(one.catalog), _states_by_group(other.catalog)
+    if states.keys() != old_states.keys() or all(states[g] >= old_states[g] for g in states):
         return
-    taken, taken_before = _steps_taken(one), _steps_taken(other)
-    moved = {each for each, steps in taken.items() if steps > taken_before.get(each, steps)}
-    for group, own in mine.items():
+    steps, old_steps = _steps_taken(one), _steps_taken(other)
+    moved = {name for name, count in steps.items() if count > old_steps.get(name, count)}
+    for group, names in states.items():
         is_adam = f"{group.head}.betas" in one.catalog.objects  # has moments of all that it steps
-        is_whole = group.optimizer not in taken and is_adam and moved
-        lost = sorted(before[group] - own, key=natural_key)
-        if lost and (group.optimizer in moved or is_whole):
-            message = f"{list_some(lost, _FEW)}: without optimizer state, which {was.name} has"
-            yield Problem(message, "optimizer-incomplete")
+        is_whole = group.optimizer not in steps and is_adam and moved
+        gaps = sorted(old_states[group] - names, key=natural_key)
+        if gaps and (group.optimizer in moved or is_whole):
+            message = f"{list_some(gaps, _FEW)}: without optimizer state, which {predecessor.name}"
+            yield Problem(f"{message} has", "optimizer-incomplete")
 
 
-def _with_state(optimizer: Catalog) -> Mapping[Group, set[str]]:
-    """Return what the names of state begin with in each group of parameters."""
+def _states_by_group(optimizer: Catalog) -> Mapping[Group, set[str]]:
+    """Return which parameters of each group have state, by the beginning of the state's names."""
     heads = {name.rpartition(".")[0] for name in optimizer.tensors}
-    named = (
-        each._replace(parameters=(*map(str, each.parameters),)) for each in groups_of(optimizer)
-    )
-    return {each: heads.intersection(map(each.state_of, each.parameters)) for each in named}
+    groups = (g._replace(parameters=(*map(str, g.parameters),)) for g in groups_of(optimizer))
+    return {group: heads.intersection(map(group.state_of, group.parameters)) for group in groups}
 
 
-def _emptied(save: Save, before: Sequence[Save]) -> Iterator[Problem]:
-    """Yield a problem if momentum that counts no steps is all zero, unlike that of a save before.
+def _emptied(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
+    """Yield a problem if momentum that counts no steps is all zero, unlike a predecessor's.
 
     Once there was a gradient it is not, unless none comes for hundreds of steps.
     """
     momenta = save.momenta
     if not momenta.entries or not momenta.are_zero:
         return
-    for was in before:
-        if was.momenta.entries and not was.momenta.are_zero:
-            message = f"{next(iter(momenta.entries))}: all momentum is zero, but not in {was.name}"
+    for name, momentum in ((save.name, save.momenta) for save in predecessors):
+        if momentum.entries and not momentum.are_zero:
+            message = f"{next(iter(momenta.entries))}: all momentum is zero, but not in {name}"
             yield Problem(f"{message}: a resume begins it again", "moments-zero")
             return
 
 
-def _reset_scheduler(save: Save, was: Save) -> str | None:
-    """Return which scheduler of accelerate has not stepped, unlike one that did at each step."""
-    surveys = save.survey, was.survey
-    values, before = ({n: e.value for n, e in _values(each)} for each in surveys)
+def _reset_scheduler(save: Save, predecessor: Save) -> str | None:
+    """Return how a scheduler of accelerate was reset: it has no steps, and had the optimizer's."""
+    surveys = save.survey, predecessor.survey
+    values, old_values = ({n: e.value for n, e in _values(survey)} for survey in surveys)
     for count in filter(_COUNT.fullmatch, values):
-        steps = number_in(before, count) or 0
+        steps = number_in(old_values, count) or 0
         if values[count] != 0 or not steps:
             continue
-        taken, taken_before = (max(_steps_taken(each).values(), default=0) for each in surveys)
-        if 0 < taken_before <= steps and taken_before < taken:
-            message = (
-                f"{count} is 0, but {steps:,} in {was.name}, after which the optimizer has taken"
-            )
-            return f"{message} more steps: the learning rate would begin again"
+        total, old_total = (max(_steps_taken(survey).values(), default=0) for survey in surveys)
+        if 0 < old_total <= steps and old_total < total:
+            message = f"{count} is 0, but {steps:,} in {predecessor.name}, after which the"
+            message += " optimizer has taken more steps"
+            return f"{message}: the learning rate would begin again"
     return None
 
 
@@ -153,23 +151,23 @@ def _steps_taken(save: Survey) -> Mapping[str, float]:
     return steps_of_each(catalog, counters.taken)
 
 
-def _mixed_with(save: Save, was: Save) -> str | None:
-    """Return what a save alone has of an earlier one, if that is its model or its optimizer.
+def _mixed_with(save: Save, predecessor: Save) -> str | None:
+    """Return that a save has its predecessor's model without the optimizer, or the reverse.
 
     Little is read, unless something is the same: the smallest matrices first, and of each what
     precedes the first difference.
     """
-    weights, weights_before = save.weights, was.weights
-    one, other = save.optimizer, was.optimizer
-    if not one or not other or weights.looks != weights_before.looks or weights.are_averages:
+    weights, old_weights, name = save.weights, predecessor.weights, predecessor.name
+    one, other = save.optimizer, predecessor.optimizer
+    if not one or not other or weights.looks != old_weights.looks or weights.are_averages:
         return None
-    state, state_before = save.state, was.state
-    if state.looks != state_before.looks or not state.are_of(weights):
+    state, old_state = save.state, predecessor.state
+    if state.looks != old_state.looks or not state.may_be_state_of(weights):
         return None
-    has_weights = weights.are_those_of(weights_before)
-    has_state = state.are_those_of(state_before)
-    if has_weights and not has_state and weights.are_moved_by(save.least_step(was)):
-        return f"its weights are those of {was.name}, but not its optimizer: they are of two saves"
+    has_weights = weights.are_equal_to(old_weights)
+    has_state = state.are_equal_to(old_state)
+    if has_weights and not has_state and weights.are_moved_by(save.least_step(predecessor)):
+        return f"its weights are those of {name}, but not its optimizer: they are of two saves"
     if has_state and not has_weights and not state.are_zero:
-        return f"its optimizer is that of {was.name}, but not its weights: they are of two saves"
+        return f"its optimizer is that of {name}, but not its weights: they are of two saves"
     return None

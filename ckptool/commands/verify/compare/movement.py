@@ -24,8 +24,8 @@ _MOVED = 64
 _TRAINED = 0.25
 """The share of a matrix's elements that move if it is trained, and not only rounded otherwise."""
 _SETTLED, _APART, _FOREIGN = 0.9, 0.5, 0.1
-"""Correlations of a matrix with the one a save before: if it moves little, if it has moved far, and
-if it is none of its own.
+"""Correlations of a matrix with itself a save before: above if it moves little, below if it has
+moved far, and below if it is another matrix.
 """
 _ENOUGH = 1 << 8
 """Elements that are uncorrelated by no chance if they are another's."""
@@ -38,15 +38,16 @@ _OWN = 2
 _FEW = 2
 
 
-def movement_problems(save: Save, before: Sequence[Save]) -> Iterator[Problem]:
-    """Yield the matrices of a save that are not of it, as those ``before`` tell, the last first."""
-    if not before:
+def movement_problems(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
+    """Yield the matrices that are not of a save, as its predecessors tell, the last one first."""
+    if not predecessors:
         return
     now = Samples(save)
-    last, *older = (Samples(each, now.chosen) for each in before)
-    names = [n for n in now.names if all(now.looks(n) == each.looks(n) for each in (last, *older))]
+    past = [Samples(predecessor, now.chosen) for predecessor in predecessors]
+    last, *older = past
+    names = [n for n in now.names if all(now.looks(n) == samples.looks(n) for samples in past)]
     moved = [n for n in names if now.count_differing(last, n) >= _MOVED]
-    yield from _emptied(now, (last, *older), names)
+    yield from _emptied(now, past, names)
     yield from _returned(now, last, older, moved)
     have_places = now.all_names == last.all_names  # other layers may have other numbers
     yield from _exchanged(now, last, older, names) if have_places else ()
@@ -56,71 +57,70 @@ def movement_problems(save: Save, before: Sequence[Save]) -> Iterator[Problem]:
         yield from _unrelated(now, last, older[0], moved) if have_places else ()
 
 
-def _emptied(now: Samples, before: Sequence[Samples], names: Sequence[str]) -> Iterator[Problem]:
-    """Yield the matrices that are all zero, and were not in a save before.
+def _emptied(now: Samples, past: Sequence[Samples], names: Sequence[str]) -> Iterator[Problem]:
+    """Yield the matrices that are all zero, and were not in an earlier save.
 
-    What begins as zeros may begin again, as adapters that were merged do. So may what moves, and no
-    optimizer moves it, as a memory of what was seen.
+    What begins as zeros may begin again, as adapters do that were merged. So may a memory of what a
+    model saw: a matrix that moves, though no optimizer moves it.
     """
-    weights, (last, *older) = now.save.weights, before
-    zero = [n for n in names if now.is_zero(n) and not BEGINS_ZERO.search(n)]
-    zero = [n for n in zero if n in weights.entries and weights.only([n]).are_zero]
-    for each in before if zero else ():
-        lost = [name for name in zero if not each.is_zero(name)]
-        untrained = (name for name in lost if not now.save.may_be_trained(name))
-        memories = {n for n in untrained if any(last.count_differing(e, n) for e in older)}
-        if lost := [name for name in lost if name not in memories]:
-            message = f"{list_some(lost, _FEW)}: all values are zero, which they are not in"
-            yield Problem(f"{message} {each.name}", _ZERO, tensor=lost[0])
+    weights, (last, *older) = now.save.weights, past
+    zeros = [n for n in names if now.is_zero(n) and not BEGINS_ZERO.search(n)]
+    zeros = [n for n in zeros if n in weights.entries and weights.only([n]).are_zero]
+    for samples in past if zeros else ():
+        matrices = [name for name in zeros if not samples.is_zero(name)]
+        untrained = (name for name in matrices if not now.save.may_be_trained(name))
+        memories = {n for n in untrained if any(last.count_differing(old, n) for old in older)}
+        if matrices := [name for name in matrices if name not in memories]:
+            message = f"{list_some(matrices, _FEW)}: all values are zero, which they are not in"
+            yield Problem(f"{message} {samples.name}", _ZERO, tensor=matrices[0])
             return
 
 
 def _returned(
     now: Samples, last: Samples, older: Iterable[Samples], moved: Sequence[str]
 ) -> Iterator[Problem]:
-    """Yield the matrices that are those of an older save, though not all are, as if it was loaded.
+    """Yield the matrices that are bit for bit those of an older save, unless all that moved are.
 
-    ``moved`` are those that are not of the last one. Zeros are of none.
+    ``moved`` are those that differ from the last save. Zeros may be of any save.
     """
-    for each in older:
-        back = [n for n in moved if not (now.count_differing(each, n) or now.is_zero(n))]
-        back = [name for name in back if now.is_that_of(each, name)]
-        if 0 < len(back) < len(moved):
-            message = (
-                f"{list_some(back, _FEW)}: as in {each.name}, but not as in {last.name}, which"
-            )
-            yield Problem(f"{message} is newer: they are of two saves", _OF_TWO)
+    for samples in older:
+        matrices = [n for n in moved if not (now.count_differing(samples, n) or now.is_zero(n))]
+        matrices = [name for name in matrices if now.is_equal_in(samples, name)]
+        if 0 < len(matrices) < len(moved):
+            message = f"{list_some(matrices, _FEW)}: as in {samples.name}, but not as in"
+            message += f" {last.name}, which is newer"
+            yield Problem(f"{message}: they are of two saves", _OF_TWO)
 
 
 def _exchanged(
     now: Samples, last: Samples, older: Sequence[Samples], names: Sequence[str]
 ) -> Iterator[Problem]:
-    """Yield the matrices that are like another one of the save before, and unlike their own.
+    """Yield the matrices that are like another one of the last save, and unlike what they were.
 
-    Unless they were so in that save, and are right now.
+    If they were exchanged in that save, and are back in place now, they are not meant.
     """
-    alike = defaultdict(list)
+    groups = defaultdict(list)
     for name in names:
-        alike[now.looks(name)].append(name)
-    for group in (group for group in alike.values() if len(group) > 1):
-        unlike = [name for name in group if now.likeness(name, last) < _APART]
-        for name, likeness, other in now.most_like(unlike, last, group) if unlike else ():
-            is_one = likeness > _SETTLED and not _are_of_copies(name, other)
-            if is_one and all(last.likeness(name, e) > _APART for e in older[:1]):
+        groups[now.looks(name)].append(name)
+    for group in (group for group in groups.values() if len(group) > 1):
+        strangers = [name for name in group if now.likeness(name, last) < _APART]
+        for name, likeness, other in now.most_like(strangers, last, group) if strangers else ():
+            is_other = likeness > _SETTLED and not _are_of_copies(name, other)
+            if is_other and all(last.likeness(name, old) > _APART for old in older[:1]):
                 message = f"{name}: has the values that {other} had in {last.name}"
                 yield Problem(f"{message}: layers were mixed up", _UNRELATED, tensor=name)
 
 
 def _in_any_module(name: str) -> Iterator[str]:
-    """Yield a matrix's name for each module around it, without the name of that.
+    """Yield a matrix's name with ``*`` instead of a module's, for each module around it.
 
-    Two modules may be of the same matrices, as ``qf`` and ``qf_target``: one of them may be made
-    anew of the other, as what was the best, or what steps are compared with.
+    Two modules may have the same matrices, as ``qf`` and ``qf_target``: one of them may be copied
+    from the other, such as the best model, or the one that steps are compared with.
     """
     parts = name.split(".")
     modules = [*takewhile(lambda part: not part.isdecimal(), parts[:-_OWN])]
     for at in range(len(modules)):
-        yield ".".join(("*" if here == at else part) for here, part in enumerate(parts))
+        yield ".".join(("*" if index == at else part) for index, part in enumerate(parts))
 
 
 def _are_of_copies(one: str, other: str) -> bool:
@@ -128,15 +128,15 @@ def _are_of_copies(one: str, other: str) -> bool:
 
 
 def _copied(foreign: Iterable[str], now: Samples, last: Samples) -> Iterator[str]:
-    """Yield the matrices that are like the same one of another module, of now or before."""
-    alike: dict[str, set[str]] = defaultdict(set)
+    """Yield the matrices that are like their twin in another module, in this or the last save."""
+    groups: dict[str, set[str]] = defaultdict(set)
     for name in now.names & last.names:
         for key in _in_any_module(name):
-            alike[key].add(name)
+            groups[key].add(name)
     for name in foreign:
-        same = {each for key in _in_any_module(name) for each in alike[key]} - {name}
-        same = {each for each in same if now.looks(each) == now.looks(name) == last.looks(each)}
-        if any(now.likeness(name, save, each) > _APART for save in (now, last) for each in same):
+        twins = {twin for key in _in_any_module(name) for twin in groups[key]} - {name}
+        twins = {twin for twin in twins if now.looks(twin) == now.looks(name) == last.looks(twin)}
+        if any(now.likeness(name, save, twin) > _APART for save in (now, last) for twin in twins):
             yield name
 
 
@@ -144,20 +144,21 @@ def _stood_still(
     now: Samples, last: Samples, older: Samples, names: Sequence[str]
 ) -> Iterator[Problem]:
     """Yield the matrices that were trained before and stand still, though their moments do not."""
-    save, was = now.save, last.save
-    still = [name for name in names if not now.count_differing(last, name)]
-    still = [n for n in still if last.count_differing(older, n) >= _TRAINED * now.size(n)]
-    if 2 * len(still) >= len(names) or save.some_stand_still(was):
+    save, predecessor = now.save, last.save
+    matrices = [name for name in names if not now.count_differing(last, name)]
+    matrices = [n for n in matrices if last.count_differing(older, n) >= _TRAINED * now.size(n)]
+    if 2 * len(matrices) >= len(names) or save.has_frozen_group(predecessor):
         return
-    still = [name for name in still if now.is_that_of(last, name)]
-    shapes = {now.looks(name) for name in still}  # one may be taken for another of its shape
-    known = {name: save.state_moved(was, name) for name in names if now.looks(name) in shapes}
-    frozen = {now.looks(name) for name, moved in known.items() if moved is False}
-    still = [name for name in still if known[name] and now.looks(name) not in frozen]
-    still = [n for n in still if save.weights.only([n]).are_moved_by(save.least_step(was))]
-    if still:
-        message = f"{list_some(still, _FEW)}: as in {last.name}, but not what the optimizer keeps"
-        yield Problem(f"{message} of it: they are of two saves", _OF_TWO)
+    matrices = [name for name in matrices if now.is_equal_in(last, name)]
+    shapes = {now.looks(name) for name in matrices}  # one may be taken for another of its shape
+    moves = {n: save.state_moved(predecessor, n) for n in names if now.looks(n) in shapes}
+    frozen = {now.looks(name) for name, moved in moves.items() if moved is False}
+    matrices = [name for name in matrices if moves[name] and now.looks(name) not in frozen]
+    step = save.least_step(predecessor)
+    matrices = [name for name in matrices if save.weights.only([name]).are_moved_by(step)]
+    if matrices:
+        message = f"{list_some(matrices, _FEW)}: as in {last.name}, but not what the optimizer"
+        yield Problem(f"{message} keeps of it: they are of two saves", _OF_TWO)
 
 
 def _unrelated(
@@ -165,9 +166,9 @@ def _unrelated(
 ) -> Iterator[Problem]:
     """Yield the matrices that are like nothing they were before, once they had settled.
 
-    A sample may be of nothing but rows that were never trained, so it is not believed alone.
+    A sample may be of nothing but rows that were never trained, so other places are read, too.
     """
-    if not _follow_evenly(*(each.save.step.number for each in (now, last, older))):
+    if not _follow_evenly(*(samples.save.step.number for samples in (now, last, older))):
         return
     saves = now.save, last.save, older.save
     adapters = {name for name in moved if _ADAPTER in name.lower()}

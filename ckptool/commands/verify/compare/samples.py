@@ -38,7 +38,7 @@ OTHER_PLACES = 0, 2, 6
 class Samples:
     """Samples of the matrices of a save, by the names that these have if none are stacked.
 
-    They are of ``chosen`` matrices, from the same eighth of each. What cannot be read has none.
+    They are of ``chosen`` matrices, from the same eighth of each. Unreadable ones have none.
     """
 
     def __init__(self, save: Save, chosen: Sequence[str] = (), at: int = _MIDDLE) -> None:
@@ -50,8 +50,8 @@ class Samples:
         slices = Slices(tensors)
         self.all_names = frozenset(slices.names)
         self.chosen = chosen or _choose(slices, tensors, survey.source)
-        wanted = {slices.tensor(name) for name in self.chosen if name in self.all_names}
-        opened = {name: tensors[name] for name in wanted}
+        stacks = {slices.tensor(name) for name in self.chosen if name in self.all_names}
+        opened = {name: tensors[name] for name in stacks}
         if survey.catalog is not None:
             catalog = survey.catalog.with_tensors(opened)
             opened = located(survey.format, survey.source, catalog, lambda item: True)[0]
@@ -91,7 +91,7 @@ class Samples:
         """Return how many elements of a matrix's samples differ in another save."""
         return int(np.count_nonzero(self._bits[name] != other._bits[name]))
 
-    def is_that_of(self, other: Samples, name: str) -> bool:
+    def is_equal_in(self, other: Samples, name: str) -> bool:
         """Return whether a whole matrix is bit for bit that of another save."""
         entries = self.entries[name], other.entries[name]
         return are_equal(*entries, self.save.survey.source, other.save.survey.source)
@@ -99,21 +99,18 @@ class Samples:
     def likeness(self, name: str, other: Samples, of: str = "") -> float:
         """Return the correlation of a matrix with one of another save; 0 if one has one value.
 
-        It is that of its name, if the name ``of`` another is not given.
+        The other matrix has the same name, or the name ``of``.
         """
         return float(self._unit(name) @ other._unit(of or name))
 
     def most_like(
-        self, names: Iterable[str], other: Samples, alike: Sequence[str]
+        self, names: Iterable[str], other: Samples, candidates: Sequence[str]
     ) -> Iterator[tuple[str, float, str]]:
-        """Yield matrices with the largest correlation of each with one of another save, and that.
-
-        They are compared with those that are ``alike``.
-        """
-        units = np.stack([other._unit(each) for each in alike])
+        """Yield matrices, their largest correlations with candidates of another save, and these."""
+        units = np.stack([other._unit(candidate) for candidate in candidates])
         for name in names:
-            found = units @ self._unit(name)
-            yield name, float(found.max()), alike[int(found.argmax())]
+            likenesses = units @ self._unit(name)
+            yield name, float(likenesses.max()), candidates[int(likenesses.argmax())]
 
     def is_finite(self, name: str) -> bool:
         """Return whether a sample has neither NaN nor infinite values, which are like nothing."""
@@ -130,8 +127,8 @@ class Samples:
                 numbers = self._numbers(name).astype(np.float64)
                 numbers -= numbers.mean()
                 length = float(np.sqrt(numbers @ numbers))
-                found = numbers / length if 0 < length < np.inf else np.zeros_like(numbers)
-                self._units[name] = found.astype(np.float32)
+                unit = numbers / length if 0 < length < np.inf else np.zeros_like(numbers)
+                self._units[name] = unit.astype(np.float32)
         return self._units[name]
 
     def _numbers(self, name: str) -> Array:
@@ -139,7 +136,7 @@ class Samples:
 
 
 def _choose(slices: Slices, tensors: Mapping[str, TensorEntry], source: Files) -> Sequence[str]:
-    """Return the names of the matrices, or of some all over the model if there are many."""
+    """Return the names of the matrices, if there are many those of some from all over the model."""
     names = [name for name in slices.names if is_matrix(slices.shape(name, tensors))]
     most = _MOST_ASKED if source.policy.by_request else _MOST
     return names[:: max(1, -(-len(names) // most))]
@@ -159,9 +156,9 @@ def _job(
 
 
 def _box_in(shape: tuple[int, ...], at: int, longest: int) -> Box:
-    low, taken = [0] * len(shape), [1] * len(shape)
+    low, sizes = [0] * len(shape), [1] * len(shape)
     for dim in reversed(range(len(shape))):
-        taken[dim] = max(1, min(shape[dim], longest))
-        low[dim] = min(shape[dim] * at // _PLACES, shape[dim] - taken[dim])
-        longest //= taken[dim]
-    return Box.at(low, taken)
+        sizes[dim] = max(1, min(shape[dim], longest))
+        low[dim] = min(shape[dim] * at // _PLACES, shape[dim] - sizes[dim])
+        longest //= sizes[dim]
+    return Box.at(low, sizes)
