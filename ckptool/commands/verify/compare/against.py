@@ -161,16 +161,16 @@ class Side:
         self.problems += [note for note in notes if note.code in _SAID]
 
     def readable(self, names: list[str]) -> Catalog:
-        """Return the tensors of these names with their containers opened, if they can be.
+        """Return the named tensors with their containers opened; note which cannot be read.
 
-        In place of one that consists of others, those and the values beside them.
+        A tensor that consists of others is replaced by those, and by the values beside them.
         """
         if self.opened is None or self.catalog is None:
             return Catalog("", {}, {}, {})
         chosen = {name: self.catalog.tensors[name] for name in names}
         chosen_catalog = replace(self.catalog, tensors=chosen, objects={})
-        catalog, lost = readable(self.opened, chosen_catalog, Opens.LATE_IN_STORES)
-        self.problems += map(_as_error, lost.values())
+        catalog, failures = readable(self.opened, chosen_catalog, Opens.LATE_IN_STORES)
+        self.problems += map(_as_error, failures.values())
         return catalog
 
     def findings(self, ignore: tuple[str, ...]) -> tuple[list[Finding], list[Finding]]:
@@ -189,9 +189,9 @@ def _as_error(problem: Problem) -> Problem:
 class Comparison(Struct):
     """Two checkpoints, and the findings so far.
 
-    ``alike`` are the names of tensors whose values can be compared, ``inner`` those of what some
-    of these consist of; ``pairs`` are those that were, ``differing`` those whose values differ.
-    ``alignment`` is None if a side cannot be read.
+    ``matches`` are the names of tensors whose values can be compared, ``inner`` those of the parts
+    that some of these consist of; ``pairs`` are the tensors that were compared, ``differing`` those
+    whose values differ. ``alignment`` is None if a side cannot be read.
     """
 
     sides: tuple[Side, Side]
@@ -199,7 +199,7 @@ class Comparison(Struct):
     options: VerifyOptions
     comparing: CompareOptions
     problems: list[Problem] = field(default_factory=list)
-    alike: list[str] = field(default_factory=list)
+    matches: list[str] = field(default_factory=list)
     inner: list[str] = field(default_factory=list)
     differing: list[DifferingTensor] = field(default_factory=list)
     pairs: list[TensorPair] = field(default_factory=list)
@@ -220,25 +220,25 @@ class Comparison(Struct):
         if one is None or other is None:
             return
         try:
-            aligned = align(one, self.rewriting, other.catalog, other.path)
+            alignment = align(one, self.rewriting, other.catalog, other.path)
         except (Damaged, Hostile) as error:
             self.sides[0].problems += error.problems
             return
-        mine, theirs = aligned.made.catalog, aligned.theirs.catalog
-        if not mine.tensors and not mine.objects and not mine.conflicts:
+        catalogs = alignment.result.catalog, alignment.counterpart.catalog
+        if not any((catalogs[0].tensors, catalogs[0].objects, catalogs[0].conflicts)):
             raise UsageError("nothing is left to compare")
-        self.alignment = aligned
-        self.problems += [*aligned.notes, *aligned.differences]
-        self._compare_values(unfolded(mine, theirs), unfolded(theirs, mine))
-        for side, catalog in zip(self.sides, (mine, theirs), strict=True):
+        self.alignment = alignment
+        self.problems += [*alignment.notes, *alignment.differences]
+        self._compare_values(unfolded(*catalogs), unfolded(*catalogs[::-1]))
+        for side, catalog in zip(self.sides, catalogs, strict=True):
             side.select(catalog)
-        self.alike = [name for name in mine.tensors if self._is_alike(name, mine, theirs)]
+        self.matches = [name for name in catalogs[0].tensors if self._is_match(name, *catalogs)]
 
     def _open_pairs(self) -> None:
         """Open the containers of the tensors whose values can be compared."""
-        one, other = (side.readable(self.alike) for side in self.sides)
+        one, other = (side.readable(self.matches) for side in self.sides)
         self._compare_inner(one, other)
-        for name in [*self.alike, *self.inner]:
+        for name in [*self.matches, *self.inner]:
             if name in one.tensors and name in other.tensors:
                 first, second = one.tensors[name], other.tensors[name]
                 if self.comparing.cast and is_computed(first):
@@ -247,31 +247,31 @@ class Comparison(Struct):
                 self.pairs.append(TensorPair(first, second, is_cast))
 
     def _compare_inner(self, one: Catalog, other: Catalog) -> None:
-        """Compare the names, types and values of what tensors consist of in place of them."""
-        known = {*self.alike}
+        """Compare the names, types and values of the parts that tensors consist of."""
+        wholes = {*self.matches}
         parts = [
-            replace(each, tensors={n: e for n, e in each.tensors.items() if n not in known})
-            for each in (one, other)
+            replace(catalog, tensors={n: e for n, e in catalog.tensors.items() if n not in wholes})
+            for catalog in (one, other)
         ]
         self.problems += differing_names(*parts)
         self.problems += differing_values(*parts)
-        self.inner = [name for name in parts[0].tensors if self._is_alike(name, *parts)]
+        self.inner = [name for name in parts[0].tensors if self._is_match(name, *parts)]
 
-    def _compare_values(self, mine: Unfolded, theirs: Unfolded) -> None:
+    def _compare_values(self, one: Unfolded, other: Unfolded) -> None:
         """Compare names, and non-tensor values."""
-        self.problems += differing_names(mine.catalog, theirs.catalog)
-        problems = list(differing_values(mine.catalog, theirs.catalog))
+        self.problems += differing_names(one.catalog, other.catalog)
+        problems = list(differing_values(one.catalog, other.catalog))
         self.problems += problems
         unread = {problem.tensor for problem in problems if problem.code == "value-not-compared"}
-        compared = {*common_values(mine.catalog, theirs.catalog)} - unread
+        compared = {*common_values(one.catalog, other.catalog)} - unread
         self.values = len(compared)
-        self.whole_values = mine.whole(compared), theirs.whole(compared)
+        self.whole_values = one.whole(compared), other.whole(compared)
 
-    def _is_alike(self, name: str, mine: Catalog, theirs: Catalog) -> bool:
+    def _is_match(self, name: str, one: Catalog, other: Catalog) -> bool:
         """Return whether the values of a tensor can be compared; note differing types."""
-        if name not in theirs.tensors:
+        if name not in other.tensors:
             return False
-        problem = differing_type(mine.tensors[name], theirs.tensors[name], self.comparing)
+        problem = differing_type(one.tensors[name], other.tensors[name], self.comparing)
         self.problems += [problem] if problem is not None else []
         return problem is None
 
@@ -282,15 +282,15 @@ class Comparison(Struct):
             return
         self.problems += differing_companions(opened[0], opened[1], self.rewriting)
         self._open_pairs()
-        workers = self.options.workers or max(each.source.policy.workers for each in opened)
+        workers = self.options.workers or max(side.source.policy.workers for side in opened)
         reads = (CheckedSource(opened[0].source), CheckedSource(opened[1].source))
         progress.begin(self._nbytes)
         result = compare(self.pairs, reads, self.comparing.tolerance, workers, progress)
         self.beyond = result.ranges.counts
         for name, (number, error) in result.unreadable.items():
-            problems = (p if p.tensor else p.within(name, tensor=name) for p in error.problems)
-            known = self.sides[number].problems  # one item that is opened late names all others
-            known += [problem for problem in problems if problem not in known]
+            causes = (p if p.tensor else p.within(name, tensor=name) for p in error.problems)
+            problems = self.sides[number].problems  # one item that is opened late names all others
+            problems += [cause for cause in causes if cause not in problems]
         self.pairs = [pair for pair in self.pairs if pair.one.name not in result.unreadable]
         self.differing = [
             differing_tensor(pair, result.differences[pair.one.name])
@@ -298,10 +298,10 @@ class Comparison(Struct):
             if pair.one.name in result.differences
         ]
         tensors = [pair.one for pair in self.pairs], [pair.other for pair in self.pairs]
-        for side, each, read, entries in zip(self.sides, opened, reads, tensors, strict=True):
+        for side, checkpoint, read, entries in zip(self.sides, opened, reads, tensors, strict=True):
             side.problems += stored_problems(read, entries, workers)
-            files = each.catalog.files | each.catalog.companions
-            side.problems += changes(each.source, files)
+            files = checkpoint.catalog.files | checkpoint.catalog.companions
+            side.problems += changes(checkpoint.source, files)
 
     @property
     def _nbytes(self) -> int:
@@ -311,9 +311,9 @@ class Comparison(Struct):
         """Return the report of all findings."""
         any_tensor = any(side.catalog and side.catalog.tensors for side in self.sides)
         is_compared = self.pairs or (self.values and not any_tensor)
-        if (aligned := self.alignment) is not None and not is_compared:
-            both = aligned.made.catalog, aligned.theirs.catalog
-            self.problems.append(nothing_compared(*both, alike=bool(self.alike)))
+        if (alignment := self.alignment) is not None and not is_compared:
+            catalogs = alignment.result.catalog, alignment.counterpart.catalog
+            self.problems.append(nothing_compared(*catalogs, has_matches=bool(self.matches)))
         findings, ignored = self.findings()
         formats = [side.opened.format.name if side.opened else None for side in self.sides]
         report = VerifyReport(
@@ -346,19 +346,20 @@ class Comparison(Struct):
         groups += [side.findings(ignore) for side in self.sides]
         shown = [finding for findings, _ in groups for finding in findings]
         ignored = [finding for _, findings in groups for finding in findings]
-        return sorted(shown, key=lambda each: each.severity.place), ignored
+        return sorted(shown, key=lambda finding: finding.severity.place), ignored
 
     def _coverage(self) -> tuple[Coverage, Coverage] | None:
-        aligned, other = self.alignment, self.sides[1].opened
-        if aligned is None or other is None:
+        alignment, other = self.alignment, self.sides[1].opened
+        if alignment is None or other is None:
             return None
         compared = {pair.one.name for pair in self.pairs}
-        parted = {name for name in self.alike if any(n.startswith(f"{name}.") for n in self.inner)}
-        names = compared - {*self.inner} | parted
-        theirs = {aligned.theirs.names[name] for name in names}
+        inner = self.inner
+        wholes = {name for name in self.matches if any(n.startswith(f"{name}.") for n in inner)}
+        names = compared - {*inner} | wholes
+        other_names = {alignment.counterpart.names[name] for name in names}
         return (
-            rewritten_coverage(aligned.made, names, self.whole_values[0]),
-            catalog_coverage(other.catalog, theirs, self.whole_values[1]),
+            rewritten_coverage(alignment.result, names, self.whole_values[0]),
+            catalog_coverage(other.catalog, other_names, self.whole_values[1]),
         )
 
     def _summary(

@@ -21,20 +21,20 @@ from ckptool.storage.files import Files
 
 
 class Squares(Struct, frozen=True):
-    """Sums of squares: of the change from A to B, and of A."""
+    """Sums of squares: of the change from A to B, and of the ``base``, which is A."""
 
     change: float = 0.0
-    before: float = 0.0
+    base: float = 0.0
 
     def plus(self, other: Squares) -> Squares:
         """Return the sums over both."""
-        return Squares(self.change + other.change, self.before + other.before)
+        return Squares(self.change + other.change, self.base + other.base)
 
     @property
     def relative(self) -> float:
         """Return ``|B - A| / |A|``: infinite if A is zero, NaN if either has such values."""
-        if self.before:
-            return math.sqrt(self.change / self.before)
+        if self.base:
+            return math.sqrt(self.change / self.base)
         return math.inf if self.change else self.change
 
 
@@ -57,8 +57,8 @@ class ChangedModule(Struct, frozen=True):
 def measure(
     pairs: Sequence[TensorPair], files: tuple[Files, Files], workers: int, progress: Progress
 ) -> dict[str, Squares]:
-    """Return the sums of each pair of numeric tensors by the first one's name; reads both."""
-    found: dict[str, Squares] = defaultdict(Squares)
+    """Return the sums of squares of each numeric pair, by the first one's name; reads both."""
+    sums: dict[str, Squares] = defaultdict(Squares)
     lock = threading.Lock()
 
     def add(subject: None, tiles: Iterator[PairTile]) -> None:
@@ -66,12 +66,12 @@ def measure(
             pair, *values = tile.require()
             squares = _squares(pair, values)
             with lock:
-                found[pair.one.name] = found[pair.one.name].plus(squares)
+                sums[pair.one.name] = sums[pair.one.name].plus(squares)
 
     numeric = [p for p in pairs if p.one.dtype.is_numeric and p.other.dtype.is_numeric]
     sides = PairSource(TensorSource(files[0]), TensorSource(files[1]))
     read_tiles(sides, pair_jobs(numeric), add, workers, progress)
-    return dict(found)
+    return dict(sums)
 
 
 def _squares(pair: TensorPair, values: Sequence[Array]) -> Squares:
@@ -89,10 +89,10 @@ def changed_tensors(
 ) -> tuple[ChangedTensor, ...]:
     """Return the changed tensors, largest change first: NaN before all numbers."""
     changed = [
-        ChangedTensor(each, squares[each.name].relative if each.name in squares else None)
-        for each in differing
+        ChangedTensor(tensor, squares[tensor.name].relative if tensor.name in squares else None)
+        for tensor in differing
     ]
-    return tuple(sorted(changed, key=lambda each: _order(each.relative)))
+    return tuple(sorted(changed, key=lambda change: _order(change.relative)))
 
 
 def changed_modules(
@@ -107,16 +107,16 @@ def changed_modules(
     for name in names:
         counts[module_of(name)] += 1
     parts: dict[str, list[DifferingTensor]] = defaultdict(list)
-    for each in changed:
-        parts[module_of(each.tensor.name)].append(each.tensor)
+    for change in changed:
+        parts[module_of(change.tensor.name)].append(change.tensor)
     modules = []
-    for module, members in parts.items():
-        measured = [each for each in members if each.elements > 1] or members
-        known = [squares[each.name] for each in measured if each.name in squares]
-        total = Squares(sum(s.change for s in known), sum(s.before for s in known))
-        relative = total.relative if known else None
-        modules.append(ChangedModule(module, counts[module], len(members), relative))
-    return tuple(sorted(modules, key=lambda each: _order(each.relative)))
+    for name, tensors in parts.items():
+        measured = [tensor for tensor in tensors if tensor.elements > 1] or tensors
+        sums = [squares[tensor.name] for tensor in measured if tensor.name in squares]
+        total = Squares(sum(s.change for s in sums), sum(s.base for s in sums))
+        relative = total.relative if sums else None
+        modules.append(ChangedModule(name, counts[name], len(tensors), relative))
+    return tuple(sorted(modules, key=lambda module: _order(module.relative)))
 
 
 def module_of(name: str) -> str:

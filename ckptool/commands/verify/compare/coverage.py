@@ -64,44 +64,44 @@ class Coverage(Struct, frozen=True):
 
 
 class Alignment(Struct, frozen=True):
-    """A rewritten checkpoint, and the part of another one to compare it with.
+    """The ``result`` of rewriting a checkpoint, and the part of another one to compare it with.
 
-    ``notes`` are remarks on what of either is not compared, ``differences`` concern what a manifest
-    does not record: tensors that are not read, and texts in headers.
+    ``notes`` are remarks on what of either is not compared, ``differences`` are of what a manifest
+    does not record: texts in headers.
     """
 
-    made: RewriteResult
-    theirs: Counterpart
+    result: RewriteResult
+    counterpart: Counterpart
     notes: list[Problem]
     differences: list[Problem]
 
 
 def align(
-    opened: OpenedCheckpoint, asked: RewriteOptions, other: Catalog, other_path: Location
+    opened: OpenedCheckpoint, rewriting: RewriteOptions, other: Catalog, other_path: Location
 ) -> Alignment:
     """Rewrite a checkpoint, and choose the part of another one to compare. No tensor byte is read.
 
     A pattern to drop may match only in the other one. Raises as ``rewrite`` does.
     """
-    names, others, selection = names_of(opened.catalog), names_of(other), asked.selection
+    names, other_names, selection = names_of(opened.catalog), names_of(other), rewriting.selection
     drop = [
         pattern
         for pattern in selection.drop
-        if is_used(pattern, names, others) or not is_used(pattern, others, names)
+        if is_used(pattern, names, other_names) or not is_used(pattern, other_names, names)
     ]
     keys, other_keys = texts_of(opened.catalog), texts_of(other)
-    texts = [p for p in asked.drop_metadata if is_used(p, keys) or not is_used(p, other_keys)]
+    texts = [p for p in rewriting.drop_metadata if is_used(p, keys) or not is_used(p, other_keys)]
     chosen = replace(selection, drop=tuple(drop))
-    options = replace(asked, selection=chosen, drop_metadata=tuple(texts))
-    made = rewrite(opened, options, check=require_sound)
+    options = replace(rewriting, selection=chosen, drop_metadata=tuple(texts))
+    result = rewrite(opened, options, check=require_sound)
     optimizer = optimizer_names(with_every_part(other)) if selection.no_optimizer else ()
-    is_selected = selected_by(selection, {*names, *others}, optimizer)
-    theirs = counterpart(other, made.catalog, is_selected, model_only=selection.model_only)
-    notes = excluded_by_rewrite(made, opened.path)
-    notes += excluded(other_path, theirs.excluded, theirs.excluded_values)
-    is_dropped = meant_by(asked.drop_metadata, {*keys, *other_keys})
-    differing = differing_texts(made.catalog, theirs.catalog, is_dropped)
-    return Alignment(made, theirs, notes, [*differing])
+    is_selected = selected_by(selection, {*names, *other_names}, optimizer)
+    part = counterpart(other, result.catalog, is_selected, model_only=selection.model_only)
+    notes = excluded_by_rewrite(result, opened.path)
+    notes += excluded(other_path, part.excluded, part.excluded_values)
+    is_dropped = meant_by(rewriting.drop_metadata, {*keys, *other_keys})
+    differing = differing_texts(result.catalog, part.catalog, is_dropped)
+    return Alignment(result, part, notes, [*differing])
 
 
 def amount(tensors: Iterable[TensorEntry], values: int = 0) -> Amount:
@@ -110,44 +110,44 @@ def amount(tensors: Iterable[TensorEntry], values: int = 0) -> Amount:
     return Amount(len(sizes), sum(sizes), values)
 
 
-def rewritten_coverage(made: RewriteResult, names: Collection[str], values: int) -> Coverage:
+def rewritten_coverage(result: RewriteResult, names: Collection[str], values: int) -> Coverage:
     """Return how much of a checkpoint was compared, if ``names`` of its rewritten tensors were.
 
     Tensors that a key map joins or splits count as their sources.
     """
-    total = amount(made.whole.tensors.values(), len(made.whole.objects))
-    if made.map is not None:
-        gone = sum(name in made.kept.objects for name in made.map.excluded)
-        lacking = len(made.catalog.objects) - values
-        values = max(0, len(made.kept.objects) - gone - lacking)
-    sources = set(names)
-    if made.map is not None:
-        sources = {name for move in made.map.moves if move.target in names for name in move.sources}
-    compared = [made.kept.tensors[name] for name in sources if name in made.kept.tensors]
+    total = amount(result.whole.tensors.values(), len(result.whole.objects))
+    kept, key_map, sources = result.kept, result.map, set(names)
+    if key_map is not None:
+        dropped = sum(name in kept.objects for name in key_map.excluded)
+        lacking = len(result.catalog.objects) - values
+        values = max(0, len(kept.objects) - dropped - lacking)
+        sources = {name for move in key_map.moves if move.target in names for name in move.sources}
+    compared = [kept.tensors[name] for name in sources if name in kept.tensors]
     return Coverage(amount(compared, values), total)
 
 
-def excluded_by_rewrite(made: RewriteResult, path: object) -> list[Problem]:
+def excluded_by_rewrite(result: RewriteResult, path: object) -> list[Problem]:
     """Return remarks on what the selection and the map exclude."""
-    kept = {id(entry.chunks) for entry in made.kept.tensors.values()}
-    gone = [entry for entry in made.whole.tensors.values() if id(entry.chunks) not in kept]
-    notes = excluded(path, gone, len(made.whole.objects) - len(made.kept.objects))
-    if made.map is not None:
-        by_map = [made.kept.tensors[n] for n in made.map.excluded if n in made.kept.tensors]
-        rest = len(made.map.excluded) - len(by_map)
+    whole, kept, key_map = result.whole, result.kept, result.map
+    chunk_ids = {id(entry.chunks) for entry in kept.tensors.values()}
+    entries = [entry for entry in whole.tensors.values() if id(entry.chunks) not in chunk_ids]
+    notes = excluded(path, entries, len(whole.objects) - len(kept.objects))
+    if key_map is not None:
+        by_map = [kept.tensors[name] for name in key_map.excluded if name in kept.tensors]
+        rest = len(key_map.excluded) - len(by_map)
         if by_map or rest:
-            what = f"{amount(by_map, rest)} of {path} excluded by the map {made.map.name}"
+            what = f"{amount(by_map, rest)} of {path} excluded by the map {key_map.name}"
             notes.append(Problem(what, "excluded"))
-        unpadded = [move for move in made.map.moves if "unpad" in move.operation]
+        unpadded = [move for move in key_map.moves if "unpad" in move.operation]
         if unpadded:
             what = f"the padding of {plural(len(unpadded), 'tensor')} of {path} is cut off"
-            such = f"such as {unpadded[0].target}: {unpadded[0].operation}"
-            notes.append(Problem(f"{what}, {such}", "excluded"))
+            example = f"such as {unpadded[0].target}: {unpadded[0].operation}"
+            notes.append(Problem(f"{what}, {example}", "excluded"))
     return notes
 
 
 def excluded(path: object, tensors: Collection[TensorEntry], values: int) -> list[Problem]:
-    """Return the remark that some of a checkpoint was excluded, if any was."""
+    """Return the remark that tensors and values of a checkpoint were excluded, if any were."""
     if not tensors and not values:
         return []
     categories = Counter(state_category(entry) for entry in tensors)
@@ -173,11 +173,11 @@ def list_unread(failing: list[Finding]) -> set[str]:
 def cast_text(pairs: Sequence[TensorPair], beyond: int) -> str:
     """Return the words on how many of equal pairs were cast before they were compared.
 
-    So many values were ``beyond`` the range of the type.
+    ``beyond`` is how many values were beyond the range of the type.
     """
     cast = (pair.one for pair in pairs if pair.one.dtype != pair.one.source_dtype)
     counts = Counter(short_name(entry.dtype.name) for entry in cast)
     text = "".join(f", {n:,} of them after a cast to {name}" for name, n in counts.items())
-    if both := sum(pair.is_cast for pair in pairs):
-        text = f", {both:,} of them cast to the coarser type of both"
+    if count := sum(pair.is_cast for pair in pairs):
+        text = f", {count:,} of them cast to the coarser type of both"
     return f"{text} ({plural(beyond, 'value')} beyond its range)" if beyond else text

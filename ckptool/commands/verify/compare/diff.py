@@ -44,7 +44,7 @@ _OF_CONTENT = frozenset(
 )
 """The codes of what is not compared without ``--values``."""
 _OF_RUNS = _OF_CONTENT - {"excluded", "nothing-compared"}
-"""Those of what is compared of runs all the same."""
+"""The codes of what is compared of runs even without ``--values``."""
 _OF_VALUES = frozenset(["value-missing", "value-extra", "values-unsupported"])
 """The codes that the model of a config.json has nothing to do with."""
 
@@ -115,7 +115,7 @@ class DiffReport(Report, frozen=True):
             dtype_differs=[pair.to_dict() for pair in self.types],
             alike=self.alike,
             values_compared=self.compared,
-            changed=[plain(each.tensor) | {"relative": each.relative} for each in self.changed],
+            changed=[plain(c.tensor) | {"relative": c.relative} for c in self.changed],
             modules=self.modules,
             findings=self.findings,
             fit=self.fit,
@@ -179,14 +179,14 @@ def _report(
     *,
     of_runs: bool,
 ) -> DiffReport:
-    sides, (mine, theirs) = comparison.sides, _catalogs(comparison)
-    common = [name for name in mine.tensors if name in theirs.tensors]
-    pairs = [TensorPairs(mine.tensors[name], theirs.tensors[name]) for name in common]
+    sides, (one, other) = comparison.sides, _catalogs(comparison)
+    common = [name for name in one.tensors if name in other.tensors]
+    pairs = [TensorPairs(one.tensors[name], other.tensors[name]) for name in common]
     shapes = tuple(pair for pair in pairs if pair.a.shape != pair.b.shape)
-    alike = {*comparison.alike}
-    types = tuple(p for p in pairs if p.a.shape == p.b.shape and p.a.name not in alike)
-    only_a = tuple(entry for name, entry in mine.tensors.items() if name not in theirs.tensors)
-    only_b = tuple(entry for name, entry in theirs.tensors.items() if name not in mine.tensors)
+    matches = {*comparison.matches}
+    types = tuple(p for p in pairs if p.a.shape == p.b.shape and p.a.name not in matches)
+    only_a = tuple(entry for name, entry in one.tensors.items() if name not in other.tensors)
+    only_b = tuple(entry for name, entry in other.tensors.items() if name not in one.tensors)
     tensors, modules = _changes(comparison, options, progress)
     whole = comparison.report()
     findings = [f for f in whole.verify.findings if f.code not in _SHOWN_APART]
@@ -202,7 +202,7 @@ def _report(
         "of another shape": len(shapes),
         "of another type": len(types),
         "changed": len(tensors),
-        "with NaN": sum(math.isnan(each.relative or 0.0) for each in tensors),
+        "with NaN": sum(math.isnan(change.relative or 0.0) for change in tensors),
     }
     if any(counts.values()):
         findings = [f for f in findings if f.code != NOTHING_COMPARED]  # that is why
@@ -214,12 +214,12 @@ def _report(
         only_b=only_b,
         shapes=shapes,
         types=types,
-        alike=len(comparison.alike),
+        alike=len(comparison.matches),
         compared=options.values,
         changed=tensors,
         modules=modules,
         findings=tuple(findings),
-        fit=_fit(sides, mine, theirs, options) if only_b else None,
+        fit=_fit(sides, one, other, options) if only_b else None,
         readable=whole.coverage is not None,
         ok=whole.coverage is not None and not different,
         summary=_summary(whole, counts, findings, comparison, options),
@@ -233,49 +233,49 @@ def _hint(
     types: Sequence[TensorPairs],
     options: DiffOptions,
 ) -> str | None:
-    """Return what compares more than was compared."""
+    """Return the options that would compare more than was compared, in a sentence."""
     if _is_model(comparison.sides[1]):
         return None
     if any(differ_in_type_alone(pair.a, pair.b) for pair in types):
         flags = "--cast" if options.values else "--values --cast"
         return f"{flags} compares them, rounded to the coarser type of both"
-    if comparison.alike and not options.values:
+    if comparison.matches and not options.values:
         return "--values compares the contents, too"
     return None
 
 
 def _fit(
-    sides: tuple[Side, Side], mine: Catalog, theirs: Catalog, options: DiffOptions
+    sides: tuple[Side, Side], catalog: Catalog, other: Catalog, options: DiffOptions
 ) -> Fit | None:
     """Return the option that would give the first side more of the other's names, if any."""
     one, two = (side.opened for side in sides)
     if one is None or two is None:
         return None
-    return find_fit(one, mine, theirs, options.rewrite.map.assets or config_folder(two))
+    return find_fit(one, catalog, other, options.rewrite.map.assets or config_folder(two))
 
 
 def _catalogs(comparison: Comparison) -> tuple[Catalog, Catalog]:
     """Return the compared catalogs of both sides: empty if one cannot be read."""
     if comparison.alignment is None:
         return Catalog("", {}, {}, {}), Catalog("", {}, {}, {})
-    return comparison.alignment.made.catalog, comparison.alignment.theirs.catalog
+    return comparison.alignment.result.catalog, comparison.alignment.counterpart.catalog
 
 
 def _changes(
     comparison: Comparison, options: DiffOptions, progress: Progress
 ) -> tuple[tuple[ChangedTensor, ...], tuple[ChangedModule, ...]]:
     """Measure the tensors that changed, and sum up the changes by module."""
-    differing = {each.name for each in comparison.differing}
+    differing = {tensor.name for tensor in comparison.differing}
     pairs = [pair for pair in comparison.pairs if pair.one.name in differing]
     one, two = (side.opened for side in comparison.sides)
     if not pairs or one is None or two is None:
         return (), ()
     from ckptool.commands.verify.compare.changes import changed_modules, changed_tensors, measure
 
-    files = one.source, two.source
-    workers = options.workers or max(each.policy.workers for each in files)
+    sources = one.source, two.source
+    workers = options.workers or max(source.policy.workers for source in sources)
     progress.begin(sum(pair.nbytes for pair in pairs))
-    squares = measure(pairs, files, workers, progress)
+    squares = measure(pairs, sources, workers, progress)
     tensors = changed_tensors(comparison.differing, squares)
     names = [pair.one.name for pair in comparison.pairs]
     return tensors, changed_modules(names, tensors, squares)
@@ -316,6 +316,6 @@ def _summary(
         return f"DIFFERENT: {', '.join(parts)}"
     if options.values:
         return whole.verify.summary
-    alike = f"SAME NAMES, SHAPES AND TYPES: {plural(len(comparison.alike), 'tensor')}"
+    text = f"SAME NAMES, SHAPES AND TYPES: {plural(len(comparison.matches), 'tensor')}"
     values = f", {plural(whole.values, 'value')} by name" if whole.values else ""
-    return f"{alike}{values}; contents not compared"
+    return f"{text}{values}; contents not compared"

@@ -28,7 +28,7 @@ _MOST_MAPS = 3
 
 
 class Prefix(Struct, frozen=True):
-    """The prefix of names, and the prefix that wanted names have instead."""
+    """The prefix of names, and the prefix that target names have instead."""
 
     old: str
     new: str
@@ -63,12 +63,12 @@ class Prefix(Struct, frozen=True):
 
 
 def prefix_changes(
-    names: Iterable[str], wanted: Sequence[str], *, narrow: bool = False
+    names: Iterable[str], targets: Sequence[str], *, narrow: bool = False
 ) -> list[Prefix]:
-    """Return the prefix changes that yield wanted names, the most productive first.
+    """Return the prefix changes that turn names into targets, the most productive first.
 
-    A wanted name is compared with the first name that shares most of its last steps; of many wanted
-    names only a few thousand are used. ``narrow`` changes also name the step that stays the same.
+    A target is compared with the first name that shares most of its last steps; of many targets
+    only a few thousand are used. ``narrow`` changes also name the first step that stays the same.
     That only one name of a kind ends in ``weight`` is chance, and no reason to rename it.
     """
     by_chance: set[Prefix] = set()
@@ -77,14 +77,14 @@ def prefix_changes(
         for tail in _tails(name):
             by_tail.setdefault(tail, name)
     counts: Counter[Prefix] = Counter()
-    for name in wanted[:: 1 + len(wanted) // _MOST_COMPARED]:
+    for name in targets[:: 1 + len(targets) // _MOST_COMPARED]:
         common = next((tail for tail in _tails(name) if tail in by_tail), None)
         if common is None:
             continue
-        found = by_tail[common]
-        prefix = Prefix(found.removesuffix(common), name.removesuffix(common))
+        match = by_tail[common]
+        prefix = Prefix(match.removesuffix(common), name.removesuffix(common))
         counts[prefix.within(common) if narrow else prefix] += 1
-        if "." not in common and common not in (found, name):
+        if "." not in common and common not in (match, name):
             by_chance.add(prefix)
     return [prefix for prefix, n in counts.most_common() if n > 1 or prefix not in by_chance]
 
@@ -106,14 +106,14 @@ class Fit(Struct, frozen=True):
 
 
 class Candidate(Struct, frozen=True):
-    """The names that tensors have as ``rewriting`` makes them."""
+    """The names that tensors have once rewritten as ``rewriting`` asks."""
 
     names: Sequence[str]
     rewriting: RewriteOptions
 
-    def score(self, wanted: Collection[str]) -> tuple[int, int]:
-        """Return how many names are wanted, and how many fewer others there are than that."""
-        common = sum(name in wanted for name in self.names)
+    def score(self, targets: Collection[str]) -> tuple[int, int]:
+        """Return how many names are targets, and minus how many are not."""
+        common = sum(name in targets for name in self.names)
         return common, common - len(self.names)
 
     @property
@@ -130,71 +130,70 @@ class Candidate(Struct, frozen=True):
 
 
 def find_fit(
-    opened: OpenedCheckpoint, made: Catalog, theirs: Catalog, assets: Path | None
+    opened: OpenedCheckpoint, catalog: Catalog, other: Catalog, assets: Path | None
 ) -> Fit | None:
-    """Return the option that gives the tensors ``made`` of a checkpoint most of ``theirs``' names.
+    """Return the option that gives a checkpoint, rewritten to ``catalog``, most names of another.
 
-    None if no option gives more of them, or as many and fewer others.
+    None if no option gives more of the other's names, or as many and fewer that are not its.
     """
-    found = Candidate(list(made.tensors), RewriteOptions())
-    best = find_rewriting(opened, found, made, theirs, assets)
-    if best is None or best.score(theirs.tensors) <= found.score(theirs.tensors):
+    start = Candidate(list(catalog.tensors), RewriteOptions())
+    best = find_rewriting(opened, start, catalog, other, assets)
+    if best is None or best.score(other.tensors) <= start.score(other.tensors):
         return None
-    common, _ = best.score(theirs.tensors)
-    return Fit(best.option, common, len(theirs.tensors))
+    common, _ = best.score(other.tensors)
+    return Fit(best.option, common, len(other.tensors))
 
 
 def find_rewriting(
     opened: OpenedCheckpoint,
-    found: Candidate,
-    made: Catalog,
-    theirs: Catalog,
+    start: Candidate,
+    catalog: Catalog,
+    other: Catalog,
     assets: Path | None,
     *,
     whole: bool = True,
 ) -> Candidate | None:
-    """Return what gives the tensors ``made`` of a checkpoint most of ``theirs``' names.
+    """Return what gives a checkpoint, rewritten to ``catalog``, most names of another.
 
-    ``found`` is what they have. None if fewer than half of the smaller side are alike: some names
-    like ``norm.weight`` fit anywhere. Key maps are tried if nothing else gives half; ``assets`` is
-    a folder with the config.json that they may need. Unless it is ``whole``, the checkpoint may
-    lack part of the model.
+    ``start`` has its names so far. None if fewer than half of the smaller side get common names:
+    some, like ``norm.weight``, fit anywhere. Key maps are tried if nothing else gives half;
+    ``assets`` is a folder with the config.json that they may need. Unless it is ``whole``, the
+    checkpoint may lack part of the model.
     """
-    wanted = theirs.tensors
-    best = found
-    for candidate in _candidates(found, made, wanted):
-        best = max(best, candidate, key=lambda each: each.score(wanted))
-        if best.score(wanted) == (len(wanted), 0):
+    targets = other.tensors
+    best = start
+    for candidate in _candidates(start, catalog, targets):
+        best = max(best, candidate, key=lambda way: way.score(targets))
+        if best.score(targets) == (len(targets), 0):
             break
-    if 2 * best.score(wanted)[0] < len(wanted):
-        by_map = mapped(opened, theirs, assets, whole=whole)
-        best = max([best, *by_map], key=lambda each: each.score(wanted))
-    common, _ = best.score(wanted)
-    few = 2 * common < min(len(best.names), len(wanted))
-    return None if not common or few else best
+    if 2 * best.score(targets)[0] < len(targets):
+        by_map = mapped(opened, other, assets, whole=whole)
+        best = max([best, *by_map], key=lambda way: way.score(targets))
+    common, _ = best.score(targets)
+    return best if common and 2 * common >= min(len(best.names), len(targets)) else None
 
 
-def _candidates(found: Candidate, made: Catalog, wanted: Collection[str]) -> Iterator[Candidate]:
-    selection = found.rewriting.selection
-    yield from _renamed(selection, found.names, wanted)
+def _candidates(start: Candidate, made: Catalog, targets: Collection[str]) -> Iterator[Candidate]:
+    selection = start.rewriting.selection
+    yield from _renamed(selection, start.names, targets)
     if selection.model_only:
         return
     try:
-        model = list(only_model(made).tensors)
+        names = list(only_model(made).tensors)
     except CkptoolError:
         return
-    alone = replace(selection, model_only=True)
-    yield Candidate(model, RewriteOptions(alone))
-    yield from _renamed(alone, model, wanted)
+    model_only = replace(selection, model_only=True)
+    yield Candidate(names, RewriteOptions(model_only))
+    yield from _renamed(model_only, names, targets)
 
 
 def _renamed(
-    selection: Selection, names: Sequence[str], wanted: Collection[str]
+    selection: Selection, names: Sequence[str], targets: Collection[str]
 ) -> Iterator[Candidate]:
     """Yield the names without prefixes and wrappers."""
-    known = set(names)
-    missing = [name for name in wanted if name not in known]
-    unexpected = [name for name in names if name not in wanted]
+    lookup = set(names)
+    missing = [name for name in targets if name not in lookup]
+    unexpected = [name for name in names if name not in targets]
     prefixes = prefix_changes(unexpected, missing)[:_MOST_PREFIXES]
     changes: list[tuple[Selection, Callable[[str], str]]] = [
         (prefix.selection(selection), prefix.changed) for prefix in prefixes
@@ -206,23 +205,23 @@ def _renamed(
         if len({*renamed}) == len(renamed):
             yield Candidate(renamed, RewriteOptions(changed))
     if prefixes:
-        yield from _renamed_in_steps(selection, names, wanted)
+        yield from _renamed_in_steps(selection, names, targets)
 
 
 def _renamed_in_steps(
-    selection: Selection, names: Sequence[str], wanted: Collection[str]
+    selection: Selection, names: Sequence[str], targets: Collection[str]
 ) -> Iterator[Candidate]:
-    """Yield the names under one rename after another, each the one that gives most wanted names."""
+    """Yield the names under one rename after another, each the one that gives most targets."""
     rules: tuple[str, ...] = ()
     while len(rules) < _MOST_RENAMES:
-        known, common = set(names), sum(name in wanted for name in names)
-        missing = [name for name in wanted if name not in known]
-        unexpected = [name for name in names if name not in wanted]
+        lookup, common = set(names), sum(name in targets for name in names)
+        missing = [name for name in targets if name not in lookup]
+        unexpected = [name for name in names if name not in targets]
         gains: dict[Prefix, int] = {}
         for narrow in (False, True):
             for prefix in prefix_changes(unexpected, missing, narrow=narrow)[:_MOST_PREFIXES]:
                 renamed = {*map(prefix.changed, names)}
-                gains[prefix] = sum(n in wanted for n in renamed) - common
+                gains[prefix] = sum(n in targets for n in renamed) - common
                 gains[prefix] *= len(renamed) == len(names)
         best = max(gains, key=gains.__getitem__, default=None)
         if best is None or gains[best] <= 0:
@@ -232,22 +231,22 @@ def _renamed_in_steps(
 
 
 def mapped(
-    opened: OpenedCheckpoint, theirs: Catalog, assets: Path | None, *, whole: bool
+    opened: OpenedCheckpoint, other: Catalog, assets: Path | None, *, whole: bool
 ) -> Iterator[Candidate]:
-    """Yield the model's names under the key map that gives most of the others, if there is one."""
+    """Yield the model's names under the key map that gives most names of another, if one does."""
     selection = Selection(model_only=True) if whole else Selection(("*",), model_only=True)
     for folder in dict.fromkeys((None, assets)):
         try:
-            known = records(opened.source, opened.catalog, folder)
-            known += records_around(opened.path, opened.catalog).values()
-            names = maps_between(only_model(opened.catalog), theirs, known)
+            configs = records(opened.source, opened.catalog, folder)
+            configs += records_around(opened.path, opened.catalog).values()
+            names = maps_between(only_model(opened.catalog), other, configs)
         except CkptoolError:
             continue
         for name in names[:_MOST_MAPS]:
             options = RewriteOptions(selection, MapOptions(name, assets=folder))
             try:
-                made = rewrite(opened, options, check=require_sound)
+                result = rewrite(opened, options, check=require_sound)
             except CkptoolError:
                 continue
-            yield Candidate(list(made.catalog.tensors), options)
+            yield Candidate(list(result.catalog.tensors), options)
             return

@@ -39,40 +39,40 @@ _BUFFERS = ("rotary_emb.inv_freq", "rope.cache", "freqs_cis", "_extra_state")
 
 def verify_like(
     path: Location,
-    asked: LikeOptions,
+    comparing: LikeOptions,
     options: VerifyOptions,
     rewriting: RewriteOptions,
     progress: Progress = UNWATCHED,
     other_format: str | None = None,
 ) -> VerifyReport:
-    """Verify the checkpoint at ``path``, and compare its model with that of ``asked.like``.
+    """Verify the checkpoint at ``path``, and compare its model with that of ``comparing.like``.
 
-    That is a checkpoint of any format, or a config.json. ``rewriting`` gives the names of it, if
-    they are not to be found. Raises as ``verify`` and ``open_other`` do, UsageError for a pattern
-    that no tensor of both matches, or without a model that it should be like.
+    That is a checkpoint of any format, or a config.json. ``rewriting`` gives its names, if ckptool
+    finds no way to them. Raises as ``verify`` and ``open_other`` do, UsageError for a pattern that
+    no tensor of both matches, or without a model that it should be like.
     """
-    if asked.like is None:
+    if comparing.like is None:
         raise UsageError("--expect-changed and --expect-equal need --like OTHER")
-    if options.quick and (asked.expect_changed or asked.expect_equal):
+    if options.quick and (comparing.expect_changed or comparing.expect_equal):
         raise UsageError("--expect-changed and --expect-equal read data: not with --quick")
-    theirs = open_other(asked.like, ReadOptions(other_format), ())
+    reference = open_other(comparing.like, ReadOptions(other_format), ())
     verification = examine(path, options, progress)
     report = verification.report()
-    mine = _opened(verification, options)
-    if mine is None:
-        summary = f"FAILED: cannot be read, so not compared with {asked.like}"
+    opened = _opened(verification, options)
+    if opened is None:
+        summary = f"FAILED: cannot be read, so not compared with {comparing.like}"
         return replace(report, ok=False, summary=summary)
-    lined = line_up(mine, theirs, rewriting)
+    lined = line_up(opened, reference, rewriting)
     if lined.is_unlike:
-        return verification.report([_unlike(lined, asked.like)])
-    explained = _explained(report, mine.catalog)
+        return verification.report([_unlike(lined, comparing.like)])
+    explained = _explained(report, opened.catalog)
     problems = [
-        *_differing_names(lined, explained, asked.like),
-        *_differing_shapes(lined, asked.like),
+        *_differing_names(lined, explained, comparing.like),
+        *_differing_shapes(lined, comparing.like),
     ]
-    problems += _unexpected((mine, theirs), lined, asked, options, progress)
+    problems += _unexpected((opened, reference), lined, comparing, options, progress)
     report = verification.report(problems)
-    return replace(report, summary=f"{report.summary}; {_found(lined, asked.like)}")
+    return replace(report, summary=f"{report.summary}; {_found(lined, comparing.like)}")
 
 
 def _opened(verification: Verification, options: VerifyOptions) -> OpenedCheckpoint | None:
@@ -92,15 +92,15 @@ def _explained(report: VerifyReport, catalog: Catalog) -> set[str]:
 
 
 def _unlike(lined: LineUp, other: Location) -> Problem:
-    message = f"{len(lined.common):,} of {plural(len(lined.mine.tensors), 'tensor')} of the model"
-    message += f" have a name of {other}, which has {len(lined.theirs.tensors):,}"
-    message += f", such as {next(iter(lined.theirs.tensors))}" if lined.theirs.tensors else ""
+    message = f"{len(lined.common):,} of {plural(len(lined.one.tensors), 'tensor')} of the model"
+    message += f" have a name of {other}, which has {len(lined.other.tensors):,}"
+    message += f", such as {next(iter(lined.other.tensors))}" if lined.other.tensors else ""
     return Problem(message, "like-unnamed")
 
 
 def _found(lined: LineUp, other: Location) -> str:
     """Return how much of the other model was found, and under which names."""
-    names = lined.theirs.tensors
+    names = lined.other.tensors
     counted = count_modules(names)
     counts = f" ({counted})" if counted else ""
     how = f", {lined.how}" if lined.how else ""
@@ -111,34 +111,34 @@ def _differing_names(
     lined: LineUp, explained: Collection[str], other: Location
 ) -> Iterator[Problem]:
     """Yield a problem for each tensor that only one has; nothing twice that is ``explained``."""
-    known = {*lined.mine.tensors, *lined.mine.conflicts, *explained}
-    lost = _lacking(lined.theirs, known, lined)
-    extra = _lacking(lined.mine, lined.theirs.tensors, lined)
-    for names, whole, kept, code, what in (
-        (lost, lined.theirs, lined.mine, "like-missing", f"missing, {other} has it"),
-        (extra, lined.mine, lined.theirs, "like-extra", f"not in {other}"),
+    present = {*lined.one.tensors, *lined.one.conflicts, *explained}
+    missing = _lacking(lined.other, present, lined)
+    extra = _lacking(lined.one, lined.other.tensors, lined)
+    for names, holder, lacker, code, what in (
+        (missing, lined.other, lined.one, "like-missing", f"missing, {other} has it"),
+        (extra, lined.one, lined.other, "like-extra", f"not in {other}"),
     ):
-        modules = lost_modules(names, numbers_of(kept.tensors), numbers_of(whole.tensors))
+        modules = lost_modules(names, numbers_of(lacker.tensors), numbers_of(holder.tensors))
         for name in names:
-            shape = list(whole.tensors[name].shape)
+            shape = list(holder.tensors[name].shape)
             of = f", as is {modules[name]}" if name in modules else f": {shape}"
             yield Problem(f"{name}: {what}{of}", code, tensor=name)
 
 
-def _lacking(whole: Catalog, known: Collection[str], lined: LineUp) -> list[str]:
-    """Return the names that are not ``known``, nor tied to one that is, nor computed."""
+def _lacking(catalog: Catalog, names: Collection[str], lined: LineUp) -> list[str]:
+    """Return a catalog's tensors that are not in ``names``, nor tied to any there, nor computed."""
     return [
         name
-        for name in whole.tensors
-        if name not in known
+        for name in catalog.tensors
+        if name not in names
         and not name.endswith(_BUFFERS)
-        and lined.tied_to(name).isdisjoint(known)
+        and lined.tied_to(name).isdisjoint(names)
     ]
 
 
 def _differing_shapes(lined: LineUp, other: Location) -> Iterator[Problem]:
     for name in lined.common:
-        shapes = lined.mine.tensors[name].shape, lined.theirs.tensors[name].shape
+        shapes = lined.one.tensors[name].shape, lined.other.tensors[name].shape
         if shapes[0] != shapes[1]:
             message = f"{name}: {list(shapes[0])}, but {list(shapes[1])} in {other}"
             yield Problem(message, "like-shape", tensor=name)
@@ -147,24 +147,24 @@ def _differing_shapes(lined: LineUp, other: Location) -> Iterator[Problem]:
 def _unexpected(
     sides: tuple[OpenedCheckpoint, OpenedCheckpoint],
     lined: LineUp,
-    asked: LikeOptions,
+    comparing: LikeOptions,
     options: VerifyOptions,
     progress: Progress,
 ) -> Iterator[Problem]:
     """Yield the tensors that are equal to the other's and should have changed, or the reverse."""
-    alike = [
-        n for n in lined.common if lined.mine.tensors[n].shape == lined.theirs.tensors[n].shape
+    matches = [
+        n for n in lined.common if lined.one.tensors[n].shape == lined.other.tensors[n].shape
     ]
-    both = lined.mine.with_tensors({name: lined.mine.tensors[name] for name in alike})
-    changed = tensors_named(both, asked.expect_changed, "--expect-changed")
-    equal = tensors_named(both, asked.expect_equal, "--expect-equal")
+    common = lined.one.with_tensors({name: lined.one.tensors[name] for name in matches})
+    changed = tensors_named(common, comparing.expect_changed, "--expect-changed")
+    equal = tensors_named(common, comparing.expect_equal, "--expect-equal")
     if not changed and not equal:
         return
     if is_model(sides[1]):
-        raise UsageError(f"{asked.like}: a model without values to compare with")
+        raise UsageError(f"{comparing.like}: a model without values to compare with")
     if twice := {*changed} & {*equal}:
         raise UsageError(f"{min(twice)}: expected to be changed, and to be equal")
-    names = [name for name in alike if name in {*changed, *equal}]
+    names = [name for name in matches if name in {*changed, *equal}]
     differing, problems = _differing(sides, lined, names, options, progress)
     yield from problems
     unread = {problem.tensor for problem in problems}
@@ -172,9 +172,9 @@ def _unexpected(
         if name in unread:
             continue
         if name in changed and name not in differing:
-            yield Problem(f"{name}: equal to {asked.like}", "like-unchanged", tensor=name)
+            yield Problem(f"{name}: equal to {comparing.like}", "like-unchanged", tensor=name)
         elif name in equal and name in differing:
-            yield Problem(f"{name}: not equal to {asked.like}", "like-changed", tensor=name)
+            yield Problem(f"{name}: not equal to {comparing.like}", "like-changed", tensor=name)
 
 
 def _differing(
@@ -189,11 +189,11 @@ def _differing(
     Bits are compared, or exact numbers if the element types are not the same.
     """
     opened, problems = [], list[Problem]()
-    for side, catalog in zip(sides, (lined.mine, lined.theirs), strict=True):
-        wanted = {name: catalog.tensors[name] for name in names}
-        found, lost = readable(side, replace(catalog, tensors=wanted, objects={}))
-        opened.append(found.tensors)
-        problems += [each.of_tensor(name) for name, each in lost.items()]
+    for side, catalog in zip(sides, (lined.one, lined.other), strict=True):
+        tensors = {name: catalog.tensors[name] for name in names}
+        part, failures = readable(side, replace(catalog, tensors=tensors, objects={}))
+        opened.append(part.tensors)
+        problems += [failure.of_tensor(name) for name, failure in failures.items()]
     pairs = [
         TensorPair(opened[0][name], opened[1][name], is_cast=False)
         for name in names
@@ -204,8 +204,8 @@ def _differing(
     progress.begin(sum(pair.nbytes for pair in pairs))
     differing: set[str] = set()
     for tolerance in (None, Tolerance()):
-        some = [p for p in pairs if (p.one.dtype is p.other.dtype) == (tolerance is None)]
-        result = compare(some, reads, tolerance, workers, progress)
+        batch = [p for p in pairs if (p.one.dtype is p.other.dtype) == (tolerance is None)]
+        result = compare(batch, reads, tolerance, workers, progress)
         differing |= result.differences.keys()
         for name, (_, error) in result.unreadable.items():
             problems += [problem.of_tensor(name) for problem in error.problems]

@@ -33,79 +33,79 @@ class LineUp(NamedTuple):
     ``ties`` are names that are one tensor.
     """
 
-    mine: Catalog
-    theirs: Catalog
+    one: Catalog
+    other: Catalog
     how: str
     ties: list[tuple[str, ...]]
 
     @property
     def common(self) -> list[str]:
         """Return the names that both have."""
-        return [name for name in self.mine.tensors if name in self.theirs.tensors]
+        return [name for name in self.one.tensors if name in self.other.tensors]
 
     @property
     def likeness(self) -> float:
-        """Return how much of both is common, from 0 to 1."""
-        both = len(self.mine.tensors) + len(self.theirs.tensors)
-        return 2 * len(self.common) / max(1, both)
+        """Return the share of all names that is common, from 0 to 1."""
+        count = len(self.one.tensors) + len(self.other.tensors)
+        return 2 * len(self.common) / max(1, count)
 
     @property
     def is_unlike(self) -> bool:
         """Return whether most of the smaller model has no counterpart."""
-        smaller = min(len(self.mine.tensors), len(self.theirs.tensors))
+        smaller = min(len(self.one.tensors), len(self.other.tensors))
         return not self.common or 2 * len(self.common) < smaller
 
     @property
     def differs_in_names(self) -> bool:
         """Return whether each has names that the other has not."""
-        return len(self.common) < min(len(self.mine.tensors), len(self.theirs.tensors))
+        return len(self.common) < min(len(self.one.tensors), len(self.other.tensors))
 
     def tied_to(self, name: str) -> set[str]:
         """Return the names that are the same tensor as this one."""
-        return {each for names in self.ties if name in names for each in names} - {name}
+        return {tied_name for names in self.ties if name in names for tied_name in names} - {name}
 
 
-def line_up(mine: OpenedCheckpoint, theirs: OpenedCheckpoint, rewriting: RewriteOptions) -> LineUp:
+def line_up(one: OpenedCheckpoint, other: OpenedCheckpoint, rewriting: RewriteOptions) -> LineUp:
     """Return the models of two checkpoints under common names. No tensor byte is read.
 
-    ``mine`` as ``rewriting`` asks, if it does. Else under their own names, or under those that a
-    prefix, a wrapper's name or a key map gives the one or the other: what makes most of them alike.
-    Raises Unsupported if one has no model, and as ``rewrite`` does.
+    The first is renamed as ``rewriting`` asks. If it asks nothing, names are as stored, or as a
+    prefix, a wrapper's name or a key map renames one side: what makes most of them common. Raises
+    Unsupported if one has no model, and as ``rewrite`` does.
     """
-    bare = only_model(theirs.catalog)
-    if is_plain(mine.catalog) != is_plain(theirs.catalog) and not rewriting.dequantize:
-        mine, theirs = _in_full(mine), _in_full(theirs)
-        bare = only_model(theirs.catalog)
+    target = only_model(other.catalog)
+    if is_plain(one.catalog) != is_plain(other.catalog) and not rewriting.dequantize:
+        one, other = _in_full(one), _in_full(other)
+        target = only_model(other.catalog)
     if rewriting != RewriteOptions():
-        made = rewrite(mine, rewriting, check=require_sound).catalog
-        return _with_ties(LineUp(_model(made), bare, "", []), mine, theirs)
-    own = only_model(mine.catalog)
-    ways = [LineUp(own, bare, "", [])]
-    if own.tensors.keys() != bare.tensors.keys() and all(map(_is_of_megatron, (own, bare))):
-        ways.append(_of_megatron(own, bare))
+        rewritten = rewrite(one, rewriting, check=require_sound).catalog
+        return _with_ties(LineUp(_model(rewritten), target, "", []), one, other)
+    model = only_model(one.catalog)
+    ways = [LineUp(model, target, "", [])]
+    if model.tensors.keys() != target.tensors.keys() and all(map(_is_of_megatron, (model, target))):
+        ways.append(_of_megatron(model, target))
     if ways[0].is_unlike or ways[0].differs_in_names:
-        assets, some = config_folder(theirs) or config_folder(mine), not ways[0].is_unlike
-        for made, how in _renamed(theirs, bare, own, assets, some=some):
-            ways.append(LineUp(own, made, f"{theirs.path} with {how}", []))
-        for made, how in _renamed(mine, own, bare, assets, some=some):
-            ways.append(LineUp(made, bare, f"{mine.path} with {how}", []))
-    return _with_ties(max(ways, key=lambda way: way.likeness), mine, theirs)
+        assets, is_like = config_folder(other) or config_folder(one), not ways[0].is_unlike
+        for rewritten, how in _renamed(other, target, model, assets, is_like=is_like):
+            ways.append(LineUp(model, rewritten, f"{other.path} with {how}", []))
+        for rewritten, how in _renamed(one, model, target, assets, is_like=is_like):
+            ways.append(LineUp(rewritten, target, f"{one.path} with {how}", []))
+    return _with_ties(max(ways, key=lambda way: way.likeness), one, other)
 
 
 def _renamed(
-    opened: OpenedCheckpoint, bare: Catalog, wanted: Catalog, assets: Path | None, *, some: bool
+    opened: OpenedCheckpoint, model: Catalog, target: Catalog, assets: Path | None, *, is_like: bool
 ) -> Iterator[tuple[Catalog, str]]:
-    """Yield a model under the names of another, and the options that make it, if any do.
+    """Yield a model with names of the ``target``, and the options that rename it, if any do.
 
-    If ``some`` are alike, a key map alone may: experts are packed, where all else has its names.
+    If it ``is_like`` the target already, only a key map may: it unpacks experts.
     """
-    found = Candidate(list(bare.tensors), _MODEL)
-    if some:
-        candidates = mapped(opened, wanted, assets, whole=False)
-        best = max(candidates, key=lambda each: each.score(wanted.tensors), default=None)
+    start = Candidate(list(model.tensors), _MODEL)
+    if is_like:
+        candidates = mapped(opened, target, assets, whole=False)
+        best = max(candidates, key=lambda candidate: candidate.score(target.tensors), default=None)
     else:
-        best = find_rewriting(opened, found, bare, wanted, assets, whole=False)
-    if best is not None and best is not found:
+        best = find_rewriting(opened, start, model, target, assets, whole=False)
+    if best is not None and best is not start:
         try:
             yield _model(rewrite(opened, best.rewriting, check=require_sound).catalog), best.option
         except CkptoolError:
@@ -130,19 +130,19 @@ _GATE, _UP = "_w", "_v"
 (``singleton_local_shards``, ``fsdp_dtensor``)."""
 
 
-def _of_megatron(mine: Catalog, theirs: Catalog) -> LineUp:
+def _of_megatron(one: Catalog, other: Catalog) -> LineUp:
     """Return two models of Megatron-core with a tensor for each layer, expert and ``linear_fc1``.
 
-    Norms have the names of Transformer Engine or of Megatron-core's own layers: those of mine.
+    Norms have the names of Transformer Engine or of Megatron-core's own layers: as in the first.
     """
-    ours, others = _unstacked(mine), dict[str, TensorEntry]()
-    split = _unstacked(theirs)
+    tensors, renamed = _unstacked(one), dict[str, TensorEntry]()
+    split = _unstacked(other)
     for name, entry in split.items():
-        also = (name.replace(*pair) for norm in NORMS.items() for pair in (norm, norm[::-1]))
-        alone = (each for each in also if each in ours and each not in split)
-        called = name if name in ours else next(alone, name)
-        others[called] = rename_entry(entry, called)
-    return LineUp(mine.with_tensors(ours), theirs.with_tensors(others), "layer by layer", [])
+        spellings = (name.replace(*pair) for norm in NORMS.items() for pair in (norm, norm[::-1]))
+        targets = (s for s in spellings if s in tensors and s not in split)
+        target = name if name in tensors else next(targets, name)
+        renamed[target] = rename_entry(entry, target)
+    return LineUp(one.with_tensors(tensors), other.with_tensors(renamed), "layer by layer", [])
 
 
 def _unstacked(catalog: Catalog) -> dict[str, TensorEntry]:
@@ -164,7 +164,7 @@ def _model(catalog: Catalog) -> Catalog:
 
 
 def config_folder(opened: OpenedCheckpoint) -> Path | None:
-    """Return the folder of a checkpoint, or of a config.json, if that is there."""
+    """Return the folder of a checkpoint, or of a file, if it has a config.json."""
     path = on_disk(opened.path)
     folder = None if path is None else path if path.is_dir() else path.parent
     return folder if folder is not None and (folder / CONFIG).is_file() else None
@@ -175,10 +175,10 @@ _EMBEDDINGS = ("embed_tokens.weight", "tok_embeddings.weight", "word_embeddings.
 
 
 def _with_ties(lined: LineUp, *sides: OpenedCheckpoint) -> LineUp:
-    """Add the names that share bytes in one of them, or that a config ties: head and embedding."""
-    ties = [names for each in (lined.mine, lined.theirs) for names in tied_names(each)]
+    """Add the names that share bytes in a model, or that a config ties: head and embedding."""
+    ties = [names for catalog in (lined.one, lined.other) for names in tied_names(catalog)]
     if any(map(_ties_head, sides)):
-        every = dict.fromkeys([*lined.mine.tensors, *lined.theirs.tensors])
+        every = dict.fromkeys([*lined.one.tensors, *lined.other.tensors])
         ties.append(tuple(name for name in every if name.endswith((*_HEADS, *_EMBEDDINGS))))
     return lined._replace(ties=ties)
 
@@ -186,7 +186,7 @@ def _with_ties(lined: LineUp, *sides: OpenedCheckpoint) -> LineUp:
 def _ties_head(opened: OpenedCheckpoint) -> bool:
     """Return whether a checkpoint records that the model's head is its embedding."""
     try:
-        known = records(opened.source, opened.catalog, None)
+        configs = records(opened.source, opened.catalog, None)
     except CkptoolError:
         return False
-    return any(is_tied(record) for record in known)
+    return any(is_tied(record) for record in configs)

@@ -69,9 +69,9 @@ def open_model(config: Path, names: Collection[str]) -> OpenedCheckpoint:
     name, tensors, tied = _known(_read(config)) if not _has_packed(names) else ("", {}, ())
     if not tensors:
         name, tensors, tied = _made_by_transformers(config)
-    tied = {each for each in tied if not any(f".{n}".endswith(f".{each}") for n in names)}
-    kept = {each: entry for each, entry in tensors.items() if each not in tied}
-    catalog = Catalog("hf", kept, {}, {}, info={"framework": name, _OF_CONFIG: config.name})
+    tied = {weight for weight in tied if not any(f".{n}".endswith(f".{weight}") for n in names)}
+    tensors = {weight: entry for weight, entry in tensors.items() if weight not in tied}
+    catalog = Catalog("hf", tensors, {}, {}, info={"framework": name, _OF_CONFIG: config.name})
     return OpenedCheckpoint(config, LocalSource.file(config), FORMATS["hf"], catalog)
 
 
@@ -129,8 +129,8 @@ def _made_by_transformers(config: Path) -> _Model:
         message = f"{config}: transformers {transformers.__version__} cannot make its model: {what}"
         raise Unsupported(message) from None
     tensors = {
-        name: _tensor(name, BY_NAME[str(each.dtype).removeprefix("torch.")], tuple(each.shape))
-        for name, each in state.items()
+        name: _tensor(name, BY_NAME[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
+        for name, tensor in state.items()
     }
     return type(model).__name__, tensors, tied
 
@@ -144,15 +144,15 @@ def _tied(model: Any) -> Collection[str]:
 
 def _make(transformers: Any, config: Path) -> Any:
     """Return the model that ``architectures`` names, or else the causal one of its type."""
-    made = transformers.AutoConfig.from_pretrained(
+    settings = transformers.AutoConfig.from_pretrained(
         str(config.parent if config.name == CONFIG else config),
         local_files_only=True,
         trust_remote_code=False,
     )
-    names = made.architectures or ()
+    names = settings.architectures or ()
     kind = getattr(transformers, names[0], None) if names else None
-    dtype = getattr(made, "dtype", None) or getattr(made, "torch_dtype", None)
-    more = {} if dtype is None else {"dtype": dtype}
+    dtype = getattr(settings, "dtype", None) or getattr(settings, "torch_dtype", None)
+    types = {} if dtype is None else {"dtype": dtype}
     if kind is not None:
-        return kind._from_config(made, **more)
-    return transformers.AutoModelForCausalLM.from_config(made, trust_remote_code=False, **more)
+        return kind._from_config(settings, **types)
+    return transformers.AutoModelForCausalLM.from_config(settings, trust_remote_code=False, **types)

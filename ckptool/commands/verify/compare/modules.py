@@ -37,31 +37,31 @@ def numbers_of(names: Iterable[str]) -> dict[str, set[int]]:
 
 
 def lost_modules(
-    lost: Iterable[str], kept: Mapping[str, set[int]], whole: Mapping[str, set[int]]
+    names: Iterable[str], remaining: Mapping[str, set[int]], whole: Mapping[str, set[int]]
 ) -> dict[str, str]:
-    """Return of each lost tensor that is not alone which modules are lost as a whole, with counts.
+    """Return for each missing tensor which modules are missing as a whole, with counts, if any.
 
-    ``kept`` are the numbers of the modules that are not, ``whole`` those of all. What the same
-    numbers are lost of in many layers, such as experts, has the same text.
+    ``remaining`` are the numbers of the modules that are there, ``whole`` those of all. Modules of
+    which the same numbers are missing in many layers, such as experts, have one text.
     """
-    outermost = {name: _outermost(name, kept) for name in lost}
-    gone: dict[str, set[int]] = defaultdict(set)
+    outermost = {name: _outermost(name, remaining) for name in names}
+    numbers: dict[str, set[int]] = defaultdict(set)
     for module in filter(None, outermost.values()):
-        gone[module.among].add(module.number)
-    texts = {among: _text(among, gone[among], whole[among]) for among in gone}
+        numbers[module.among].add(module.number)
+    texts = {among: _text(among, numbers[among], whole[among]) for among in numbers}
     return {name: texts[module.among] for name, module in outermost.items() if module is not None}
 
 
-def _outermost(name: str, kept: Mapping[str, set[int]]) -> Module | None:
-    lost = (each for each in modules_of(name) if each.number not in kept.get(each.among, ()))
-    return next(lost, None)
+def _outermost(name: str, remaining: Mapping[str, set[int]]) -> Module | None:
+    modules = modules_of(name)
+    return next((m for m in modules if m.number not in remaining.get(m.among, ())), None)
 
 
-def _text(among: str, gone: set[int], whole: set[int]) -> str:
+def _text(among: str, numbers: set[int], whole: set[int]) -> str:
     """Return text such as ``all of model.layers.17 (31 of 32 found)``."""
-    shown = list_some([str(number) for number in sorted(gone)], _MOST)
-    steps = [*filter(None, [abstract(among)]), shown if len(gone) == 1 else f"{{{shown}}}"]
-    return f"all of {'.'.join(steps)} ({len(whole - gone):,} of {len(whole):,} found)"
+    shown = list_some([str(number) for number in sorted(numbers)], _MOST)
+    steps = [*filter(None, [abstract(among)]), shown if len(numbers) == 1 else f"{{{shown}}}"]
+    return f"all of {'.'.join(steps)} ({len(whole - numbers):,} of {len(whole):,} found)"
 
 
 def abstract(among: str) -> str:
@@ -72,7 +72,7 @@ def abstract(among: str) -> str:
 def count_modules(names: Iterable[str]) -> str:
     """Return text such as ``32 in model.layers, 8 in model.layers.*.mlp.experts``."""
     counts: dict[str, int] = defaultdict(int)
-    for among, found in numbers_of(names).items():
-        counts[abstract(among)] = max(counts[abstract(among)], len(found))
+    for among, numbers in numbers_of(names).items():
+        counts[abstract(among)] = max(counts[abstract(among)], len(numbers))
     shown = [f"{count:,} in {among}" for among, count in counts.items() if among and count > 1]
     return list_some(shown, _MOST)

@@ -48,29 +48,29 @@ class Counterpart(Struct, frozen=True):
 
 
 def counterpart(
-    catalog: Catalog, mine: Catalog, is_selected: Callable[[str], bool], *, model_only: bool
+    catalog: Catalog, reference: Catalog, is_selected: Callable[[str], bool], *, model_only: bool
 ) -> Counterpart:
-    """Return the part of another catalog that corresponds to a selection of ``mine``.
+    """Return the part of a catalog to compare with a ``reference``, which was selected and renamed.
 
-    Names that the selection would exclude do not, unless ``mine`` has them after renaming.
+    Names that the selection excludes are not compared, unless the reference has them once renamed.
     """
-    wanted = {*mine.tensors, *mine.objects, *mine.conflicts}
+    targets = {*reference.tensors, *reference.objects, *reference.conflicts}
     similar, names = catalog, {name: name for name in catalog.tensors}
     if model_only:
-        similar, names = _model_like(catalog, wanted)
-    kept = keep_names(similar, {*wanted, *filter(is_selected, names_of(similar))})
-    names = {name: names[name] for name in kept.tensors}
+        similar, names = _model_like(catalog, targets)
+    part = keep_names(similar, {*targets, *filter(is_selected, names_of(similar))})
+    names = {name: names[name] for name in part.tensors}
     chosen = set(names.values())
     rest = tuple(entry for name, entry in catalog.tensors.items() if name not in chosen)
-    return Counterpart(kept, names, rest, len(catalog.objects) - len(kept.objects))
+    return Counterpart(part, names, rest, len(catalog.objects) - len(part.objects))
 
 
 def selected_by(
     selection: Selection, names: Container[str], optimizer: Container[str]
 ) -> Callable[[str], bool]:
-    """Return which names are selected and not dropped; ``names`` are those that exist.
+    """Return a function that tells whether a name is selected and not dropped.
 
-    ``optimizer`` are those of an optimizer's state.
+    ``names`` are those that exist, ``optimizer`` those of an optimizer's state.
     """
     is_chosen, is_dropped = (meant_by(p, names) for p in (selection.select, selection.drop))
 
@@ -82,10 +82,10 @@ def selected_by(
     return is_selected
 
 
-def _model_like(catalog: Catalog, wanted: set[str]) -> tuple[Catalog, dict[str, str]]:
+def _model_like(catalog: Catalog, targets: set[str]) -> tuple[Catalog, dict[str, str]]:
     """Return the model's tensors, and the catalog's names for them.
 
-    They have their own names or the bare ones, whichever are wanted.
+    They have their stored names or the bare ones, whichever more targets have.
     """
     tensors = {n: e for n, e in catalog.tensors.items() if state_category(e) == "model"}
     conflicts = {
@@ -98,22 +98,22 @@ def _model_like(catalog: Catalog, wanted: set[str]) -> tuple[Catalog, dict[str, 
         bare = only_model(catalog)
     except Unsupported:
         return plain, {name: name for name in tensors}
-    if len(wanted & bare.tensors.keys()) <= len(wanted & tensors.keys()):
+    if len(targets & bare.tensors.keys()) <= len(targets & tensors.keys()):
         return plain, {name: name for name in tensors}
     return bare, dict(zip(bare.tensors, weights(catalog), strict=True))
 
 
-def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
+def differing_names(one: Catalog, other: Catalog) -> Iterator[Problem]:
     """Yield a problem for each tensor and each value that only one side has."""
-    for holds, lacks, code, here, there in (
-        (mine, theirs, "missing", "A", "B"),
-        (theirs, mine, "extra", "B", "A"),
+    for holds, lacks, code, side, other_side in (
+        (one, other, "missing", "A", "B"),
+        (other, one, "extra", "B", "A"),
     ):
         for name in holds.tensors:
             if name not in lacks.tensors:
                 state = "a value" if name in lacks.objects else "missing"
                 state = "not read" if name in lacks.conflicts else state
-                message = f"{name}: a tensor in {here}, {state} in {there}"
+                message = f"{name}: a tensor in {side}, {state} in {other_side}"
                 yield Problem(message, f"tensor-{code}", tensor=name)
         names = [name for name in holds.objects if not _has(lacks, name)]
         if names and not lacks.objects and holds_no_values(lacks.format):
@@ -123,7 +123,7 @@ def differing_names(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
             continue
         for name in names:
             yield Problem(
-                f"{name}: a value in {here}, missing in {there}", f"value-{code}", tensor=name
+                f"{name}: a value in {side}, missing in {other_side}", f"value-{code}", tensor=name
             )
 
 
@@ -147,12 +147,12 @@ def differing_type(one: TensorEntry, other: TensorEntry, options: CompareOptions
     types = one.dtype, other.dtype
     if types[0] == types[1]:
         return None
-    if options.tolerance is not None and all(each.is_numeric for each in types):
+    if options.tolerance is not None and all(dtype.is_numeric for dtype in types):
         return None
     if options.cast and differ_in_type_alone(one, other):
         return None
-    mine, theirs = (short_name(dtype.name) for dtype in types)
-    message = f"{one.name}: A {mine}, B {theirs}"
+    names = [short_name(dtype.name) for dtype in types]
+    message = f"{one.name}: A {names[0]}, B {names[1]}"
     return Problem(message, "dtype-differs", tensor=one.name)
 
 
@@ -162,61 +162,62 @@ def differ_in_type_alone(one: TensorEntry, other: TensorEntry) -> bool:
     return one.shape == other.shape and is_weight and other.dtype.kind == "float"
 
 
-def nothing_compared(mine: Catalog, theirs: Catalog, *, alike: bool) -> Problem:
-    """Return why no tensor was compared; if some are ``alike``, they could have been."""
-    both = mine.tensors.keys() & theirs.tensors.keys()
-    if alike or not both:
-        return Problem("none can be read" if alike else "no name is in both", NOTHING_COMPARED)
-    text = f"{plural(len(both), 'name')} in both, of other shapes or types"
-    only_types = any(differ_in_type_alone(mine.tensors[n], theirs.tensors[n]) for n in both)
+def nothing_compared(one: Catalog, other: Catalog, *, has_matches: bool) -> Problem:
+    """Return why no tensor was compared; with matches, some could be, but cannot be read."""
+    common = one.tensors.keys() & other.tensors.keys()
+    if has_matches or not common:
+        cause = "none can be read" if has_matches else "no name is in both"
+        return Problem(cause, NOTHING_COMPARED)
+    text = f"{plural(len(common), 'name')} in both, of other shapes or types"
+    only_types = any(differ_in_type_alone(one.tensors[n], other.tensors[n]) for n in common)
     hint = "--cast compares weights of other types" if only_types else "`ckptool diff` lists them"
     return Problem(text, NOTHING_COMPARED).with_hint(hint)
 
 
-def differing_values(mine: Catalog, theirs: Catalog) -> Iterator[Problem]:
+def differing_values(one: Catalog, other: Catalog) -> Iterator[Problem]:
     """Yield a problem for each common value that differs, or cannot be compared."""
-    for name in common_values(mine, theirs):
-        one, other = mine.objects[name].value, theirs.objects[name].value
-        if isinstance(one, Repeated) or isinstance(other, Repeated):
+    for name in common_values(one, other):
+        value, other_value = one.objects[name].value, other.objects[name].value
+        if isinstance(value, Repeated) or isinstance(other_value, Repeated):
             message = f"{name}: a value that contains itself; not compared"
             yield Problem(message, "value-not-compared", tensor=name)
-        elif value_digest(one, name) != value_digest(other, name):
-            yield Problem(f"{name}: {difference(one, other)}", "value-differs", tensor=name)
+        elif value_digest(value, name) != value_digest(other_value, name):
+            yield Problem(f"{name}: {difference(value, other_value)}", "value-differs", tensor=name)
 
 
 def differing_texts(
-    mine: Catalog, theirs: Catalog, is_dropped: Callable[[str], bool]
+    one: Catalog, other: Catalog, is_dropped: Callable[[str], bool]
 ) -> Iterator[Problem]:
     """Yield a problem for each text in headers that differs, or that only one side has.
 
-    What the first has no place for is no difference.
+    If the first's format has no place for texts, those that only the other has are no difference.
     """
-    ours, others = texts_of(mine), texts_of(theirs)
-    both_have = FORMATS[mine.format].writing.has_metadata
-    for key in sorted({*ours, *others} if both_have else ours):
-        both = [sorted(texts.get(key, ())) for texts in (ours, others)]
-        if both[0] != both[1] and not is_dropped(key):
-            shown = [" and ".join(map(short_text, texts)) or "nothing" for texts in both]
+    sides = texts_of(one), texts_of(other)
+    both_have = FORMATS[one.format].writing.has_metadata
+    for key in sorted({*sides[0], *sides[1]} if both_have else sides[0]):
+        values = [sorted(texts.get(key, ())) for texts in sides]
+        if values[0] != values[1] and not is_dropped(key):
+            shown = [" and ".join(map(short_text, texts)) or "nothing" for texts in values]
             yield Problem(f"metadata {key}: A {shown[0]}, B {shown[1]}", "metadata-differs")
 
 
-def common_values(mine: Catalog, theirs: Catalog) -> list[str]:
+def common_values(one: Catalog, other: Catalog) -> list[str]:
     """Return the names of the values that both sides have."""
-    return [name for name in mine.objects if name in theirs.objects]
+    return [name for name in one.objects if name in other.objects]
 
 
 def readable(
     opened: OpenedCheckpoint, catalog: Catalog, opens: Opens = Opens.AT_ONCE
 ) -> tuple[Catalog, dict[str, Problem]]:
-    """Return the catalog's tensors with containers opened, and why others cannot be read.
+    """Return the catalog's tensors with containers opened, and why some cannot be read, by name.
 
     ``catalog`` is that of ``opened``, rewritten or not. No tensor byte is read.
     """
     gaps = {entry.name: coverage_problem(entry) for entry in catalog.tensors.values()}
-    lost = {name: problem for name, problem in gaps.items() if problem is not None}
-    tiled = {name: entry for name, entry in catalog.tensors.items() if name not in lost}
+    problems = {name: gap for name, gap in gaps.items() if gap is not None}
+    tiled = {name: entry for name, entry in catalog.tensors.items() if name not in problems}
     try:
-        return opened.open_containers(catalog.with_tensors(tiled), opens), lost
+        return opened.open_containers(catalog.with_tensors(tiled), opens), problems
     except (Unsupported, Damaged, Hostile):
         pass  # then each tensor by itself, to find those that cannot be opened
     tensors: dict[str, TensorEntry] = {}
@@ -225,18 +226,18 @@ def readable(
         try:
             located = opened.open_containers(catalog.with_tensors({name: entry}))
         except (Unsupported, Damaged, Hostile) as error:
-            lost[name] = error.problems[0]
+            problems[name] = error.problems[0]
         else:
             tensors |= located.tensors
             objects |= located.objects
-    return replace(catalog, tensors=tensors, objects=objects), lost
+    return replace(catalog, tensors=tensors, objects=objects), problems
 
 
 def stored_problems(
     reads: CheckedSource, entries: Iterable[TensorEntry], workers: int
 ) -> Iterator[Problem]:
     """Yield wrong checksums of the bytes read for tensors, and differing copies."""
-    stored = [each for entry in entries for each in stored_tensors(entry)]
+    stored = [tensor for entry in entries for tensor in stored_tensors(entry)]
     try:
         yield from reads.problems(stored, workers)
         yield from differing_replicas(stored, reads.files, workers)
@@ -255,23 +256,21 @@ def differing_companions(
     is quantized: tensors are compared separately. Raises NotFound if a file cannot be read,
     UsageError if there are no assets.
     """
-    mine, theirs = _companions(one), _companions(other)
+    files, other_files = _companions(one), _companions(other)
     assets = rewriting.map.assets
     besides: tuple[str, ...] = DTYPE_KEYS
     if assets is not None:
         source, sizes = assets_in(assets)
-        mine |= {name: _Companion(source, name, size) for name, size in sizes.items()}
+        files |= {name: _Companion(source, name, size) for name, size in sizes.items()}
     if rewriting.dequantize or is_plain(other.catalog):
         besides += QUANTIZATION_KEYS
-        mine = {name: each for name, each in mine.items() if name not in QUANTIZATION_FILES}
-    for name, companion in mine.items():
-        counter = theirs.get(name)
-        if counter is None:
+        files = {name: file for name, file in files.items() if name not in QUANTIZATION_FILES}
+    for name, file in files.items():
+        other_file = other_files.get(name)
+        if other_file is None:
             yield Problem(f"{name}: a file in A, missing in B", "companion-missing", file=name)
-        elif not companion.equals(counter, besides):
-            yield Problem(
-                f"{name}: {companion.difference(counter)}", "companion-differs", file=name
-            )
+        elif not file.equals(other_file, besides):
+            yield Problem(f"{name}: {file.difference(other_file)}", "companion-differs", file=name)
 
 
 class _Companion(Struct, frozen=True):

@@ -35,28 +35,28 @@ class StepPair(Struct, frozen=True):
         names = (n for n in one.source.files if "/" not in n and n.endswith(_CONFIGS))
         for name in (name for name in names if name in other.source.files):
             try:
-                both = [object_in(run.source, name) for run in self.runs]
+                configs = [object_in(run.source, name) for run in self.runs]
             except Damaged:
                 continue
-            if value_text(both[0], name) != value_text(both[1], name):
-                yield Problem(f"{name}: {difference(*both)}", "companion-differs", file=name)
+            if value_text(configs[0], name) != value_text(configs[1], name):
+                yield Problem(f"{name}: {difference(*configs)}", "companion-differs", file=name)
 
 
 def newest_of_both(one: Location, other: Location, options: ReadOptions) -> StepPair | None:
     """Return the newest step that two runs have, complete in both; None if one is no run.
 
-    A step is the same in both if its name, or what that counts, is. UsageError if there is none.
+    A step is the same in both if its name is, or the number in it. UsageError if there is none.
     """
     if not (_is_of_steps(one) and _is_of_steps(other)):
         return None
     runs = open_run(one, options), open_run(other, options)
     assessors = [Assessor(run, VerifyOptions(read=options, quick=True)) for run in runs]
-    theirs = {key: step for step in runs[1].steps for key in _keys(step, runs[1])}
+    other_steps = {key: step for step in runs[1].steps for key in _keys(step, runs[1])}
     for step in reversed(runs[0].steps):
-        same = next((theirs[key] for key in _keys(step, runs[0]) if key in theirs), None)
-        if same is None or max(len(step.parts), len(same.parts)) > 1:
+        twin = next((other_steps[key] for key in _keys(step, runs[0]) if key in other_steps), None)
+        if twin is None or max(len(step.parts), len(twin.parts)) > 1:
             continue
-        pair = step, same
+        pair = step, twin
         if all(a.assess(s).report.ok for a, s in zip(assessors, pair, strict=True)):
             return StepPair(runs, pair)
     raise UsageError(
@@ -83,7 +83,7 @@ def _is_of_steps(place: Location) -> bool:
 
 
 def _keys(step: Step, run: Run) -> list[object]:
-    """Return what names a step in its run: its path, and what that counts."""
+    """Return what names a step in its run: its path, and the numbers in its name."""
     position = step.position
     numbers = (position.stage, position.epoch, position.step)
     return [within(step.path, run.path), *([numbers] if position else [])]

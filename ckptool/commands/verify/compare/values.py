@@ -55,29 +55,29 @@ def value_digest(value: Any, name: str) -> str:
 
 
 def difference(one: object, other: object) -> str:
-    """Return how two different values differ: of lists and dicts, their first items that do."""
-    found = list(islice(_differences(one, other, ""), _MOST_SHOWN + 1))
-    more = "; and more" if len(found) > _MOST_SHOWN else ""
-    return f"{'; '.join(found[:_MOST_SHOWN])}{more}" if found else _both("", one, other)
+    """Return how two unequal values differ: of lists and dicts, their first items that differ."""
+    texts = list(islice(_differences(one, other, ""), _MOST_SHOWN + 1))
+    end = "; and more" if len(texts) > _MOST_SHOWN else ""
+    return f"{'; '.join(texts[:_MOST_SHOWN])}{end}" if texts else _both("", one, other)
 
 
 def _differences(one: object, other: object, at: str) -> Iterator[str]:
     """Yield how two values differ, by the place of each item in them."""
-    mine, theirs = _items(one), _items(other)
-    if type(one) is not type(other) or mine is None or theirs is None:
+    items, other_items = _items(one), _items(other)
+    if type(one) is not type(other) or items is None or other_items is None:
         if value_text(one, at) != value_text(other, at):
             yield _both(at, one, other)
         return
-    if not isinstance(one, dict) and len(mine) != len(theirs):
-        yield f"{at} A {len(mine):,} items, B {len(theirs):,}".lstrip()
-    for key, value in mine.items():
-        if key in theirs:
-            yield from _differences(value, theirs[key], f"{at}[{short_text(key)}]")
+    if not isinstance(one, dict) and len(items) != len(other_items):
+        yield f"{at} A {len(items):,} items, B {len(other_items):,}".lstrip()
+    for key, value in items.items():
+        if key in other_items:
+            yield from _differences(value, other_items[key], f"{at}[{short_text(key)}]")
         elif isinstance(one, dict):
             yield f"{at}[{short_text(key)}] only A: {short_text(value)}"
     if isinstance(one, dict):
-        for key in (key for key in theirs if key not in mine):
-            yield f"{at}[{short_text(key)}] only B: {short_text(theirs[key])}"
+        for key in (key for key in other_items if key not in items):
+            yield f"{at}[{short_text(key)}] only B: {short_text(other_items[key])}"
 
 
 def _items(value: object) -> dict[Any, Any] | None:

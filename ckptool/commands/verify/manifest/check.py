@@ -51,7 +51,7 @@ def check_manifest(
         summary = f"FAILED: cannot be read, so not compared with {recorded_in}"
         return replace(verification.report(), ok=False, summary=summary)
     aligned = align(opened, rewriting, manifest_catalog(manifest), recorded_in)
-    made, chosen = aligned.made, aligned.theirs
+    made, chosen = aligned.result, aligned.counterpart
     recorded = manifest if rewriting == RewriteOptions() else narrowed(manifest, chosen)
     sizes = file_sizes(opened.catalog)
     files = [name for name, proof in recorded.files.items() if sizes.get(name) == proof.nbytes]
