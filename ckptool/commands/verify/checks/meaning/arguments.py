@@ -1,10 +1,10 @@
-"""Whether what describes a model has the tensors beside it: sizes, layers, experts, all of a layer.
+"""Whether a model's description fits the tensors beside it: sizes, layers, experts, whole layers.
 
-Those are Megatron-LM's arguments, and a config.json of a known architecture.
+Descriptions are Megatron-LM's arguments, and a config.json of a known architecture.
 
-A load builds the model of these arguments, and then finds tensors of other shapes. That is so of
-the formats that Megatron loads: elsewhere, arguments are a record of where tensors came from, as in
-the file of one rank, which has a part of them.
+Megatron builds the model of its arguments, and then fails to load tensors of other shapes. In
+formats that it does not load, arguments are a record of where tensors came from, as in the file of
+one rank, which has a part of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NORM = rf"{_MODEL}decoder\.final_(?:layer)?norm\.weight"
 
 
 class _Size(NamedTuple):
-    """An argument, and the dim that is as large, from the last, of tensors of a name."""
+    """An argument, and the dim that it is the size of, from the last, of tensors of a name."""
 
     argument: str
     tensors: str
@@ -65,8 +65,8 @@ def argument_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
         return
     for argument, tensors, dim in _SIZES:
         size, pattern = size_in(arguments, argument), re.compile(tensors)
-        found = (e for name, e in catalog.tensors.items() if size and pattern.fullmatch(name))
-        odd = (e for e in found if len(e.shape) >= -dim and e.shape[dim] != size)
+        entries = (e for name, e in catalog.tensors.items() if size and pattern.fullmatch(name))
+        odd = (e for e in entries if len(e.shape) >= -dim and e.shape[dim] != size)
         for entry in list(odd)[:1]:
             message = f"args say {argument} {size:,}, but {entry.name} is {list(entry.shape)}"
             yield Problem(message, "config-mismatch", tensor=entry.name)
@@ -74,25 +74,25 @@ def argument_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
 
 
 def _of_layers(arguments: Record, catalog: Catalog) -> Iterator[Problem]:
-    """Yield a problem if layers are more or fewer than the arguments say, or one is not there.
+    """Yield a problem if layers are more or fewer than the arguments say, or one is missing.
 
-    The last ones may have been left out on purpose, as of a model that is made smaller.
+    The last layers may have been left out on purpose, to make a model smaller.
     """
-    said = size_in(arguments, "num_layers")
-    if said is None or any(arguments.get(name) for name in _OTHERWISE):
+    count = size_in(arguments, "num_layers")
+    if count is None or any(arguments.get(name) for name in _OTHERWISE):
         return
     numbers = {int(m[1]) for m in map(_NUMBERED.fullmatch, catalog.tensors) if m}
     stacked = [e for name, e in catalog.tensors.items() if _is_stacked(name, e)]
     if numbers:
-        missing = sorted(set(range(said)) - numbers)
-        if len(numbers) != said or missing:
+        missing = sorted(set(range(count)) - numbers)
+        if len(numbers) != count or missing:
             which = f", without {missing[0]}" if missing else ""
-            message = f"args say num_layers {said:,}, but there are {len(numbers):,} of"
+            message = f"args say num_layers {count:,}, but there are {len(numbers):,} of"
             message += f" decoder.layers{which}"
-            is_shorter = numbers == set(range(len(numbers))) and len(numbers) < said
+            is_shorter = numbers == set(range(len(numbers))) and len(numbers) < count
             yield Problem(message, "layers-fewer" if is_shorter else "config-mismatch")
-    for entry in [e for e in stacked if not numbers and e.shape[0] != said][:1]:
-        message = f"args say num_layers {said:,}, but {entry.name} is {list(entry.shape)}"
+    for entry in [e for e in stacked if not numbers and e.shape[0] != count][:1]:
+        message = f"args say num_layers {count:,}, but {entry.name} is {list(entry.shape)}"
         yield Problem(message, "config-mismatch", tensor=entry.name)
 
 
@@ -109,11 +109,11 @@ _PART = 4
 
 
 def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
-    """Yield a problem if a layer lacks what the model of config.json has in it, and others have.
+    """Yield a problem if a layer lacks a tensor that config.json's model and other layers have.
 
-    So it is if what precedes or follows all its layers is missing, or of a layer has another shape.
-    With any tensor that this model has not, it is another one, whatever its config says, and where
-    much is missing, some was left out on purpose, as a head is of a model that embeds.
+    The same goes for tensors before and after the layers, and for shapes unlike other layers'. With
+    any tensor that this model does not have, it is another model, whatever its config says, and
+    where much is missing, it was left out on purpose, as the head is of a model that embeds.
     """
     config: Record = {}
     if surveyed.format.loading.config is not None:
@@ -122,24 +122,24 @@ def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem
     expected = shapes_of(config)
     if not expected:
         return
-    known = {name for name in catalog.tensors if not name.endswith(_COMPUTED)}
-    if not known or not known <= expected.keys():
+    tensors = {name for name in catalog.tensors if not name.endswith(_COMPUTED)}
+    if not tensors or not tensors <= expected.keys():
         return
-    lost = expected.keys() - known - catalog.conflicts.keys() - shared_names(catalog)
+    missing = expected.keys() - tensors - catalog.conflicts.keys() - shared_names(catalog)
     places = [match for match in map(_OF_LAYER.fullmatch, expected) if match]
-    layers = {match[1] for match in places if match[0] in known}
-    having = Counter(match[2] for match in places if match[0] in known)
-    lacking = Counter(match[2] for match in places if match[0] in lost)
-    found = (match for match in places if match[0] in lost and match[1] in layers)
-    names = [match[0] for match in found if lacking[match[2]] <= having[match[2]]]
+    layers = {match[1] for match in places if match[0] in tensors}
+    having = Counter(match[2] for match in places if match[0] in tensors)
+    lacking = Counter(match[2] for match in places if match[0] in missing)
+    gaps = (match for match in places if match[0] in missing and match[1] in layers)
+    names = [match[0] for match in gaps if lacking[match[2]] <= having[match[2]]]
     says = f"{CONFIG} says {class_of(config)}, but"
     for name, shape in _misshapen(places, expected, catalog):
         message = f"{says} {name} is {shape}, not {list(expected[name])} as in other layers"
         yield Problem(message, "config-mismatch", file=CONFIG, tensor=name)
-    if 0 < _PART * len(names) <= len(known):
+    if 0 < _PART * len(names) <= len(tensors):
         message = f"{says} {list_some(names, _FEW)} not found, which other layers have"
         yield Problem(message, "config-mismatch", file=CONFIG)
-    outside = lost - {HEAD} - ({_EMBEDDING} if HEAD in known and is_tied(config) else set())
+    outside = missing - {HEAD} - ({_EMBEDDING} if HEAD in tensors and is_tied(config) else set())
     if outside and outside.isdisjoint(match[0] for match in places):
         message = f"{says} {list_some(sorted(outside), _FEW)} not found, and all layers are there"
         yield Problem(message, "config-mismatch", file=CONFIG)
@@ -148,10 +148,10 @@ def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem
 def _misshapen(
     places: Sequence[re.Match[str]], expected: Shapes, catalog: Catalog
 ) -> Iterator[tuple[str, list[int]]]:
-    """Yield what a layer has, but not empty, in another shape than expected, which others have."""
-    found = [match for match in places if match[0] in catalog.tensors]
-    shapes = {match[0]: catalog.tensors[match[0]].shape for match in found}
-    fitting = {match[2] for match in found if shapes[match[0]] == expected[match[0]]}
-    for name, _, kind in ((match[0], *match.groups()) for match in found):
+    """Yield the tensors, but empty ones, that lack the expected shape which other layers' have."""
+    matches = [match for match in places if match[0] in catalog.tensors]
+    shapes = {match[0]: catalog.tensors[match[0]].shape for match in matches}
+    fitting = {match[2] for match in matches if shapes[match[0]] == expected[match[0]]}
+    for name, _, kind in ((match[0], *match.groups()) for match in matches):
         if shapes[name] != expected[name] and kind in fitting and 0 not in shapes[name]:
             yield name, list(shapes[name])

@@ -51,7 +51,7 @@ _SCALINGS = 200
 
 
 def count_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
-    """Yield what parts of a checkpoint count that is not what its step counts."""
+    """Yield the counts in parts of a checkpoint that do not agree with its step."""
     values = values_of(surveyed.source, catalog)
     for trainer, step in trainers_of(surveyed, catalog, values):
         samples = number_in(values, trainer.samples)
@@ -74,33 +74,33 @@ def optimizer_step_problems(
     if optimizer is surveyed.catalog:
         yield from _of_rates(optimizer, read)
     are_several = optimizer is not surveyed.catalog or len(optimizer.files) > 1
-    each = steps_of_each(optimizer, read)
-    values = values_of(surveyed.source, surveyed.catalog) if each else {}
-    for trainer, step in trainers_of(surveyed, surveyed.catalog, values) if each else ():
+    totals = steps_of_each(optimizer, read)
+    values = values_of(surveyed.source, surveyed.catalog) if totals else {}
+    for trainer, step in trainers_of(surveyed, surveyed.catalog, values) if totals else ():
         if trainer.counts:
-            yield from _of_all(each, values, step)
-        steps, taken = step - (number_in(values, trainer.skipped) or 0), max(each.values())
+            yield from _of_all(totals, values, step)
+        steps, total = step - (number_in(values, trainer.skipped) or 0), max(totals.values())
         count = number_in(values, trainer.stepped)
-        if count is None or not 0 < taken < UNCOUNTED:
+        if count is None or not 0 < total < UNCOUNTED:
             continue
         is_other = are_several and steps > 0 and _has_other_rate(trainer, values, optimizer)
-        message = f"the optimizer has taken {taken:,g} steps, but {trainer.step} is {step:,}"
+        message = f"the optimizer has taken {total:,g} steps, but {trainer.step} is {step:,}"
         if is_other and count != step:
             message = f"{trainer.stepped} is {count:,}, but {trainer.step} is {step:,}, and the"
             message += " optimizer has another learning rate than it gave: they are of two saves"
             yield Problem(message, _DIFFER)
-        elif is_other and not steps <= taken <= steps + 1:
+        elif is_other and not steps <= total <= steps + 1:
             yield Problem(f"{message}: they are of two saves", _DIFFER)
-        elif count == step and taken < steps:
-            message = f"the optimizer has taken {taken:,g} of {steps:,} steps: it was begun again,"
+        elif count == step and total < steps:
+            message = f"the optimizer has taken {total:,g} of {steps:,} steps: it was begun again,"
             yield Problem(f"{message} or is of an earlier save", "counts-apart")
-        elif count == step and taken > steps + 1 and not trainer.may_take_more:
+        elif count == step and total > steps + 1 and not trainer.may_take_more:
             message += ": it had taken some before, or takes several at a time"
             yield Problem(message, "counts-apart")
 
 
 def steps_of_each(optimizer: Catalog, read: Mapping[str, float]) -> Mapping[str, float]:
-    """Return the most steps that the parameters of each optimizer have, also if no tensors."""
+    """Return how many steps each optimizer has taken, as tensors that were read or values count."""
     steps = dict(read)
     for name, entry in optimizer.objects.items():
         of = StateName.of(name)
@@ -109,31 +109,31 @@ def steps_of_each(optimizer: Catalog, read: Mapping[str, float]) -> Mapping[str,
     return steps
 
 
-def _of_all(taken: Mapping[str, float], values: Values, step: int) -> Iterator[Problem]:
-    """Yield a problem if optimizers have taken fewer steps than they did together.
+def _of_all(totals: Mapping[str, float], values: Values, step: int) -> Iterator[Problem]:
+    """Yield a problem if all optimizers together have taken fewer steps than the trainer counts.
 
-    Steps that loss scaling skips are counted, and so may be one of no gradients (SWA).
+    Steps that loss scaling skips are counted, and so may be one without gradients (SWA).
     """
     is_scaled = any(_SCALER.fullmatch(name) for name in values)
     groups = sum(bool(_FIRST_RATE.fullmatch(name)) for name in values)
-    if not is_scaled and groups == len(taken) and sum(taken.values()) + _FIRST < step:
-        yield _fewer_than_all(taken, step, "optimizers")
+    if not is_scaled and groups == len(totals) and sum(totals.values()) + _FIRST < step:
+        yield _fewer_than_all(totals, step, "optimizers")
 
 
-def _fewer_than_all(taken: Mapping[str, float], step: int, what: str) -> Problem:
-    each = ", ".join(f"{count:,g} of {name}" for name, count in taken.items())
-    message = f"{each} are fewer than the {step:,} steps of all {what}: one was begun again, or is"
+def _fewer_than_all(totals: Mapping[str, float], step: int, what: str) -> Problem:
+    sums = ", ".join(f"{count:,g} of {name}" for name, count in totals.items())
+    message = f"{sums} are fewer than the {step:,} steps of all {what}: one was begun again, or is"
     return Problem(f"{message} of an earlier save", "counts-apart")
 
 
 def _has_other_rate(trainer: Trainer, values: Values, optimizer: Catalog) -> bool:
-    """Return whether an optimizer's learning rate is none that its scheduler has given last.
+    """Return whether an optimizer's learning rate is not among those its scheduler gave last.
 
-    Else nothing tells that it is of another save: users set the step, its samples and its schedule.
+    Without that, nothing tells that it is of another save: users set steps, samples and schedules.
     """
-    given, entries = values.get(trainer.rates), map(optimizer.objects.get, _RATES)
+    rates, entries = values.get(trainer.rates), map(optimizer.objects.get, _RATES)
     rate = next((entry.value for entry in entries if entry), None)
-    return isinstance(rate, float) and isinstance(given, list) and rate not in given
+    return isinstance(rate, float) and isinstance(rates, list) and rate not in rates
 
 
 def _of_rates(catalog: Catalog, read: Mapping[str, float]) -> Iterator[Problem]:
@@ -144,12 +144,12 @@ def _of_rates(catalog: Catalog, read: Mapping[str, float]) -> Iterator[Problem]:
     counted others than all steps, of this process or of all.
     """
     values = {name: entry.value for name, entry in catalog.objects.items()}
-    own = {name: value for name, value in values.items() if _OWN_RATE.fullmatch(name)}
-    given = {m[1]: values[name] for name in values if (m := _GIVEN_RATES.fullmatch(name))}
-    odd = [name for name, rates in given.items() if _are_other(rates, own.values())]
-    optimizers = {name.partition(".")[0] for name in own}
-    is_theirs = catalog.info.get("writer") == _ACCELERATE
-    if not odd or not is_theirs or len(odd) < len(given) != len(optimizers):
+    rates = {name: value for name, value in values.items() if _OWN_RATE.fullmatch(name)}
+    schedules = {m[1]: values[name] for name in values if (m := _GIVEN_RATES.fullmatch(name))}
+    odd = [name for name, last_rates in schedules.items() if _is_unused(last_rates, rates.values())]
+    optimizers = {name.partition(".")[0] for name in rates}
+    is_accelerate = catalog.info.get("writer") == _ACCELERATE
+    if not odd or not is_accelerate or len(odd) < len(schedules) != len(optimizers):
         return
     steps = int(max(steps_of_each(catalog, read).values(), default=0))
     for name in odd if _FIRST <= steps < UNCOUNTED else ():
@@ -159,22 +159,23 @@ def _of_rates(catalog: Catalog, read: Mapping[str, float]) -> Iterator[Problem]:
         message = f"{name}.last_epoch is {count:,}, but the optimizer has taken {steps:,} steps,"
         message += " and has another learning rate than it gave"
         if count == 0:
-            is_larger = max(own.values()) > max(given[name])
+            is_larger = max(rates.values()) > max(schedules[name])
             code = _DIFFER if is_larger else "counts-apart"
             yield Problem(f"{message}: it would begin again", code)
         elif count not in (steps, steps * (catalog.world_size or 1)) and _SLOW * count > steps:
             yield Problem(f"{message}: they are of two saves", _DIFFER)
 
 
-def _are_other(given: object, own: Collection[object]) -> bool:
-    """Return whether rates were given of which nothing has one, if all are numbers."""
-    rates = given if isinstance(given, list) else []
-    are_numbers = all(type(rate) is float for rate in (*rates, *own))
-    return bool(rates and own) and are_numbers and not any(rate in rates for rate in own)
+def _is_unused(last_rates: object, rates: Collection[object]) -> bool:
+    """Return whether no optimizer has a rate that a scheduler gave last, if all are numbers."""
+    scheduled = last_rates if isinstance(last_rates, list) else []
+    are_numbers = all(type(rate) is float for rate in (*scheduled, *rates))
+    has_none = not any(rate in scheduled for rate in rates)
+    return bool(scheduled and rates) and are_numbers and has_none
 
 
 def _of_step(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
-    """Yield what is counted beside a step that it contradicts."""
+    """Yield the counts beside a step that contradict it."""
     yield from _of_counts(trainer, values, path, step)
     yield from _of_engine(trainer, values, step)
     for schedule in trainer.schedules:
@@ -183,12 +184,12 @@ def _of_step(trainer: Trainer, values: Values, path: Location, step: int) -> Ite
 
 
 def _of_counts(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
-    """Yield a problem if the step is none of the counts of the trainer, or that of another name."""
+    """Yield a problem if the step is none of the trainer's counts, or not that of the name."""
     counts = {name: n for name in trainer.counts if (n := number_in(values, name)) is not None}
     if not counts or step in counts.values():
         yield from _of_name(trainer, values, path, step)
         return
-    name = max(counts, key=lambda each: counts[each])
+    name = max(counts, key=counts.__getitem__)
     message = f"{trainer.step} is {step:,}, but {name} is {counts[name]:,}, which a resume goes on"
     yield Problem(f"{message} from", "counts-differ")
 
@@ -199,18 +200,18 @@ def _of_name(trainer: Trainer, values: Values, path: Location, step: int) -> Ite
     It may have been renamed, and the run's pointer with it, unless a scheduler counts what the
     folder does.
     """
-    found = re.fullmatch(rf"(?:.*/)?({trainer.name})", f"{path.parent.name}/{path.name}")
-    named = int(found[2]) if found else step
-    if found is None or abs(named - step) <= 1 or (trainer.lags and step < named):
+    match = re.fullmatch(rf"(?:.*/)?({trainer.name})", f"{path.parent.name}/{path.name}")
+    number = int(match[2]) if match else step
+    if match is None or abs(number - step) <= 1 or (trainer.lags and step < number):
         return
     what = "folder" if path.is_dir() else "file"
-    message = f"{trainer.step} is {step:,}, but the {what} is {found[1]}"
+    message = f"{trainer.step} is {step:,}, but the {what} is {match[1]}"
     counts = (schedule.name for schedule in trainer.schedules)
-    count = next((name for name in counts if number_in(values, name) == named), None)
+    count = next((name for name in counts if number_in(values, name) == number), None)
     if count is not None:
-        message += f", and {count} is {named:,}: they are of two saves"
+        message += f", and {count} is {number:,}: they are of two saves"
         yield Problem(message, "counts-differ")
-    elif trainer.pointer and _pointed(path.parent / trainer.pointer) == named:
+    elif trainer.pointer and _pointed(path.parent / trainer.pointer) == number:
         message += f", as {trainer.pointer} says: a resume goes on from {step:,}"
         yield Problem(message, "counts-apart")
     else:
@@ -226,7 +227,7 @@ def _pointed(pointer: Location) -> int | None:
 
 
 def _of_engine(trainer: Trainer, values: Values, step: int) -> Iterator[Problem]:
-    """Yield a problem if what steps for a trainer has counted fewer steps, as of an earlier save.
+    """Yield a problem if a trainer's engine has counted fewer steps, as of an earlier save.
 
     More than one may be a step of the trainer, as of TRL's PPO.
     """
@@ -274,13 +275,13 @@ def _of_schedule(
 
 
 def _of_schedules(schedule: Schedule, values: Values, step: int) -> Iterator[Problem]:
-    """Yield a problem if several schedulers have stepped fewer times than they did together."""
-    one = re.compile(rf"({re.escape(schedule.name.partition('.0.')[0])}\.\d+)\..+")
-    heads = dict.fromkeys(match[1] for match in map(one.fullmatch, values) if match)
+    """Yield a problem if several schedulers together have stepped fewer times than training."""
+    pattern = re.compile(rf"({re.escape(schedule.name.partition('.0.')[0])}\.\d+)\..+")
+    heads = dict.fromkeys(match[1] for match in map(pattern.fullmatch, values) if match)
     calls = {head: number_in(values, f"{head}._step_count") for head in heads}
-    taken = {head: number - 1 for head, number in calls.items() if number is not None}
-    if len(taken) == len(heads) and sum(taken.values()) < step:
-        yield _fewer_than_all(taken, step, "schedulers")
+    steps = {head: number - 1 for head, number in calls.items() if number is not None}
+    if len(steps) == len(heads) and sum(steps.values()) < step:
+        yield _fewer_than_all(steps, step, "schedulers")
 
 
 def _has_stepped(schedule: Schedule, scheduler: str, values: Values) -> bool:
@@ -301,7 +302,7 @@ def _is_in_second(epochs: object) -> bool:
 
 
 def _of_data(trainer: Trainer, values: Values, step: int) -> Iterator[Problem]:
-    """Yield a problem if less data was seen than one sample a step, or not a batch a step."""
+    """Yield a problem if samples are fewer than steps, or not a constant batch for each step."""
     samples, batch = number_in(values, trainer.samples), number_in(values, trainer.batch)
     if not samples or samples < 0:
         return  # older versions did not count them

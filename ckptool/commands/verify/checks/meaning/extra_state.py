@@ -44,8 +44,8 @@ States = Mapping[str, Sequence[TensorEntry]]
 """The moments of each parameter: by its name, or by its number among those of an optimizer."""
 Models = Mapping[str, TensorEntry]
 """The model's tensors, by name and by name without the first step."""
-Known = Mapping[str, set[str]]
-"""The names of the model's tensors that a parameter may be."""
+Weights = Mapping[str, set[str]]
+"""The names of the model's tensors that each parameter may be."""
 
 
 def unfit_state_problems(catalog: Catalog) -> Iterator[Problem]:
@@ -53,51 +53,51 @@ def unfit_state_problems(catalog: Catalog) -> Iterator[Problem]:
 
     A resume ignores it, or the optimizer is another model's.
     """
-    named: dict[str, list[TensorEntry]] = defaultdict(list)
-    numbered: dict[str, dict[str, list[TensorEntry]]] = defaultdict(lambda: defaultdict(list))
+    by_name: dict[str, list[TensorEntry]] = defaultdict(list)
+    by_number: dict[str, dict[str, list[TensorEntry]]] = defaultdict(lambda: defaultdict(list))
     for name, of in moments_in(catalog.tensors):
         entry = catalog.tensors[name]
         if state_category(entry) != "optimizer":
             continue
         if of.parameter.isdigit():
-            numbered[of.optimizer][of.parameter].append(entry)
+            by_number[of.optimizer][of.parameter].append(entry)
         else:
-            named[of.parameter].append(entry)
-    if named:
+            by_name[of.parameter].append(entry)
+    if by_name:
         models = models_by_tail(catalog.tensors)
-        known = {parameter: _of_model(parameter, models) for parameter in named}
-        yield from _problem(_beside_the_model(catalog, named, models, known), "the model does")
-        yield from _lacking(catalog, models, known)
+        weights = {parameter: _of_model(parameter, models) for parameter in by_name}
+        yield from _problem(_foreign_states(catalog, by_name, models, weights), "the model does")
+        yield from _lacking(catalog, models, weights)
     groups: dict[str, list[Group]] = defaultdict(list)
-    for group in groups_of(catalog) if numbered else ():
+    for group in groups_of(catalog) if by_number else ():
         groups[group.optimizer].append(group)
-    for optimizer, states in numbered.items():
-        numbers = {str(n) for each in groups[optimizer] for n in each.parameters if type(n) is int}
+    for optimizer, states in by_number.items():
+        numbers = {str(n) for g in groups[optimizer] for n in g.parameters if type(n) is int}
         if numbers:
-            extra = {number: own for number, own in states.items() if number not in numbers}
+            extra = {number: moments for number, moments in states.items() if number not in numbers}
             yield from _problem(extra, "the optimizer's groups do")
-        if len(without := numbers - states.keys()) == 1 and not has_experts(catalog):
-            yield from _without_its_like(without.pop(), groups[optimizer], states)
+        if len(gaps := numbers - states.keys()) == 1 and not has_experts(catalog):
+            yield from _gap_among_twins(gaps.pop(), groups[optimizer], states)
 
 
-def _without_its_like(number: str, groups: Iterable[Group], states: States) -> Iterator[Problem]:
-    """Yield a problem if the one parameter without state is in the middle of a row of its like.
+def _gap_among_twins(number: str, groups: Iterable[Group], states: States) -> Iterator[Problem]:
+    """Yield a problem if the one parameter without state has twins with state around it.
 
-    Numbers are in the order of a model, so what precedes and follows it says what it is: in other
-    layers, before and after, that has state.
+    Numbers are in the order of a model, so the shapes before and after a parameter tell what it is.
+    Its twins, with the same shapes around them, are in layers before and after.
     """
-    group = next(each for each in groups if number in map(str, each.parameters))
+    group = next(g for g in groups if number in map(str, g.parameters))
     shapes = [states[n][0].shape if n in states else None for n in map(str, group.parameters)]
     at = shapes.index(None)
-    beside = [
-        here
-        for here in range(_BESIDE, len(shapes) - _BESIDE)
-        if here != at and _around(shapes, here) == _around(shapes, at)
+    twins = [
+        place
+        for place in range(_BESIDE, len(shapes) - _BESIDE)
+        if place != at and _around(shapes, place) == _around(shapes, at)
     ]
     is_inside = _BESIDE <= at < len(shapes) - _BESIDE
-    if is_inside and len(beside) >= _LAYERS and min(beside) < at < max(beside):
+    if is_inside and len(twins) >= _LAYERS and min(twins) < at < max(twins):
         name = group.state_of(number)
-        message = f"{name}: without optimizer state, which {len(beside)} others between"
+        message = f"{name}: without optimizer state, which {len(twins)} others between"
         message += " parameters of the same shapes have"
         yield Problem(message, "optimizer-incomplete")
 
@@ -114,23 +114,23 @@ def _problem(extra: States, who: str) -> Iterator[Problem]:
         yield Problem(message, "optimizer-extra", tensor=names[0])
 
 
-def _beside_the_model(catalog: Catalog, states: States, models: Models, known: Known) -> States:
-    """Return the state of layers and experts that the model does not have, beside most that it has.
+def _foreign_states(catalog: Catalog, states: States, models: Models, weights: Weights) -> States:
+    """Return the state of layers and experts that the model lacks, unless it lacks most of them.
 
-    Names that differ from the model's by more than numbers may be its own: torchtitan 0.3 saves
-    parts of a fused weight, but the state of the whole. Of tied parameters a model may have another
-    name: one of the same shape without state.
+    Names that differ from the model's by more than numbers may be right: torchtitan 0.3 saves parts
+    of a fused weight, but the state of the whole. A tied parameter may have another name in the
+    model: that of a weight of the same shape without state.
     """
-    extra = [n for n in states if not known[n] and n not in catalog.conflicts]
+    extra = [n for n in states if not weights[n] and n not in catalog.conflicts]
     if not extra or 2 * len(extra) >= len(states):
         return {}
     kinds = {kind for name in models if (kind := abstract(name)[0])}
-    with_state = {name for names in known.values() for name in names}
+    with_state = {name for names in weights.values() for name in names}
     shapes = {m.shape for m in models.values() if m.name not in with_state}
     return {
         name: states[name]
         for name in extra
-        if abstract(name)[0] in kinds and not any(each.shape in shapes for each in states[name])
+        if abstract(name)[0] in kinds and not any(state.shape in shapes for state in states[name])
     }
 
 
@@ -143,7 +143,7 @@ def _of_model(parameter: str, models: Models) -> set[str]:
 def stateless_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     """Yield a problem if an optimizer has no state at all, though it has taken steps.
 
-    It is so before its first step, which makes the state: what is to be read into it then is lost.
+    The first step makes the state: what is loaded into an optimizer before that may be lost.
     """
     file, names = _optimizer_of(surveyed.source, catalog)
     group = next((name for name in names if _OF_ADAM.fullmatch(name)), None)
@@ -151,32 +151,32 @@ def stateless_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
         return
     values = values_of(surveyed.source, catalog)
     for trainer, step in trainers_of(surveyed, catalog, values):
-        taken = step - (number_in(values, trainer.skipped) or 0)
-        if number_in(values, trainer.stepped) == step and taken >= _FIRST:
+        steps = step - (number_in(values, trainer.skipped) or 0)
+        if number_in(values, trainer.stepped) == step and steps >= _FIRST:
             message = f"{file or group.rpartition('.param_groups')[0]}: no optimizer state at all,"
             message += f" but {trainer.step} is {step:,}: a resume begins the optimizer again"
             yield Problem(message, "moments-zero", file=file)
 
 
 def _optimizer_of(source: Files, catalog: Catalog) -> tuple[str | None, Sequence[str]]:
-    """Return the names of an optimizer's values if it has no tensors, and its file if beside."""
+    """Return the file beside the model, if it has one, and the values of a stateless optimizer."""
     name = trainer_optimizer(source.files, catalog.files)
     if name is not None and source.files[name] <= _SMALL:
         with suppress(CkptoolError):  # said by its own check
             leaves = read_file_leaves(source, name)
-            return name, [] if any(".state." in f".{each}" for each in leaves) else [*leaves]
+            return name, [] if any(".state." in f".{leaf}" for leaf in leaves) else [*leaves]
     states = optimizer_names(catalog) - catalog.objects.keys()
     if name or not all(map(is_master, states)):
         return None, []
     return None, [*catalog.objects]
 
 
-def _lacking(catalog: Catalog, models: Models, known: Known) -> Iterator[Problem]:
+def _lacking(catalog: Catalog, models: Models, weights: Weights) -> Iterator[Problem]:
     """Yield the weights without state of one layer in the middle, if all other layers have it.
 
-    Frozen layers are whole, and the first and the last may not be used whole, nor a branch of one.
+    Layers are frozen as a whole; of the first, the last, and a branch of one, parts may be unused.
     """
-    with_state = {name for names in known.values() for name in names}
+    with_state = {name for names in weights.values() for name in names}
     layers: dict[str, dict[int, str]] = defaultdict(dict)
     for name in {entry.name for entry in models.values()} - catalog.conflicts.keys():
         kind, numbers = abstract(name)
@@ -184,13 +184,13 @@ def _lacking(catalog: Catalog, models: Models, known: Known) -> Iterator[Problem
             layers[kind][numbers[0]] = name
     lacking: dict[int, list[str]] = defaultdict(list)
     having: dict[int, list[str]] = defaultdict(list)
-    for alike in layers.values():
-        for number, name in alike.items():
+    for row in layers.values():
+        for number, name in row.items():
             if name in with_state:
                 having[number].append(name)
-        without = [number for number, name in alike.items() if name not in with_state]
-        if len(without) == 1 and len(alike) > _LAYERS and min(alike) < without[0] < max(alike):
-            lacking[without[0]].append(alike[without[0]])
+        gaps = [number for number, name in row.items() if name not in with_state]
+        if len(gaps) == 1 and len(row) > _LAYERS and min(row) < gaps[0] < max(row):
+            lacking[gaps[0]].append(row[gaps[0]])
     for number, names in lacking.items():
         if len(having[number]) >= len(names) and not are_of_a_branch(names, having[number]):
             message = f"{list_some(sorted(names), _FEW)}: without optimizer state, which all other"

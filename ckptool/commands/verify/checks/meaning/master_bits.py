@@ -35,15 +35,15 @@ _SMALL, _LARGEST = 1 << 8, 1 << 15
 
 
 class Counts(Struct):
-    """What is counted of values that are not the nearest to their masters.
+    """Counts of values that are not the nearest number to their masters.
 
-    ``differing`` are all of them, ``inexact`` all masters that are between two numbers of the
-    weight's type. Of the differing, ``farther`` are the other of these two, ``above`` are larger
-    than their master, without sign, and ``coarse`` as close as numbers of 8 bits. ``off_middle``
-    sums up how far the masters of the farther are from the middle of the two numbers, as a share of
-    their distance, and ``error`` the relative errors. ``of_bf16`` and ``of_fp16`` are what the
-    masters are as these types. The masters of ``whole`` are integers of 16 bits that are not small,
-    those of ``zero`` are zero, and those of ``similar`` differ by less than half.
+    ``differing`` counts all of them, ``inexact`` all masters between two numbers of the weight's
+    type. Of the differing values, ``farther`` are the other of these two numbers, ``above`` larger
+    than their master, without sign, ``coarse`` as close as numbers of 8 bits, ``of_bf16`` and
+    ``of_fp16`` the master in these types. The masters of ``whole`` are integers of 16 bits that are
+    not small, those of ``zero`` are zero, and those of ``similar`` differ by less than half.
+    ``off_middle`` sums up how far masters of the farther are from the middle of the two numbers, as
+    a share of their distance, and ``error`` the relative errors.
     """
 
     elements: int = 0
@@ -99,7 +99,7 @@ def differences(
     pairs: Iterable[tuple[TensorEntry, TensorEntry]], source: Files
 ) -> list[Difference]:
     """Return how weights differ from their masters, of those that do and can be read."""
-    found = {weight.name: Difference(weight, master) for weight, master in pairs}
+    results = {weight.name: Difference(weight, master) for weight, master in pairs}
     lock, unread = threading.Lock(), set[str]()
 
     def look(subject: None, tiles: Iterator[PairTile]) -> None:
@@ -107,20 +107,20 @@ def differences(
             try:
                 pair, weights, masters = tile.require()
             except CkptoolError:  # the reader of all data reports on it
-                unread.update(found)
+                unread.update(results)
                 return
             counts, first = _count(weights, masters, tile, pair.one.dtype)
             with lock:
-                difference = found[pair.one.name]
+                difference = results[pair.one.name]
                 difference.counts.add(counts)
                 if first and (difference.first is None or first < difference.first):
                     difference.first = first
 
     of_elements = TensorSource(source)
-    both = [TensorPair(each.weight, each.master) for each in found.values()]
+    tensor_pairs = [TensorPair(d.weight, d.master) for d in results.values()]
     workers = source.policy.workers
-    read_tiles(PairSource(of_elements, of_elements), pair_jobs(both), look, workers)
-    return [each for name, each in found.items() if each.counts.differing and name not in unread]
+    read_tiles(PairSource(of_elements, of_elements), pair_jobs(tensor_pairs), look, workers)
+    return [d for name, d in results.items() if d.counts.differing and name not in unread]
 
 
 def _count(
@@ -134,7 +134,7 @@ def _count(
         counts = Counts(stored.size, wrong.size, int(np.count_nonzero(nearest != exact)))
         if not wrong.size:
             return counts, None
-        value, master, near, far = (each[wrong] for each in (stored, exact, nearest, farther))
+        value, master, near, far = (numbers[wrong] for numbers in (stored, exact, nearest, farther))
         is_farther, error = (value == far) & (near != master), np.abs(value - master)
         most = np.abs(stored).max()
         counts.farther = int(np.count_nonzero(is_farther))
@@ -166,8 +166,8 @@ def _are_nearest(values: Array, bits: Array, dtype: DType) -> Array:
     """
     exact, nearest, farther = _neighbors(bits, dtype)
     in_middle = np.abs(farther - exact) == np.abs(nearest - exact)
-    found: Array = (values == nearest) | (in_middle & (values == farther))
-    return found
+    are_nearest: Array = (values == nearest) | (in_middle & (values == farther))
+    return are_nearest
 
 
 def _neighbors(bits: Array, dtype: DType) -> tuple[Array, Array, Array]:
@@ -177,28 +177,28 @@ def _neighbors(bits: Array, dtype: DType) -> tuple[Array, Array, Array]:
     nearest = decode(codes, dtype).astype(np.float64)
     one = codes.dtype.type(1)
     # the codes of a sign are in the order of the numbers' sizes
-    others = np.where(np.abs(nearest) < np.abs(exact), codes + one, codes - one)
-    return exact, nearest, decode(others, dtype).astype(np.float64)
+    other_codes = np.where(np.abs(nearest) < np.abs(exact), codes + one, codes - one)
+    return exact, nearest, decode(other_codes, dtype).astype(np.float64)
 
 
-def other_way(found: Sequence[Difference]) -> tuple[str | None, list[Difference]]:
-    """Return in which other way weights were rounded, and which of them; None if in no other.
+def other_way(deviations: Sequence[Difference]) -> tuple[str | None, list[Difference]]:
+    """Return in which other way weights were rounded, and which ones; None if in no known way.
 
-    It is judged by the values of all weights that it may explain: few prove nothing.
+    A way is judged by the values of all weights that it may explain: few values prove nothing.
     """
     for way, explains, is_likely in _WAYS:
-        explained = [each for each in found if explains(each.counts)]
-        whole = Counts()
-        for each in explained:
-            whole.add(each.counts)
-        if explained and is_likely(whole):
+        explained = [deviation for deviation in deviations if explains(deviation.counts)]
+        total = Counts()
+        for deviation in explained:
+            total.add(deviation.counts)
+        if explained and is_likely(total):
             return way, explained
     return None, []
 
 
-def similar(found: Sequence[Difference]) -> list[Difference]:
-    """Return the weights that are their masters but for a part, as averages of them are."""
-    return [each for each in found if each.counts.similar > _MOSTLY * each.counts.differing]
+def similar(deviations: Sequence[Difference]) -> list[Difference]:
+    """Return the weights whose values mostly are near their masters', as averages of them are."""
+    return [d for d in deviations if d.counts.similar > _MOSTLY * d.counts.differing]
 
 
 def _between_neighbors(counts: Counts) -> bool:
@@ -206,10 +206,10 @@ def _between_neighbors(counts: Counts) -> bool:
 
 
 def _is_stochastic(counts: Counts) -> bool:
-    """Return whether the farther number was taken as often as chance takes it.
+    """Return whether the farther number was taken as often as stochastic rounding takes it.
 
-    That is as often as the master is close to it: of all one in four, a sixth of the distance from
-    the middle on average. Weights of an earlier step have masters close to the middle.
+    The nearer its master, the more often: of all one in four, a sixth of the distance from the
+    middle on average. Weights of an earlier step have masters close to the middle.
     """
     if counts.differing < _ENOUGH:
         return False
@@ -228,13 +228,13 @@ def _as_of_8_bits(counts: Counts) -> bool:
 
 
 def _is_of_8_bits(counts: Counts) -> bool:
-    """Return whether most differ by about as much as 8 bits make them, as those of fp8 weights.
+    """Return whether most values differ about as much as rounding to 8 bits makes them (fp8).
 
-    Half of them are larger than their master, unlike those of a step at which all were smaller.
+    Half of them are larger than their master, unlike weights of an earlier step, if all grew.
     """
-    many = counts.differing >= _ENOUGH and counts.differing > 0.7 * counts.inexact
+    are_most = counts.differing >= _ENOUGH and counts.differing > 0.7 * counts.inexact
     is_even = 0.3 < counts.above / max(1, counts.differing) < 0.7
-    return many and is_even and counts.error > _FINE * counts.differing
+    return are_most and is_even and counts.error > _FINE * counts.differing
 
 
 def _are_remainders(counts: Counts) -> bool:
@@ -248,13 +248,13 @@ def _is_certain(counts: Counts) -> bool:
 
 
 _WAYS = (
-    ("rounded through bfloat16 from", lambda each: each.of_bf16 == each.differing, _is_certain),
-    ("rounded through float16 from", lambda each: each.of_fp16 == each.differing, _is_certain),
+    ("rounded through bfloat16 from", lambda c: c.of_bf16 == c.differing, _is_certain),
+    ("rounded through float16 from", lambda c: c.of_fp16 == c.differing, _is_certain),
     ("rounded stochastically from", _between_neighbors, _is_stochastic),
     ("rounded toward zero from", _between_neighbors, _is_cut),
     ("rounded to 8 bits from", _as_of_8_bits, _is_of_8_bits),
-    ("beside remainders of 16 bits as floats, not", lambda each: True, _are_remainders),
+    ("beside remainders of 16 bits as floats, not", lambda c: True, _are_remainders),
 )
-"""Ways to be other than a master to the nearest: which weights one may explain, and how it shows.
+"""Other ways to round than to the nearest: which weights one may explain, and how it shows.
 The first two are those of weights that were trained in a type, and are stored in another, the last
 that of Megatron-core's ``dp_zero`` with its precision-aware optimizer (0.11 to 0.16)."""

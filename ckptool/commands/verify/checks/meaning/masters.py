@@ -29,35 +29,35 @@ if TYPE_CHECKING:
 
 _FEW = 2
 AVERAGE = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])", re.IGNORECASE)
-_Each = TypeVar("_Each")
+_Weight = TypeVar("_Weight")
 
 
-def without_averages(weights: Mapping[str, _Each]) -> Mapping[str, _Each]:
-    """Return what a name does not begin by calling an average, as ``ema_state_dict``; else all.
+def without_averages(weights: Mapping[str, _Weight]) -> Mapping[str, _Weight]:
+    """Return the weights that are no averages by the beginning of their names, or all if none is.
 
-    An average is saved beside the weights, and is neither zero nor of another save with them.
+    An average, as in ``ema_state_dict``, is not of another save, or all zero, with the weights.
     """
-    own = {n: each for n, each in weights.items() if not AVERAGE.search(n.partition(".")[0])}
-    return own or weights
+    rest = {n: weight for n, weight in weights.items() if not AVERAGE.search(n.partition(".")[0])}
+    return rest or weights
 
 
 class _Pair(Struct, frozen=True):
-    """A weight, which may be stacked, the name of its master, and what takes their fingerprints."""
+    """A weight, which may be stacked, the name of its master, and the printers of both."""
 
     weight: Slice
     master: str
     printers: tuple[Printer | RunPrinter, Printer | RunPrinter]
 
     @classmethod
-    def of(cls, found: Mastered) -> _Pair:
+    def of(cls, match: Mastered) -> _Pair:
         from ckptool.engine.check.fingerprint import Printer, RunPrinter
 
-        depth = len(found.at)
-        are_runs = _has_runs(found.weight, depth) and _has_runs(found.master, 0)
+        depth = len(match.at)
+        are_runs = _has_runs(match.weight, depth) and _has_runs(match.master, 0)
         kind = RunPrinter if are_runs else Printer
-        printers = kind(found.weight.dtype), kind(found.weight.dtype)
-        weight = Slice(found.weight.name, found.weight.name, found.at)
-        return cls(weight, found.master.name, printers)
+        printers = kind(match.weight.dtype), kind(match.weight.dtype)
+        weight = Slice(match.weight.name, match.weight.name, match.at)
+        return cls(weight, match.master.name, printers)
 
     @property
     def is_equal(self) -> bool:
@@ -77,8 +77,8 @@ class Masters:
     """
 
     def __init__(self, catalog: Catalog) -> None:
-        found = mastered(catalog.tensors, catalog.tensors, "float32")
-        self._pairs = [_Pair.of(each) for each in found if not _is_one(each)]
+        matches = mastered(catalog.tensors, catalog.tensors, "float32")
+        self._pairs = [_Pair.of(match) for match in matches if not _is_own_master(match)]
 
     @property
     def probes(self) -> dict[str, Probe]:
@@ -107,30 +107,30 @@ class Masters:
             similar,
         )
 
-        found = self._without_another(differences(odd, elements.source))
-        way, explained = other_way(found)
-        weights = (each.weight for each in found)
+        deviations = self._without_another(differences(odd, elements.source))
+        way, explained = other_way(deviations)
+        weights = (deviation.weight for deviation in deviations)
         if way is None and (place := elements.place_named(AVERAGE, weights)):
-            way, explained = f"averages, as {place} says, beside", similar(found)
-        for each in found:
-            if each not in explained:
-                name = each.weight.name
-                yield Problem(each.message, "weights-differ-from-masters", tensor=name)
+            way, explained = f"averages, as {place} says, beside", similar(deviations)
+        for deviation in deviations:
+            if deviation not in explained:
+                name = deviation.weight.name
+                yield Problem(deviation.message, "weights-differ-from-masters", tensor=name)
         if way is not None and explained:
-            names = [each.weight.name for each in explained]
+            names = [deviation.weight.name for deviation in explained]
             message = f"{list_some(names, _FEW)}: {way} masters, as the values show"
             yield Problem(message, "weights-rounded-otherwise", tensor=names[0])
 
-    def _without_another(self, found: list[Difference]) -> list[Difference]:
-        """Leave out the weights whose master has another: they may be averages beside the model."""
-        differing = {each.weight.name for each in found}
+    def _without_another(self, deviations: list[Difference]) -> list[Difference]:
+        """Leave out averages beside the model: weights whose master has an equal weight, too."""
+        differing = {deviation.weight.name for deviation in deviations}
         settled = {pair.master for pair in self._pairs if pair.weight.label not in differing}
-        return [each for each in found if each.master.name not in settled]
+        return [deviation for deviation in deviations if deviation.master.name not in settled]
 
 
-def _is_one(found: Mastered) -> bool:
+def _is_own_master(match: Mastered) -> bool:
     """Return whether a weight is its own master, as those of DeepSpeed are without ZeRO."""
-    weight, _, master = found
+    weight, _, master = match
     return weight.dtype == master.dtype and _boxes(weight) == _boxes(master)
 
 

@@ -91,47 +91,47 @@ class Moment:
 
 def largest_sizes(entries: Iterable[TensorEntry], source: Files) -> dict[str, float]:
     """Return the largest number without sign of each tensor that can be read."""
-    sizes = _each_sizes(entries, source, lambda sizes, entry: float(sizes.max(initial=0)))
-    return {name: max(found, default=0.0) for name, found in sizes.items()}
+    maxima = _measure_tiles(entries, source, lambda sizes, entry: float(sizes.max(initial=0)))
+    return {name: max(of_tiles, default=0.0) for name, of_tiles in maxima.items()}
 
 
 def count_moved(entries: Iterable[TensorEntry], source: Files, step: float) -> float:
     """Return how many numbers differ after a quarter of a ``step``, as their types round them.
 
-    None that is zero does: a row of an embedding may never be used.
+    Zeros do not count: a row of an embedding may never be used.
     """
 
     def count(sizes: Array, entry: TensorEntry) -> float:
         reach = step * 2.0 ** (entry.source_dtype.mantissa - 1)
         return float(np.count_nonzero((sizes > 0) & (sizes < reach)))
 
-    return sum(sum(found) for found in _each_sizes(entries, source, count).values())
+    return sum(sum(counts) for counts in _measure_tiles(entries, source, count).values())
 
 
-def _each_sizes(
-    entries: Iterable[TensorEntry], source: Files, look_at: Callable[[Array, TensorEntry], float]
+def _measure_tiles(
+    entries: Iterable[TensorEntry], source: Files, measure: Callable[[Array, TensorEntry], float]
 ) -> dict[str, list[float]]:
-    """Return what is seen in the numbers without sign of each tensor, of all that can be read."""
-    found: dict[str, list[float]] = {}
+    """Return the measures of each tile's numbers without sign, by tensor, of all readable ones."""
+    results: dict[str, list[float]] = {}
 
     def look(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
-        seen: list[float] = []
+        measures: list[float] = []
         try:
             for tile in tiles:
                 values = decode(tile.values.reshape(-1), entry.source_dtype)
-                seen.append(look_at(np.abs(values), entry))
+                measures.append(measure(np.abs(values), entry))
         except CkptoolError:
             return  # the reader of all data reports on it
-        found[entry.name] = seen
+        results[entry.name] = measures
 
     numeric = (entry for entry in entries if entry.source_dtype.is_numeric)
     jobs = (tensor_job(entry, stored=True) for entry in numeric)
     read_tiles(TensorSource(source), jobs, look, source.policy.workers)
-    return found
+    return results
 
 
 def are_equal(
-    one: TensorEntry, other: TensorEntry, source: Files, others: Files | None = None
+    one: TensorEntry, other: TensorEntry, source: Files, other_source: Files | None = None
 ) -> bool:
     """Return whether two tensors of one type and shape can be read and have the same bits.
 
@@ -147,7 +147,7 @@ def are_equal(
             equal.append(False)
 
     elements, jobs = TensorSource(source), pair_jobs([TensorPair(one, other)])
-    sides = PairSource(elements, elements if others is None else TensorSource(others))
+    sides = PairSource(elements, elements if other_source is None else TensorSource(other_source))
     read_tiles(sides, jobs, compare, source.policy.workers)
     return all(equal)
 
@@ -157,19 +157,20 @@ def cut_ranges(
 ) -> Iterator[ZeroRange]:
     """Yield the zeros of a moment that end or begin at a rank's border, and nowhere else.
 
-    Where its weight is zero as well, it is filled up, and has no gradient. The ends of a tensor are
-    no borders of ranks: what has no weight may be filled up to them.
+    Zeros where the weight is zero, too, are padding, which has no gradient. The ends of a tensor
+    are no borders of ranks: if its weight is not stored, there may be padding.
     """
-    found = list(zero_ranges(entry, moment.runs))
-    if not found:
+    ranges = list(zero_ranges(entry, moment.runs))
+    if not ranges:
         return
+    if weight is not None and weight.shape != entry.shape:
+        weight = None
     with closing(TensorReader(source)) as reader:
         window = Window(reader)
         with suppress(CkptoolError):  # the reader of all data reports on it
-            for each in found:
-                known = weight if weight is not None and weight.shape == entry.shape else None
-                is_used = known is not None and window.read(known, each.start, each.stop).any()
-                if not is_used and (known is not None or not each.is_of_ranks):
+            for zeros in ranges:
+                is_used = weight is not None and window.read(weight, zeros.start, zeros.stop).any()
+                if not is_used and (weight is not None or not zeros.is_of_ranks):
                     continue
-                if window.is_cut(entry, each):
-                    yield each
+                if window.is_cut(entry, zeros):
+                    yield zeros

@@ -52,7 +52,7 @@ _OF_EXPERTS = re.compile("expert|moe")
 _SEVERAL = 3
 """Kinds of layers that a rank has parts of which cannot all be unused."""
 
-Seen = Mapping[str, "Moment"]
+ByName = Mapping[str, "Moment"]
 Located = Mapping[str, TensorEntry]
 
 
@@ -65,7 +65,7 @@ class Moments:
 
     def __init__(self, catalog: Catalog, model: Elements | None) -> None:
         self._names: dict[str, dict[str, str]] = defaultdict(dict)
-        self._found: dict[str, Moment] = {}
+        self._moments: dict[str, Moment] = {}
         self._catalog = catalog
         moments = {n: e for n, e in catalog.tensors.items() if _is_moment(n, e)}
         models = catalog.tensors if model is None else model.located
@@ -74,91 +74,95 @@ class Moments:
             from ckptool.commands.verify.checks.meaning.moment_bits import Moment
 
             self._names[of.parameter][of.kind] = name
-            self._found[name] = Moment(is_square=of.kind == _SQUARE)
+            self._moments[name] = Moment(is_square=of.kind == _SQUARE)
 
     @property
     def probes(self) -> Mapping[str, Probe]:
         """What looks at each of the moments."""
-        return self._slices.probes(self._found)
+        return self._slices.probes(self._moments)
 
     def problems(self, elements: Elements) -> Iterator[Problem]:
         """Yield the moments that no step leaves."""
-        for each in self._problems(elements):
-            yield each.of_tensor(self._slices.tensor(each.tensor)) if each.tensor else each
+        for problem in self._problems(elements):
+            name = problem.tensor
+            yield problem.of_tensor(self._slices.tensor(name)) if name else problem
 
     def _problems(self, elements: Elements) -> Iterator[Problem]:
         """Yield the problems of moments, by the names that they would have alone."""
         shape_of, located = self._slices.shape, elements.located
-        seen = {
+        moments = {
             name: moment
-            for name, moment in self._found.items()
+            for name, moment in self._moments.items()
             if elements.are_sound(self._slices.tensor(name))
             if moment.elements == math.prod(shape_of(name, located))
         }
         entries = Entries(self._slices, located)
-        yield from _negative(seen, entries)
-        if seen and all(moment.is_zero for moment in seen.values()):
-            yield from self._all_zero(elements, len(seen)) if elements.is_all else ()
+        yield from _negative(moments, entries)
+        if moments and all(moment.is_zero for moment in moments.values()):
+            yield from self._all_zero(elements, len(moments)) if elements.is_all else ()
             return
-        layers = Layers(self._names, seen, self._slices, entries, elements)
-        yield from self._squares_lost(seen, entries, elements)
-        yield from self._cut(seen, entries, layers.weight_of, elements.source)
-        yield from _lost_ranks(seen, entries) if elements.is_all else ()
+        layers = Layers(self._names, moments, self._slices, entries, elements)
+        yield from self._squares_lost(moments, entries, elements)
+        yield from self._cut(moments, entries, layers.weight_of, elements.source)
+        yield from _lost_ranks(moments, entries) if elements.is_all else ()
         steps = self._steps_taken(elements)
         yield from layers.lost() if steps is None or steps >= _STEPS else ()
         yield from layers.copied()
         if elements.is_all and steps is not None and steps >= _STEPS:
-            yield from self._halves_lost(seen, entries, elements.of_model)
+            yield from self._halves_lost(moments, entries, elements.of_model)
 
     def _all_zero(self, elements: Elements, count: int) -> Iterator[Problem]:
         steps = self._steps_taken(elements)
         is_counted = count > 1 and steps is not None and _STEPS <= steps < UNCOUNTED
         if is_counted and not self._begins_later(steps):
-            first = next(iter(self._found))
+            first = next(iter(self._moments))
             message = f"{self._slices[first].label}: all moments of all parameters are zero, but"
             yield Problem(f"{message} {steps:g} steps are counted", "moments-zero", tensor=first)
 
     def _steps_taken(self, elements: Elements) -> float | None:
-        taken = elements.content.counters.taken
-        return max(taken.values()) if taken else _steps_of_values(self._catalog)
+        counts = elements.content.counters.taken
+        return max(counts.values()) if counts else _steps_of_values(self._catalog)
 
     def _begins_later(self, steps: float | None) -> bool:
         """Return whether an optimizer keeps the gradients of at least as many steps."""
         objects = self._catalog.objects.items()
-        kept = (entry.value for name, entry in objects if name.endswith(_KEPT) and _GROUPS in name)
-        return steps is not None and any(type(n) is int and n >= steps for n in kept)
+        counts = (e.value for name, e in objects if name.endswith(_KEPT) and _GROUPS in name)
+        return steps is not None and any(type(n) is int and n >= steps for n in counts)
 
-    def _squares_lost(self, seen: Seen, entries: Located, elements: Elements) -> Iterator[Problem]:
+    def _squares_lost(
+        self, moments: ByName, entries: Located, elements: Elements
+    ) -> Iterator[Problem]:
         """Yield squares that are all zero where the mean is large enough not to be."""
-        lost = {
-            kinds[_MEAN]: kinds[_SQUARE]
-            for kinds in self._names.values()
-            if kinds.keys() == {_MEAN, _SQUARE} and kinds[_MEAN] in seen and kinds[_SQUARE] in seen
-            if seen[kinds[_SQUARE]].is_zero and not seen[kinds[_MEAN]].is_zero
-            if entries[kinds[_SQUARE]].source_dtype.name in _WHOLE
+        names = [n for n in self._names.values() if n.keys() == {_MEAN, _SQUARE}]
+        squares = {
+            mean: square
+            for mean, square in ((n[_MEAN], n[_SQUARE]) for n in names)
+            if mean in moments and square in moments
+            if moments[square].is_zero and not moments[mean].is_zero
+            if entries[square].source_dtype.name in _WHOLE
         }
-        if not lost:
+        if not squares:
             return
-        is_empty = all(moment.is_zero for moment in seen.values() if moment.is_square)
+        is_empty = all(moment.is_zero for moment in moments.values() if moment.is_square)
         if is_empty and self._begins_later(self._steps_taken(elements)):
             return
         from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
 
-        sizes = largest_sizes([entries[name] for name in lost], elements.source)
-        for mean, square in lost.items():
+        sizes = largest_sizes([entries[name] for name in squares], elements.source)
+        for mean, square in squares.items():
             size = sizes.get(entries[mean].name, 0.0)
             if size >= _VISIBLE:
                 message = f"{entries[square].name}: all values are zero, but {entries[mean].name}"
                 yield Problem(f"{message} is up to {size:g}", "moments-zero", tensor=square)
 
-    def _halves_lost(self, seen: Seen, entries: Located, model: Elements) -> Iterator[Problem]:
+    def _halves_lost(self, moments: ByName, entries: Located, model: Elements) -> Iterator[Problem]:
         """Yield halves of LoRA that are zero, as before the first step, but have had gradients.
 
-        Parameters may have numbers, so those of one shape are counted. A group may have no rate.
+        Parameters may have numbers, so those of one shape are counted. No group may be frozen.
         """
         rates = {e.value for name, e in self._catalog.objects.items() if RATE.fullmatch(name)}
         moved: Counter[tuple[int, ...]] = Counter()
-        for name, moment in seen.items():
+        for name, moment in moments.items():
             if StateName.of(name).kind == _MEAN and not moment.is_zero:
                 moved[entries[name].shape] += 1
         weights = [e for e in model.located.values() if moved[e.shape] and is_weight(e)]
@@ -167,70 +171,70 @@ class Moments:
             return
         from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
 
-        found = [e for e in weights if e.shape in shapes and model.are_sound(e.name)]
-        sizes = largest_sizes(found, model.source)
+        candidates = [e for e in weights if e.shape in shapes and model.are_sound(e.name)]
+        sizes = largest_sizes(candidates, model.source)
         for shape in shapes:
-            alike = [sizes.get(e.name, 1) for e in weights if e.shape == shape]
-            zero = [n for n, size in sizes.items() if not size and model.located[n].shape == shape]
-            zero = [n for n in zero if SECOND_HALF.search(n)]
-            if zero and len(alike) - len(zero) < moved[shape] <= len(alike) > 2 * len(zero):
-                message = f"{list_some(zero, 2)}: all values are zero, but {moved[shape]:,} of"
-                message += f" {len(alike):,} tensors of this shape have had gradients"
+            count = sum(e.shape == shape for e in weights)
+            zeros = [n for n, size in sizes.items() if not size and model.located[n].shape == shape]
+            zeros = [n for n in zeros if SECOND_HALF.search(n)]
+            if zeros and count - len(zeros) < moved[shape] <= count > 2 * len(zeros):
+                message = f"{list_some(zeros, 2)}: all values are zero, but {moved[shape]:,} of"
+                message += f" {count:,} tensors of this shape have had gradients"
                 yield Problem(message, "weight-zero")
 
     def _cut(
-        self, seen: Seen, entries: Located, weight_of: WeightOf, source: Files
+        self, moments: ByName, entries: Located, weight_of: WeightOf, source: Files
     ) -> Iterator[Problem]:
-        """Yield ranges of zeros that end at the border of a rank's part, in all of a parameter's.
+        """Yield ranges of zeros that end at the border of a rank's part, in all its moments.
 
-        In one alone a mean may be zero, which forgets, or a square too small for its type, but
-        neither in a part of a row and in all that follows it.
+        In one moment alone, a mean that forgets may be zero, or a square too small for its type,
+        but neither in a part of a row and in all that follows it.
         """
         for kinds in self._names.values():
-            if not all(name in seen and not seen[name].is_zero for name in kinds.values()):
+            if not all(name in moments and not moments[name].is_zero for name in kinds.values()):
                 continue
-            if not any(seen[name].runs for name in kinds.values()):
+            if not any(moments[name].runs for name in kinds.values()):
                 continue
             from ckptool.commands.verify.checks.meaning.moment_bits import cut_ranges
 
             weight = weight_of(next(iter(kinds.values())))
-            found = {
-                name: {*cut_ranges(entries[name], seen[name], weight, source)}
+            cuts = {
+                name: {*cut_ranges(entries[name], moments[name], weight, source)}
                 for name in kinds.values()
             }
-            for each in sorted(set.union(*found.values())):
-                having = [name for name, ranges in found.items() if each in ranges]
+            for zeros in sorted(set.union(*cuts.values())):
+                having = [name for name, ranges in cuts.items() if zeros in ranges]
                 types = {entries[name].source_dtype.name for name in having}
-                is_alone = types <= {*_WHOLE} and each.is_of_rows(entries[having[0]].shape)
-                if having == [*found] or is_alone:
-                    message = each.describe(entries[having[0]])
+                is_alone = types <= {*_WHOLE} and zeros.is_of_rows(entries[having[0]].shape)
+                if having == [*cuts] or is_alone:
+                    message = zeros.describe(entries[having[0]])
                     yield Problem(message, "moments-zero", tensor=having[0])
 
 
-def _lost_ranks(seen: Seen, located: Located) -> Iterator[Problem]:
+def _lost_ranks(moments: ByName, located: Located) -> Iterator[Problem]:
     """Yield the ranks of which all moments are zero, of several kinds of layers that others use.
 
     A rank may well have nothing but rows that were never seen, experts that are never chosen, or
-    layers of a kind that is not used, such as those of images while there are none. Of a layer that
-    is not used, what others have of its tensors is zero, too.
+    layers of a kind that is not used, such as those of images while there are none. In an unused
+    layer, other ranks' parts of its tensors are zero, too.
     """
     zero: dict[int, list[str]] = defaultdict(list)
-    for name, moment in seen.items():
+    for name, moment in moments.items():
         for chunk in located[name].chunks if moment.zeros else ():
             if chunk.rank is not None and moment.zeros[chunk.box] == chunk.box.volume:
                 zero[chunk.rank].append(name)
-    for name, moment in seen.items() if zero else ():
+    for name, moment in moments.items() if zero else ():
         for chunk in located[name].chunks:
             if chunk.box.volume and moment.zeros[chunk.box] < chunk.box.volume:
                 zero.pop(chunk.rank or 0, None)
         if not zero:
             return
-    used = {_kind_of(n, located[n]) for n in seen if zero and not seen[n].is_zero}
+    used = {_kind_of(n, located[n]) for n in moments if zero and not moments[n].is_zero}
     for rank, names in zero.items():
         kinds = {_kind_of(n, located[n]) for n in names if not _OF_EXPERTS.search(n)}
         chunks = {n: [c for c in located[n].chunks if c.box.volume] for n in names}
         cut = [n for n in names if any(chunk.rank != rank for chunk in chunks[n])]
-        is_lost = not cut or any(not seen[name].is_zero for name in cut)
+        is_lost = not cut or any(not moments[name].is_zero for name in cut)
         if is_lost and len(kinds & used) >= _SEVERAL:
             message = f"{located[names[0]].name}: all moments of rank {rank} are zero, of"
             message += f" {plural(len(names), 'tensor')}, those of other ranks are not"
@@ -250,9 +254,9 @@ def _steps_of_values(catalog: Catalog) -> float | None:
     all parameters of a group.
     """
     entries = (catalog.objects.get(name) for name in ("global_steps", "skipped_steps"))
-    taken, skipped = (entry.value if entry else None for entry in entries)
-    if isinstance(taken, int) and isinstance(skipped, int):
-        return taken - skipped
+    steps, skipped = (entry.value if entry else None for entry in entries)
+    if isinstance(steps, int) and isinstance(skipped, int):
+        return steps - skipped
     groups = [e.value for name, e in catalog.objects.items() if _OF_GROUP.fullmatch(name)]
     groups += (group.get("step") for e in catalog.objects.values() for group in _groups_in(e.value))
     return max((count for count in groups if type(count) in (int, float)), default=None)
@@ -265,12 +269,12 @@ def _groups_in(value: object) -> Iterator[Mapping[str, object]]:
         yield from (group for group in groups if isinstance(group, dict))
 
 
-def _negative(seen: Seen, located: Located) -> Iterator[Problem]:
-    """Yield means of squares with values below zero, unless that many are in all of them.
+def _negative(moments: ByName, located: Located) -> Iterator[Problem]:
+    """Yield means of squares with values below zero, unless many of all their values are.
 
-    Then they are none of an optimizer at all, such as a test's random numbers.
+    Then no optimizer made them, such as a test's random numbers.
     """
-    squares = {name: moment for name, moment in seen.items() if moment.is_square}
+    squares = {name: moment for name, moment in moments.items() if moment.is_square}
     total = sum(moment.elements for moment in squares.values())
     if sum(moment.negative for moment in squares.values()) > _MADE_UP * total:
         return
@@ -283,6 +287,6 @@ def _negative(seen: Seen, located: Located) -> Iterator[Problem]:
 
 
 def _is_moment(name: str, entry: TensorEntry) -> bool:
-    """Return whether a tensor is one, if its name can be parsed."""
+    """Return whether a tensor is a moment whose name can be parsed."""
     is_state = _MEAN in name and state_category(entry) == "optimizer"
     return is_state and entry.source_dtype.name in _TYPES and entry.elements > 0

@@ -50,10 +50,10 @@ WeightOf = Callable[[str], TensorEntry | None]
 
 
 class Layers(Struct, dict=True):
-    """The moments that were ``seen``, by ``names``: of each parameter by their kinds."""
+    """The ``moments`` that were seen whole, and their ``names`` by parameter and kind."""
 
     names: Mapping[str, Mapping[str, str]]
-    seen: Mapping[str, Moment]
+    moments: Mapping[str, Moment]
     slices: Slices
     entries: Mapping[str, TensorEntry]
     elements: Elements
@@ -69,13 +69,13 @@ class Layers(Struct, dict=True):
     def weight_of(self, moment: str) -> TensorEntry | None:
         """Return the weight of a moment, or its master where that alone is stored (ZeRO 3)."""
         parameter, index = self._place_of(moment)
-        found = self._find(parameter, index)
-        return part_at(*found) if found else self._weights.located.get(f"fp32.{parameter}")
+        part = self._find(parameter, index)
+        return part_at(*part) if part else self._weights.located.get(f"fp32.{parameter}")
 
     def _place_of(self, moment: str) -> tuple[str, Sequence[int]]:
         """Return the parameter of a moment, and its index if both are stacked."""
-        each = self.slices[moment]
-        return StateName.of(each.name if each.at else each.numbered).parameter, each.at
+        place = self.slices[moment]
+        return StateName.of(place.name if place.at else place.numbered).parameter, place.at
 
     def _find(
         self, parameter: str, index: Sequence[int]
@@ -93,12 +93,12 @@ class Layers(Struct, dict=True):
     def lost(self) -> Iterator[Problem]:
         """Yield the moments of one layer's matrices that are zero, though the weights are not.
 
-        Weights that are fill a stack up.
+        Where weights are zero, too, they are padding of a stack.
         """
         zero = {
-            parameter: all(self.seen[name].is_zero for name in kinds.values())
+            parameter: all(self.moments[name].is_zero for name in kinds.values())
             for parameter, kinds in self.names.items()
-            if kinds.keys() == MOMENTS and self.seen.keys() >= {*kinds.values()}
+            if kinds.keys() == MOMENTS and self.moments.keys() >= {*kinds.values()}
         }
         if not any(zero.values()):
             return
@@ -115,30 +115,30 @@ class Layers(Struct, dict=True):
                 yield Problem(f"{message} layer", "moments-zero", tensor=mean)
 
     def _lost(self, zero: Mapping[str, bool]) -> Iterator[str]:
-        """Yield the matrices of one layer that are ``zero``, those of all others are not."""
+        """Yield the matrices of a layer that are ``zero``, unlike those of all other layers."""
         shape_of, located = self.slices.shape, self.elements.located
         means = {parameter: self.names[parameter]["exp_avg"] for parameter in zero}
         layers = layers_of(p for p in zero if is_matrix(shape_of(means[p], located)))
         having = Counter(kind for names in layers.values() for kind in names)
         used = Counter(k for names in layers.values() for k, n in names.items() if not zero[n])
         for (head, number), names in layers.items():
-            lost = [n for k, n in names.items() if zero[n] and used[k] == having[k] - 1 > 0]
-            others = {n for n in names.values() if not zero[n]}
-            if not lost or any(self._is_masked(n) for n in names.values() if zero[n]):
+            matrices = [n for k, n in names.items() if zero[n] and used[k] == having[k] - 1 > 0]
+            rest = {n for n in names.values() if not zero[n]}
+            if not matrices or any(self._is_masked(n) for n in names.values() if zero[n]):
                 continue
-            numbers = [other for before, other in layers if before == head]
-            found = [self._find(*self._place_of(means[name])) for name in lost]
-            if all(each and each[1] for each in found):
+            numbers = [n for layer_head, n in layers if layer_head == head]
+            places = [self._find(*self._place_of(means[name])) for name in matrices]
+            if all(place and place[1] for place in places):
                 above = head.removesuffix("layers.")
                 ends = (not zero[n] for n in zero if _LAST.fullmatch(n.removeprefix(above)))
-                is_used = number < max(numbers) or len(lost) < len(names) or any(ends)
+                is_used = number < max(numbers) or len(matrices) < len(names) or any(ends)
             else:
-                is_one = len(lost) == 1 <= len(others)
-                is_few = len(lost) < len(others) and not are_of_a_branch(lost, others)
+                is_one = len(matrices) == 1 <= len(rest)
+                is_few = len(matrices) < len(rest) and not are_of_a_branch(matrices, rest)
                 is_inside = number < max(numbers) and len(numbers) > _LAYERS
                 is_later = number > min(numbers) and len(numbers) > _FEWEST
                 is_used = is_later and (is_one or (is_few and is_inside))
-            yield from lost if is_used else ()
+            yield from matrices if is_used else ()
 
     def _is_masked(self, parameter: str) -> bool:
         """Return whether a weight may be pruned whole, as torch's ``prune`` does by a mask."""
@@ -147,78 +147,78 @@ class Layers(Struct, dict=True):
         return mask in self._weights.located
 
     def copied(self) -> Iterator[Problem]:
-        """Yield moments of matrices that are those of another layer, whose weights are others.
+        """Yield moments of matrices that equal another layer's, though the weights do not.
 
         Layers are what differs by numbers alone. Equal weights, such as those of experts copied
-        from one, may have equal gradients, and so have matrices whose products are added up, but
-        then those of all layers: copies are several matrices of a layer, or only one of its.
+        from one, may have equal gradients. So have matrices whose products are added up, but then
+        in all layers: copies are several matrices of a layer, or the only pair of a kind.
         """
         pairs: dict[tuple[Numbers, Numbers], list[Pair]] = defaultdict(list)
         matrices: dict[tuple[Numbers, Numbers], set[str]] = defaultdict(set)
-        alike = dict.fromkeys(pair for pair in self._alike() if self._are_copies(*pair))
-        beside = (pair for pair in self._beside(alike) if self._are_copies(*pair))
-        for one, other in [*alike, *beside]:
+        copies = dict.fromkeys(pair for pair in self._alike() if self._are_copies(*pair))
+        neighbors = (pair for pair in self._neighbors_of(copies) if self._are_copies(*pair))
+        for one, other in [*copies, *neighbors]:
             (_, kind), numbers = _spot(one)
             pairs[numbers, _spot(other)[1]].append((one, other))
             matrices[numbers, _spot(other)[1]].add(kind)
         pairs_of = Counter(kind for kinds in matrices.values() for kind in kinds)
         of_many = self._of_many() if pairs else set()
-        for (layer, other_layer), found in pairs.items():
+        for (layer, other_layer), matches in pairs.items():
             kinds = matrices[layer, other_layer]
             is_one = all(pairs_of[kind] == 1 and (kind, layer) in of_many for kind in kinds)
-            for one, other in found if len(kinds) > 1 or is_one else ():
+            for one, other in matches if len(kinds) > 1 or is_one else ():
                 message = f"{self.entries[other].name}: the values of {self.entries[one].name},"
                 message += " bit for bit, but the weights differ"
                 yield Problem(message, "moments-copied", tensor=other)
 
     def _of_many(self) -> set[tuple[str, Numbers]]:
-        """Return the kinds and numbers of matrices of which a pair is not all that is alike.
+        """Return the kinds and numbers of matrices of which there are many, beside any one pair.
 
-        There are others in its layer, and of its kind.
+        There are others of the same kind, and others in the same layer.
         """
         shape_of, located = self.slices.shape, self.elements.located
         moments = ((name, next(iter(kinds.values()))) for name, kinds in self.names.items())
-        found = [abstract(name) for name, one in moments if is_matrix(shape_of(one, located))]
-        of_kind = Counter(kind for kind, _ in found)
-        of_layer = Counter((kind.partition("#")[0], numbers) for kind, numbers in found)
+        matrices = [abstract(name) for name, one in moments if is_matrix(shape_of(one, located))]
+        of_kind = Counter(kind for kind, _ in matrices)
+        of_layer = Counter((kind.partition("#")[0], numbers) for kind, numbers in matrices)
         return {
             (kind, numbers)
-            for kind, numbers in found
+            for kind, numbers in matrices
             if of_kind[kind] > _PAIR and of_layer[kind.partition("#")[0], numbers] > 1
         }
 
     def _alike(self) -> Iterator[Pair]:
-        """Yield the names of moments that begin alike."""
+        """Yield pairs of moments that begin with the same bytes."""
         groups: dict[object, list[str]] = defaultdict(list)
-        for name, moment in self.seen.items():
+        for name, moment in self.moments.items():
             if not moment.is_zero and moment.head is not None and (kind := abstract(name)[0]):
                 groups[kind, moment.head].append(name)
         for names in groups.values():
             yield from pairwise(names)
 
-    def _beside(self, alike: Collection[Pair]) -> Iterator[Pair]:
-        """Yield what else the layers of equal moments have: a rank's part may begin inside it."""
-        layers = {(_spot(one)[1], _spot(other)[1]) for one, other in alike}
-        names = {_spot(name): name for name in self.seen} if layers else {}
+    def _neighbors_of(self, copies: Collection[Pair]) -> Iterator[Pair]:
+        """Yield the other moments of the layers of copies: a rank's part may begin inside one."""
+        layers = {(_spot(one)[1], _spot(other)[1]) for one, other in copies}
+        names = {_spot(name): name for name in self.moments} if layers else {}
         for (kind, numbers), one in names.items():
             for layer, other_layer in layers:
                 other = names.get((kind, other_layer)) if numbers == layer else None
-                if other is not None and (one, other) not in alike:
+                if other is not None and (one, other) not in copies:
                     yield one, other
 
     def _are_copies(self, one: str, other: str) -> bool:
         """Return whether moments of matrices are equal, and the weights are not."""
         from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
 
-        both = self.entries[one], self.entries[other]
-        if not is_matrix(both[0].shape) or not _are_alike(*both):
+        moments = self.entries[one], self.entries[other]
+        if not is_matrix(moments[0].shape) or not _are_alike(*moments):
             return False
-        known = [each for each in map(self.weight_of, (one, other)) if each is not None]
-        if len(known) < 2 or not self._weights.are_sound(*(each.name for each in known)):
+        weights = [weight for weight in map(self.weight_of, (one, other)) if weight is not None]
+        if len(weights) < 2 or not self._weights.are_sound(*(weight.name for weight in weights)):
             return False
-        weights = self._weights.source
-        is_copy = are_equal(*both, self.elements.source)
-        return is_copy and not are_equal(known[0], known[1], weights)
+        source = self._weights.source
+        is_copy = are_equal(*moments, self.elements.source)
+        return is_copy and not are_equal(weights[0], weights[1], source)
 
 
 def _spot(moment: str) -> tuple[tuple[str, str], Numbers]:

@@ -44,10 +44,10 @@ def states_by_name(states: Tensors, models: Tensors) -> Iterator[Slice]:
     candidates = list(_candidates(models))
     names: dict[tuple[str, int], str] = {}
     for optimizer, shapes in optimizers.items():
-        alike = _by_shape(((optimizer, number), shapes[number]) for number in sorted(shapes))
-        taken = {*names.values()}
-        found = [_paired(alike, known, taken) for known in candidates]
-        best: dict[tuple[str, int], str] = max(found, key=len, default={})
+        groups = _by_shape(((optimizer, number), shapes[number]) for number in sorted(shapes))
+        other_weights = {*names.values()}
+        pairings = [_paired(groups, matrices, other_weights) for matrices in candidates]
+        best: dict[tuple[str, int], str] = max(pairings, key=len, default={})
         names |= best
     for name, key in numbered.items():
         if key in names:
@@ -56,7 +56,7 @@ def states_by_name(states: Tensors, models: Tensors) -> Iterator[Slice]:
 
 
 def _number_of(name: str) -> tuple[str, int] | None:
-    """Return what precedes a moment's parameter, and the number of that if it has one."""
+    """Return what precedes a moment's parameter in the name, and its number, if it has one."""
     of = StateName.of(name)
     is_of_torch = of.kind in _NUMBERED and of.is_inside and not of.by_kind
     if not is_of_torch or not _NUMBER.fullmatch(of.parameter):
@@ -65,9 +65,9 @@ def _number_of(name: str) -> tuple[str, int] | None:
 
 
 def _candidates(models: Tensors) -> Iterator[Mapping[Shape, Sequence[str]]]:
-    """Yield the matrices of all that is a model, and of what each first step of names holds.
+    """Yield matrices by shape: of all that is a model, and of what each first step of names holds.
 
-    A file may have several, such as averages. Of tied weights the first name counts.
+    A file may hold several models, such as averages. Of tied weights the first name counts.
     """
     groups: dict[str, dict[object, TensorEntry]] = defaultdict(dict)
     for entry in models.values():
@@ -75,45 +75,45 @@ def _candidates(models: Tensors) -> Iterator[Mapping[Shape, Sequence[str]]]:
             place = next(((c.at.file, c.at.offset) for c in entry.chunks), entry.name)
             for group in ("", entry.name.partition(".")[0]):
                 groups[group].setdefault(place, entry)
-    for found in groups.values():
-        entries = [entry for entry in found.values() if is_matrix(entry.shape)]
-        alike = _by_shape((entry.name, entry.shape) for entry in entries)
+    for tensors in groups.values():
+        entries = [entry for entry in tensors.values() if is_matrix(entry.shape)]
+        matrices = _by_shape((entry.name, entry.shape) for entry in entries)
         if any(c.at.file.endswith(_SORTED) for entry in entries for c in entry.chunks[:1]):
-            ordered = ((shape, sorted(names, key=natural_key)) for shape, names in alike.items())
-            alike = {shape: names for shape, names in ordered if _are_in_all_layers(names)}
-        yield alike
+            ordered = ((shape, sorted(names, key=natural_key)) for shape, names in matrices.items())
+            matrices = {shape: names for shape, names in ordered if _are_in_all_layers(names)}
+        yield matrices
 
 
 def _are_in_all_layers(names: Iterable[str]) -> bool:
-    """Return whether all layers have the same of some tensors, by what follows their numbers."""
+    """Return whether all layers have the same tensors, by what follows the layer's number."""
     layers: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        found = _LAYER.match(name)
-        layers[name[: found.end()] if found else name].append(name[found.end() :] if found else "")
+        match = _LAYER.match(name)
+        layers[name[: match.end()] if match else name].append(name[match.end() :] if match else "")
     return len({tuple(rest) for rest in layers.values()}) == 1
 
 
 def _by_shape(shapes: Iterable[tuple[_T, Shape]]) -> dict[Shape, list[_T]]:
-    alike: dict[Shape, list[_T]] = defaultdict(list)
-    for each, shape in shapes:
-        alike[shape].append(each)
-    return alike
+    groups: dict[Shape, list[_T]] = defaultdict(list)
+    for item, shape in shapes:
+        groups[shape].append(item)
+    return groups
 
 
 def _paired(
     numbered: Mapping[Shape, Sequence[_T]],
     models: Mapping[Shape, Sequence[str]],
-    taken: Collection[str],
+    other_weights: Collection[str],
 ) -> dict[_T, str]:
-    """Return the names of those numbered of whose shape a model has as many matrices.
+    """Return the names of numbered parameters of a shape of which the model has as many matrices.
 
-    None is one ``taken`` by another optimizer.
+    None is among ``other_weights``, which another optimizer has.
     """
-    pairs = ((alike, models.get(shape, ())) for shape, alike in numbered.items())
+    pairs = ((keys, models.get(shape, ())) for shape, keys in numbered.items())
     return {
-        each: name
-        for alike, names in pairs
-        if len(alike) == len(names)
-        for each, name in zip(alike, names, strict=True)
-        if name not in taken
+        key: name
+        for keys, names in pairs
+        if len(keys) == len(names)
+        for key, name in zip(keys, names, strict=True)
+        if name not in other_weights
     }

@@ -31,10 +31,10 @@ _FEW = 4
 
 
 def rank_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
-    """Yield what is there of some ranks only, without which the others begin anew or end.
+    """Yield the state that only some ranks have; the others would begin anew, or fail.
 
-    Nodes of a cluster may each have the random states of their own ranks, and replicas of torchft
-    the positions of theirs, without a model.
+    Each node of a cluster may have the random states of its own ranks, and each replica of torchft
+    its ranks' positions, without a model.
     """
     loaders, degree = loader_ranks(catalog.objects)
     if loaders and catalog.tensors and (missing := find_missing_ranks(loaders, degree)):
@@ -53,20 +53,20 @@ def rank_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
 def _random_problems(random: Sequence[int], processes: int, world: int | None) -> Iterator[Problem]:
     """Yield a problem if random states are missing, of some of the Trainer's ``processes``.
 
-    Those of a node are as many as those of each other; but where the model of all its ``world`` of
-    ranks is, their random states are, too.
+    A node has those of its own ranks, as many as any other node. But beside a model that all ranks
+    of the ``world`` saved, there are the random states of all.
     """
     rest = sorted({*range(processes)}.difference(random))
     if not are_of_a_node(random):
-        distances = (after - before for before, after in pairwise(random))
-        lost = sorted(set(range(random[0], random[-1], gcd(*distances))).difference(random))
+        distances = (high - low for low, high in pairwise(random))
+        missing = sorted(set(range(random[0], random[-1], gcd(*distances))).difference(random))
         whose = f"ranks up to {random[-1]}"
     elif rest and (processes % len(random) or world == processes):
-        lost, whose = rest, plural(processes, "rank")
+        missing, whose = rest, plural(processes, "rank")
     else:
-        lost = []
-    if lost:
-        names = [f"rng_state_{rank}.pth" for rank in lost]
+        missing = []
+    if missing:
+        names = [f"rng_state_{rank}.pth" for rank in missing]
         message = f"{list_some(names, _FEW)}: missing, of {whose}"
         yield Problem(message, "rank-missing", file=names[0])
     elif rest:
@@ -94,17 +94,17 @@ def _fields_of(value: object) -> Record:
 
 
 def _without_random(files: Iterable[str], catalog: Catalog) -> list[str]:
-    """Return the files of Megatron's ranks without random states: its ranks save all or none.
+    """Return the files of Megatron's ranks without random states, if those of others have them.
 
     The states are ``rng_state.PIPELINE.TENSOR``, with an expert rank if there are several.
     """
-    tensors = (each.path for each in catalog.tensors.values())
-    values = (each.path for each in catalog.objects.values())
+    tensors = (entry.path for entry in catalog.tensors.values())
+    values = (entry.path for entry in catalog.objects.values())
     paths = (path[1:] for path in chain(tensors, values) if path[:1] == ("rng_state",))
-    found = {tuple(takewhile(_is_number, path)) for path in paths}
-    folders = [match for match in map(_FOLDER.fullmatch, files) if match and found]
-    depth = max(map(len, found), default=0)
-    return sorted(folder[0] for folder in folders if _rank_of(folder, depth) not in found)
+    ranks = {tuple(takewhile(_is_number, path)) for path in paths}
+    folders = [match for match in map(_FOLDER.fullmatch, files) if match and ranks]
+    depth = max(map(len, ranks), default=0)
+    return sorted(folder[0] for folder in folders if _rank_of(folder, depth) not in ranks)
 
 
 def _is_number(step: object) -> bool:
@@ -112,8 +112,8 @@ def _is_number(step: object) -> bool:
 
 
 def _rank_of(folder: re.Match[str], depth: int) -> tuple[str, ...]:
-    """Return the pipeline, the tensor and, of three, the expert rank that a folder is of."""
-    tensor, *others = (str(int(number)) for number in folder.groups() if number)
-    has_pipelines = depth == _PAIR or len(others) == _PAIR
-    pipeline = others.pop(0) if others and has_pipelines else "0"
-    return (pipeline, tensor, *(others or ["0"]))[:depth]
+    """Return a folder's pipeline rank, tensor rank and, if ``depth`` is three, expert rank."""
+    tensor, *rest = (str(int(number)) for number in folder.groups() if number)
+    has_pipelines = depth == _PAIR or len(rest) == _PAIR
+    pipeline = rest.pop(0) if rest and has_pipelines else "0"
+    return (pipeline, tensor, *(rest or ["0"]))[:depth]

@@ -40,9 +40,9 @@ def is_matrix(shape: Index) -> bool:
 
 
 class Slice(Struct, frozen=True):
-    """What is ``at`` an index of a tensor; all of it if that is empty.
+    """The part ``at`` an index of a tensor; all of it if the index is empty.
 
-    ``numbered`` is the name that the layer's or expert's own would have.
+    ``numbered`` is the name that a layer's or an expert's tensor would have if it was not stacked.
     """
 
     numbered: str
@@ -56,11 +56,11 @@ class Slice(Struct, frozen=True):
 
 
 class Slices:
-    """Tensors by the ``names`` that they have if none are stacked, and ``others``, so called."""
+    """Tensors by the ``names`` that they have if none are stacked, and ``extra`` slices."""
 
-    def __init__(self, tensors: Mapping[str, TensorEntry], others: Iterable[Slice] = ()) -> None:
-        self._slices = {each.numbered: each for each in chain(_slices_of(tensors), others)}
-        stacked = {each.name for each in self._slices.values()}
+    def __init__(self, tensors: Mapping[str, TensorEntry], extra: Iterable[Slice] = ()) -> None:
+        self._slices = {part.numbered: part for part in chain(_slices_of(tensors), extra)}
+        stacked = {part.name for part in self._slices.values()}
         whole = [name for name in tensors if name not in stacked] if stacked else tensors
         self.names = [*whole, *self._slices]
 
@@ -68,50 +68,50 @@ class Slices:
         return self._slices.get(name) or Slice(name, name)
 
     def tensor(self, name: str) -> str:
-        """Return the name of the tensor that what has a name is, or is a part of."""
-        each = self._slices.get(name)
-        return name if each is None else each.name
+        """Return the name of the tensor that has a name, or that contains the slice with it."""
+        part = self._slices.get(name)
+        return name if part is None else part.name
 
     def shape(self, name: str, tensors: Mapping[str, TensorEntry]) -> Index:
-        """Return the shape of what has a name."""
-        each = self._slices.get(name)
-        return tensors[name].shape if each is None else tensors[each.name].shape[len(each.at) :]
+        """Return the shape of the tensor or slice with a name."""
+        part = self._slices.get(name)
+        return tensors[name].shape if part is None else tensors[part.name].shape[len(part.at) :]
 
-    def probes(self, found: Mapping[str, Probe]) -> dict[str, Probe]:
-        """Return what looks at each tensor, of what looks at some of the names."""
+    def probes(self, by_name: Mapping[str, Probe]) -> dict[str, Probe]:
+        """Return the probes of tensors, made of those of names, which may be of slices."""
         if not self._slices:
-            return dict(found)
-        slices = ((self._slices[name], found[name]) for name in found if name in self._slices)
-        whole = {name: probe for name, probe in found.items() if name not in self._slices}
-        return whole | probes_of((each.name, each.at, probe) for each, probe in slices)
+            return dict(by_name)
+        slices = ((self._slices[n], probe) for n, probe in by_name.items() if n in self._slices)
+        whole = {name: probe for name, probe in by_name.items() if name not in self._slices}
+        return whole | probes_of((part.name, part.at, probe) for part, probe in slices)
 
 
 class Entries(dict[str, TensorEntry]):
-    """What has the names of ``slices`` among tensors: made when asked for, called by its label."""
+    """Tensors and slices by the names of ``slices``; entries are made when asked for."""
 
     def __init__(self, slices: Slices, tensors: Mapping[str, TensorEntry]) -> None:
         self._slices, self._tensors = slices, tensors
         self._chunks: dict[str, Mapping[Index, Sequence[Chunk]]] = {}
 
     def __missing__(self, name: str) -> TensorEntry:
-        each = self._slices[name]
-        entry = self._tensors[each.name]
-        if each.at:
-            if each.name not in self._chunks:
-                self._chunks[each.name] = _by_index(entry, len(each.at))
-            own = replace(entry, chunks=tuple(self._chunks[each.name][each.at]))
-            entry = replace(part_at(own, each.at), name=each.label)
+        part = self._slices[name]
+        entry = self._tensors[part.name]
+        if part.at:
+            if part.name not in self._chunks:
+                self._chunks[part.name] = _by_index(entry, len(part.at))
+            stack = replace(entry, chunks=tuple(self._chunks[part.name][part.at]))
+            entry = replace(part_at(stack, part.at), name=part.label)
         self[name] = entry
         return entry
 
 
 def _by_index(entry: TensorEntry, depth: int) -> Mapping[Index, Sequence[Chunk]]:
-    """Return the chunks that have a part of each index of the first dims: there may be many."""
-    found: dict[Index, list[Chunk]] = defaultdict(list)
+    """Return the chunks with a part of each index of the first dims: there may be many chunks."""
+    chunks: dict[Index, list[Chunk]] = defaultdict(list)
     for chunk in entry.chunks:
         for index in product(*map(range, chunk.box.lo[:depth], chunk.box.hi[:depth])):
-            found[index].append(chunk)
-    return found
+            chunks[index].append(chunk)
+    return chunks
 
 
 def _slices_of(tensors: Mapping[str, TensorEntry]) -> Iterator[Slice]:
@@ -130,12 +130,12 @@ def _slices_of(tensors: Mapping[str, TensorEntry]) -> Iterator[Slice]:
 def _stacked(tensors: Mapping[str, TensorEntry]) -> Mapping[str, Sequence[int]]:
     """Return where in a name the numbers belong that are the first dims of a stacked tensor.
 
-    All that is named so has as many layers, or experts; what differs is not stacked. What a layer
-    has is no single number: as many biases are those of a convolution's filters.
+    All tensors named so must have as many layers, or experts; else they are not stacked. A layer's
+    part is no single number: a vector has the biases of a convolution's filters.
     """
     heads: dict[str, list[str]] = defaultdict(list)
     for name in tensors:
-        for end in {found[1]: found.end() for found in _STACK.finditer(name)}.values():
+        for end in {match[1]: match.end() for match in _STACK.finditer(name)}.values():
             heads[name[:end]].append(name)
     places: dict[str, list[int]] = defaultdict(list)
     for head in sorted(heads, key=len):
@@ -158,7 +158,7 @@ def _numbered(name: str, ends: Sequence[int], index: Index) -> str:
 
 
 def probes_of(parts: Iterable[tuple[str, Index, Probe]]) -> dict[str, Probe]:
-    """Return what looks at each tensor: at all of it, or at what is at some indexes of it."""
+    """Return the probe of each tensor, which looks at all of it or at parts at some indexes."""
     stacks: dict[str, dict[Index, Probe]] = defaultdict(dict)
     for name, index, probe in parts:
         stacks[name][index] = probe
@@ -175,14 +175,14 @@ class _Stack:
     def take(self, data: memoryview, part: Part, first: int) -> None:
         """Look at elements of a part, the first of which is its ``first``-th."""
         depth, itemsize = self._depth, part.dtype.itemsize
-        outer, box = part.box.shape[:depth], Box(part.box.lo[depth:], part.box.hi[depth:])
+        stack_shape, box = part.box.shape[:depth], Box(part.box.lo[depth:], part.box.hi[depth:])
         inner = Part(part.shape[depth:], box, part.dtype)
         end = first + len(data) // itemsize
         at = first
         while at < end:
             number, inside = divmod(at, box.volume)
             count = min(box.volume - inside, end - at)
-            probe = self._probes.get(_index(number, outer, part.box.lo))
+            probe = self._probes.get(_index(number, stack_shape, part.box.lo))
             if probe is not None and inner.shape:
                 start = (at - first) * itemsize
                 probe.take(data[start : start + count * itemsize], inner, inside)
@@ -190,7 +190,7 @@ class _Stack:
 
 
 def _index(number: int, shape: Index, low: Index) -> Index:
-    """Return the index of the so-manyth of a box of ``shape`` that begins at ``low``."""
+    """Return the index of an element by its number in a box of ``shape`` that begins at ``low``."""
     index = []
     for dim in range(len(shape) - 1, -1, -1):
         number, at = divmod(number, shape[dim])

@@ -32,48 +32,48 @@ Shape = tuple[int, ...]
 
 
 class _Pair(Struct, frozen=True):
-    """The state of a parameter, and what the shape should be, by the tensor that says so."""
+    """The state of a parameter, and the ``shape`` that it should have, as ``reference`` has it."""
 
     state: TensorEntry
     parameter: str
-    said_by: str
+    reference: str
     shape: Shape
     mask: Shape | None = None
 
     @property
     def is_chosen(self) -> bool:
-        """Whether it is of those elements of a parameter that a mask beside it chooses (SaRA)."""
-        own = self.state.shape
-        return self.mask == self.shape and len(own) == 1 and own[0] <= math.prod(self.shape)
+        """Whether it is state of the elements that a mask beside it chooses (SaRA)."""
+        shape = self.state.shape
+        return self.mask == self.shape and len(shape) == 1 and shape[0] <= math.prod(self.shape)
 
     @property
     def is_shared(self) -> bool:
         """Whether it is one mean of squares for all of a parameter, or for each row (NovoGrad)."""
-        own = self.state.shape or (1,) * len(self.shape)
-        sizes = zip(own, self.shape, strict=False)
-        are_one = len(own) == len(self.shape) and all(size in (1, whole) for size, whole in sizes)
+        shape = self.state.shape or (1,) * len(self.shape)
+        sizes = zip(shape, self.shape, strict=False)
+        are_one = len(shape) == len(self.shape) and all(size in (1, whole) for size, whole in sizes)
         return are_one and _SQUARES in self.state.name
 
     @property
     def rank(self) -> int | None:
-        """The one dim of a matrix's state that is smaller than the matrix's, as of a projection."""
+        """The size of the one dim that is smaller than the matrix's, as that of a projection."""
         if len(self.state.shape) != len(self.shape):
             return None
         sizes = zip(self.state.shape, self.shape, strict=True)
-        differing = [(own, whole) for own, whole in sizes if own != whole]
-        own, whole = differing[0] if len(differing) == 1 else (0, 0)
-        return own if own < whole and own <= min(self.shape) else None
+        differing = [(size, whole) for size, whole in sizes if size != whole]
+        size, whole = differing[0] if len(differing) == 1 else (0, 0)
+        return size if size < whole and size <= min(self.shape) else None
 
 
 def shape_problems(catalog: Catalog) -> Iterator[Problem]:
-    """Yield state in another shape than its parameter has, but for what an optimizer projects."""
+    """Yield state in another shape than its parameter's, unless an optimizer projects it."""
     pairs = list(_pairs(catalog))
     odd = [pair for pair in pairs if pair.state.shape != pair.shape]
     odd = [pair for pair in odd if not (pair.is_shared or pair.is_chosen)]
     ranks = _projected(pairs) if odd else set()
     for pair in (pair for pair in odd if pair.rank not in ranks):
         name = pair.state.name
-        message = f"{name}: {list(pair.state.shape)}, but {pair.said_by} is {list(pair.shape)}"
+        message = f"{name}: {list(pair.state.shape)}, but {pair.reference} is {list(pair.shape)}"
         yield Problem(message, "optimizer-shape", tensor=name)
     yield from _of_another_model(catalog)
 
@@ -81,16 +81,16 @@ def shape_problems(catalog: Catalog) -> Iterator[Problem]:
 def _of_another_model(catalog: Catalog) -> Iterator[Problem]:
     """Yield a problem if no state of numbered parameters has the shape of any of the model's.
 
-    State of matrices alone may be of what is projected, or was merged into the model (LoRA), and of
-    vectors alone, of buffers.
+    State of matrices alone may be projected, or of adapters that were merged into the model (LoRA),
+    and a model of vectors alone may be buffers.
     """
     tensors = catalog.tensors.values()
-    named = ((StateName.of(entry.name), entry) for entry in tensors if _is_state(entry))
-    states = [e for of, e in named if of.kind in _KINDS and of.parameter.isdigit()]
+    titles = ((StateName.of(entry.name), entry) for entry in tensors if _is_state(entry))
+    states = [e for of, e in titles if of.kind in _KINDS and of.parameter.isdigit()]
     models = [entry for entry in tensors if state_category(entry) == "model"]
     count = len({entry.name.rpartition(".")[0] for entry in states})
     if not all(map(_has_both, (states, models))) or 2 * len(models) < count:
-        return  # what it has of a model is little
+        return  # the model's tensors are a small part of it
     if not {entry.shape for entry in states}.isdisjoint(entry.shape for entry in models):
         return
     first = states[0]
@@ -129,8 +129,8 @@ def _pairs(catalog: Catalog) -> Iterator[_Pair]:
             shapes = shapes_of(parameter)
             fits = entry.shape in shapes.values() or entry.shape in map(_flat, shapes.values())
             if shapes:
-                said_by, shape = next(iter(shapes.items()))
-                yield _Pair(entry, parameter, said_by, entry.shape if fits else shape)
+                reference, shape = next(iter(shapes.items()))
+                yield _Pair(entry, parameter, reference, entry.shape if fits else shape)
         elif kind in _KINDS and parameter:
             head = entry.name.removesuffix(f".{kind}")
             first = firsts.setdefault(head, entry)
@@ -147,8 +147,8 @@ def _is_state(entry: TensorEntry) -> bool:
 def _shapes_of(catalog: Catalog, parameter: str) -> Mapping[str, Shape]:
     """Return the shapes that a parameter has, as a weight and as a master, by their names."""
     keys = [*keys_of(parameter), (f"fp32.{parameter}", ())]
-    found = ((catalog.tensors.get(key), len(index)) for key, index in keys)
-    return {entry.name: entry.shape[depth:] for entry, depth in found if entry}
+    entries = ((catalog.tensors.get(key), len(index)) for key, index in keys)
+    return {entry.name: entry.shape[depth:] for entry, depth in entries if entry}
 
 
 def _flat(shape: Shape) -> Shape:
@@ -158,16 +158,16 @@ def _flat(shape: Shape) -> Shape:
 def _projected(pairs: Sequence[_Pair]) -> set[int | None]:
     """Return the ranks that GaLore and APOLLO project gradients to: of a kind, all or none.
 
-    What is no layer's is of one kind. No rank is larger than the smaller dim.
+    Matrices outside layers are of one kind. No rank is larger than the smaller dim.
     """
     kinds: dict[str, list[_Pair]] = defaultdict(list)
     for pair in pairs:
         if len(pair.shape) == _DIMS:
             kind, numbers = abstract(pair.parameter)
             kinds[kind if numbers else ""].append(pair)
-    found = set[int | None]()
-    for kind, alike in kinds.items():
-        ranks = {pair.rank for pair in alike}
-        if len(ranks) == 1 and len(alike) >= (_LEAST if kind else _POOLED):
-            found |= ranks
-    return found - {None}
+    ranks = set[int | None]()
+    for kind, group in kinds.items():
+        kind_ranks = {pair.rank for pair in group}
+        if len(kind_ranks) == 1 and len(group) >= (_LEAST if kind else _POOLED):
+            ranks |= kind_ranks
+    return ranks - {None}

@@ -41,7 +41,7 @@ _OF_METADATA: tuple[Callable[[Survey, Catalog], Iterator[Problem]], ...] = (
 
 
 def metadata_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
-    """Yield what metadata alone says of a checkpoint without damage, which might explain it."""
+    """Yield the problems that metadata alone tells; damage might explain them, so there is none."""
     for check in _OF_METADATA:
         yield from check(surveyed, catalog)
 
@@ -49,13 +49,13 @@ def metadata_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
 def senses_of(catalog: Catalog | None, model: Elements | None) -> list[Sense]:
     """Return the checks of a catalog, of which all data, or a part's share, is about to be read.
 
-    It may be that of an optimizer beside its ``model``.
+    The catalog may be that of an optimizer's file beside its ``model``.
     """
     return [sense(catalog, model) for sense in _SENSES] if catalog is not None else []
 
 
 def meaning_problems(elements: Elements) -> Iterator[Problem]:
-    """Yield what the checks say once all data has been read, and if they cannot say all."""
+    """Yield the problems of all checks once data has been read, and a remark if it is a share."""
     senses = elements.content.senses
     for sense in senses:
         yield from sense.problems(elements)

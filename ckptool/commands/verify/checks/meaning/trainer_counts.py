@@ -19,12 +19,12 @@ Values = Mapping[str, object]
 
 
 class Schedule(Struct, frozen=True):
-    """What a scheduler counts under a name, and what that is before the first step.
+    """The ``name`` of a scheduler's count, which is ``begin`` before the first step.
 
     It counts steps, or if not ``of_steps`` something of which every step has some. Where loss
-    scaling may skip steps that nobody counts, ``scaled`` says whether it is used. Where a user may
-    step it otherwise, such as to the number of the ``epoch``, the optimizer's ``rate`` must tell
-    that it has stepped.
+    scaling may skip steps that nobody counts, the value ``scaled`` says whether it is used. Where a
+    user may step the scheduler otherwise, such as to the number of the ``epoch``, the optimizer's
+    ``rate`` must tell that it has stepped.
     """
 
     name: str
@@ -36,19 +36,19 @@ class Schedule(Struct, frozen=True):
 
 
 class Trainer(Struct, frozen=True):
-    """What a trainer counts, under the names of a checkpoint's values; ``source`` was read.
+    """What a trainer counts, by the names of a checkpoint's values; from the code of ``source``.
 
-    ``sign`` is the writer or framework, or a file, that its checkpoints are known by. The step is
-    one of ``counts``, which a resume goes on from; one that users may set to any number
-    (``is_set``) was if fewer samples were seen. On ``skipped`` steps no scheduler counts, and where
-    there are ``epochs``, a user may count at their end only. An ``engine`` that steps for the
+    ``sign`` is the writer or framework, or a file, that its checkpoints are known by. The ``step``
+    is one of ``counts``, from which a resume goes on; if ``is_set``, users may have set it to any
+    number, as they have if fewer samples were seen. On ``skipped`` steps no scheduler counts, and
+    where there are ``epochs``, a user may count at their end only. An ``engine`` that steps for the
     trainer counts at most one fewer an epoch, whose last batches may be left over.
 
-    A step is saved as ``name``; one that ``lags`` may be before that in the name. A resume
-    goes on from the step in the files of the folder that the file ``pointer`` beside it names. So
-    many ``samples`` were seen, a ``batch`` in a step unless ``growth`` says that it changes. An
-    optimizer has taken as many steps as training if ``stepped`` is as many, unless it
-    ``may_take_more``; it is another save's if its learning rate is none of ``rates``.
+    A step is saved as ``name``; one that ``lags`` may be before that in the name. A resume goes on
+    from the folder that the file ``pointer`` beside it names. ``samples`` counts those seen,
+    ``batch`` those of a step, unless ``growth`` says that this changes. An optimizer has taken as
+    many steps as training if ``stepped`` is as many, unless it ``may_take_more``; it is another
+    save's if its learning rate is none of ``rates``.
     """
 
     source: str
@@ -74,7 +74,7 @@ class Trainer(Struct, frozen=True):
 _RECORD = f"{TRAINER_STATE}: "
 _SCHEDULE = "scheduler.pt"
 _UNSAID = "?"
-"""What no value says: training_args.fp16 is false, too, where accelerate's own settings scale."""
+"""The name of no value: training_args.fp16 is false, too, where accelerate's settings scale."""
 _LOOP, _DONE = "loops.fit_loop.epoch_loop", ".total.completed"
 TRAINERS = (
     Trainer(
@@ -167,7 +167,7 @@ TRAINERS = (
 def trainers_of(
     surveyed: Survey, catalog: Catalog, values: Values
 ) -> Iterator[tuple[Trainer, int]]:
-    """Yield the trainers whose checkpoint it may be, with the step that it is of."""
+    """Yield the trainers that may have written a checkpoint, and the step that each counts."""
     signs = {catalog.info.get(key) for key in ("framework", "writer")}
     signs |= {TRAINER_STATE} & surveyed.source.files.keys()
     for trainer in TRAINERS:

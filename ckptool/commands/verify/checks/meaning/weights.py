@@ -59,10 +59,10 @@ _DIFFERENCES = (_DIFFERENCE, BEGINS_ZERO)
 _COPIED = "expert"
 """Of names of weights that are copied from one another when a model is made larger."""
 
-Seen = Mapping[str, "Weight"]
+ByName = Mapping[str, "Weight"]
 Shape = tuple[int, ...]
 _Layer = tuple[str, int]
-"""What precedes the number of a layer, and it."""
+"""What precedes the number of a layer, and the number."""
 
 
 class Weights:
@@ -79,22 +79,22 @@ class Weights:
             for name in self._slices.names
             if is_matrix(self._slices.shape(name, catalog.tensors))
         }
-        self._found = _looked_at(matrices) if matrices else {}
+        self._weights = _weights_of(matrices) if matrices else {}
 
     @property
     def probes(self) -> Mapping[str, Probe]:
         """What looks at each of the weights."""
-        return self._slices.probes(self._found)
+        return self._slices.probes(self._weights)
 
     def problems(self, elements: Elements) -> Iterator[Problem]:
-        """Yield the weights that are odd beside their like."""
+        """Yield the weights that are odd beside others of their kind."""
         if not self._may_be_odd():
             return  # names are not looked at, of which there may be a hundred thousand
         shapes = self._shapes(elements)
-        seen = {name: self._found[name] for name in shapes}
-        own = without_averages(seen)
-        if len(own) >= _SEVERAL and all(weight.first == 0 for weight in own.values()):
-            yield from self._of_zeros(elements, {name: shapes[name] for name in own})
+        weights = {name: self._weights[name] for name in shapes}
+        model = without_averages(weights)
+        if len(model) >= _SEVERAL and all(weight.first == 0 for weight in model.values()):
+            yield from self._of_zeros(elements, {name: shapes[name] for name in model})
             return
         kinds: dict[tuple[str, Shape], list[str]] = defaultdict(list)
         for name, shape in shapes.items():
@@ -102,24 +102,24 @@ class Weights:
             if kind and (not BEGINS_ZERO.search(name) or _FIRST_HALF.search(name)):
                 kinds[kind, shape].append(name)
         with_moments = _with_moments(elements.located)
-        trained = {name for name in seen if self._slices[name].name in with_moments}
-        stacked = {name: weight for name, weight in seen.items() if self._slices[name].at}
-        rightly = _rightly_zero(seen, trained) | _padding(stacked) | _beside_zeros(seen)
-        odd = [(kind, *each) for (kind, _), n in kinds.items() for each in _odd(n, seen, rightly)]
+        trained = {name for name in weights if self._slices[name].name in with_moments}
+        stacked = {name: weight for name, weight in weights.items() if self._slices[name].at}
+        exempt = _may_be_zero(weights, trained) | _padding(stacked) | _beside_zeros(weights)
+        odd = [(kind, *o) for (kind, _), n in kinds.items() for o in _odd(n, weights, exempt)]
         zero = [self._slices[name].name for _, name, code, _ in odd if code == _ZERO]
         is_difference = bool(zero) and _is_difference(zero, elements)
         for kind, name, code, what in odd:
             if not is_difference or code != _ZERO:
-                each = self._slices[name]
-                message = f"{each.label}: {what} others like {kind}"
-                yield Problem(message, code, tensor=each.name)
+                part = self._slices[name]
+                message = f"{part.label}: {what} others like {kind}"
+                yield Problem(message, code, tensor=part.name)
         not_finite = elements.content.read.not_finite
         entries = Entries(self._slices, elements.located)
-        for one, other, pairs in _alike_layers(shapes, seen):
+        for one, other, pairs in _alike_layers(shapes, weights):
             if any(self._slices.tensor(name) in not_finite for _, name in pairs):
                 continue  # that has a finding of its own
-            both = ((entries[name], entries[like]) for name, like in pairs)
-            if all(_are_equal(*each, elements.source) for each in both):
+            entry_pairs = ((entries[name], entries[twin]) for name, twin in pairs)
+            if all(_are_equal(*pair, elements.source) for pair in entry_pairs):
                 message = f"{other[0]}{other[1]}: its {len(pairs):,} matrices are those of"
                 message += f" {one[0]}{one[1]}, bit for bit"
                 yield Problem(message, "layers-equal", tensor=self._slices.tensor(pairs[0][1]))
@@ -127,7 +127,7 @@ class Weights:
     def _of_zeros(self, elements: Elements, shapes: Mapping[str, Shape]) -> Iterator[Problem]:
         """Yield a problem for a model that is all zero, unless a name calls it a difference.
 
-        An adapter of PEFT's MiSS begins so, and only its file is called one.
+        An adapter of PEFT's MiSS begins as zeros, and only its file is called an adapter.
         """
         first, located = self._slices[next(iter(shapes))], elements.located
         entries = [located[self._slices.tensor(name)] for name in shapes]
@@ -136,7 +136,7 @@ class Weights:
             for name, shape in shapes.items()
             if not BEGINS_ZERO.search(name)
         }
-        is_difference = any(elements.place_named(each, entries) for each in _DIFFERENCES)
+        is_difference = any(elements.place_named(words, entries) for words in _DIFFERENCES)
         if len(kinds) < _SEVERAL or is_difference:
             return
         message = f"{first.label}: all values are zero, as are those of all {len(shapes):,}"
@@ -145,7 +145,7 @@ class Weights:
     def _shapes(self, elements: Elements) -> dict[str, Shape]:
         """Return the shapes of the weights that were seen whole."""
         shapes: dict[str, Shape] = {}
-        for name, weight in self._found.items():
+        for name, weight in self._weights.items():
             if elements.are_sound(self._slices.tensor(name)):
                 shape = self._slices.shape(name, elements.located)
                 if weight.elements == math.prod(shape):
@@ -153,29 +153,29 @@ class Weights:
         return shapes
 
     def _may_be_odd(self) -> bool:
-        """Return whether a weight looks odd by itself, or begins as another one does."""
-        looked = self._found.values()
-        heads = [each.head for each in looked if each.head is not None and each.first is None]
-        return len(set(heads)) < len(heads) or any(each.oddity for each in looked)
+        """Return whether a weight looks odd by itself, or begins with the bytes of another one."""
+        weights = self._weights.values()
+        heads = [w.head for w in weights if w.head is not None and w.first is None]
+        return len(set(heads)) < len(heads) or any(weight.oddity for weight in weights)
 
 
 def _are_equal(one: TensorEntry, other: TensorEntry, source: Files) -> bool:
     """Return whether two tensors have the same bits, but not in one place, as of tied layers."""
     from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
 
-    places = [[(chunk.box, chunk.at) for chunk in each.chunks] for each in (one, other)]
+    places = [[(chunk.box, chunk.at) for chunk in entry.chunks] for entry in (one, other)]
     return places[0] != places[1] and are_equal(one, other, source)
 
 
-def _looked_at(matrices: Mapping[str, DType]) -> dict[str, Weight]:
-    """Return what looks at each matrix; numpy is imported for none."""
+def _weights_of(matrices: Mapping[str, DType]) -> dict[str, Weight]:
+    """Return the probe of each matrix; numpy is imported only if there are any."""
     from ckptool.engine.check.weight_bits import Weight
 
     return {name: Weight(dtype) for name, dtype in matrices.items()}
 
 
 def is_weight(entry: TensorEntry) -> bool:
-    """Return whether a tensor is of numbers of a model."""
+    """Return whether a tensor is a model's, of floating-point numbers."""
     return entry.source_dtype.kind == "float" and state_category(entry) == "model"
 
 
@@ -189,35 +189,35 @@ def _masters_alone(catalog: Catalog) -> Iterator[Slice]:
 
 
 def _odd(
-    names: Sequence[str], seen: Seen, rightly: Collection[str]
+    names: Sequence[str], weights: ByName, exempt: Collection[str]
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the few weights of a kind that are all zero, of one value, or nearly all denormal.
 
-    Each with the code of that, and words of it.
+    Each comes with the code and the words of its problem.
     """
     odd: dict[str, dict[str, str]] = defaultdict(dict)
     for name in names:
-        if (oddity := seen[name].oddity) and name not in rightly:
+        if (oddity := weights[name].oddity) and name not in exempt:
             odd[oddity[0]][name] = oddity[1]
-    for code, found in odd.items():
-        others = sum(seen[name].is_varied for name in names if name not in found)
-        if others >= 2 and 2 * others > len(names):
-            for name, what in found.items():
-                yield name, code, f"{what}, but of none of {others:,}"
+    for code, texts in odd.items():
+        count = sum(weights[name].is_varied for name in names if name not in texts)
+        if count >= 2 and 2 * count > len(names):
+            for name, text in texts.items():
+                yield name, code, f"{text}, but of none of {count:,}"
 
 
 def _is_difference(zero: Iterable[str], elements: Elements) -> bool:
-    """Return whether weights are those of a difference of two models, as a name or norms say.
+    """Return whether weights are the difference of two models, as a name or their norms say.
 
-    What was not trained is zero there, and norms are not those of any model.
+    Untrained weights are zero there, and norms smaller than those of any model.
     """
     located = elements.located
     if elements.place_named(_DIFFERENCE, (located[name] for name in zero)):
         return True
     from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
 
-    named = (entry for name, entry in located.items() if _NORM.search(name))
-    norms = (entry for entry in named if is_weight(entry) and not entry.name.endswith("bias"))
+    entries = (entry for name, entry in located.items() if _NORM.search(name))
+    norms = (entry for entry in entries if is_weight(entry) and not entry.name.endswith("bias"))
     sizes = largest_sizes(norms, elements.source)
     return bool(sizes) and max(sizes.values()) < _SMALL
 
@@ -225,36 +225,36 @@ def _is_difference(zero: Iterable[str], elements: Elements) -> bool:
 def _with_moments(located: Mapping[str, TensorEntry]) -> set[str]:
     """Return the weights that an optimizer has moments of."""
     moments = {name: located[name] for name, _ in moments_in(located)}
-    named = (each.numbered for each in states_by_name(moments, located))
-    parameters = {StateName.of(name).parameter for name in (*moments, *named)}
+    states = (state.numbered for state in states_by_name(moments, located))
+    parameters = {StateName.of(name).parameter for name in (*moments, *states)}
     models = models_by_tail(located) if parameters else {}
     return {models[parameter].name for parameter in parameters if parameter in models}
 
 
-def _rightly_zero(seen: Seen, trained: Collection[str]) -> set[str]:
+def _may_be_zero(weights: ByName, trained: Collection[str]) -> set[str]:
     """Return the matrices that may be zero for a reason.
 
-    Some of several layers, the same of each; or of one all whose products are added to what goes
-    on, as of blocks that are added to a model, or those of attention, if they are not trained.
+    The same ones of several layers may be; so may all of a layer whose products are added to what
+    goes through it, as in blocks added to a model, or those of attention, if they are not trained.
     """
-    layers = layers_of(seen)
-    zero = _zero_of(layers, seen)
-    alike = Counter(kinds for layer, kinds in zero.items() if kinds != layers[layer].keys())
-    found = {layer for layer, kinds in zero.items() if alike[kinds] > 1}
+    layers = layers_of(weights)
+    zero = _zero_of(layers, weights)
+    counts = Counter(kinds for layer, kinds in zero.items() if kinds != layers[layer].keys())
+    explained = {layer for layer, kinds in zero.items() if counts[kinds] > 1}
     for layer, kinds in zero.items():
         outputs = {kind for kind in layers[layer] if _OUTPUT.search(kind)}
         added = {kind for kind in outputs if _ATTENTION.search(kind)}
         is_frozen = all(layers[layer][kind] not in trained for kind in kinds)
         if (len(kinds) > 1 and kinds == outputs) or (kinds <= added and is_frozen):
-            found.add(layer)
-    rightly = {layers[layer][kind] for layer in found for kind in zero[layer]}
-    return rightly | _filling(seen)
+            explained.add(layer)
+    exempt = {layers[layer][kind] for layer in explained for kind in zero[layer]}
+    return exempt | _filling(weights)
 
 
-def _beside_zeros(seen: Seen) -> set[str]:
-    """Return the first halves of LoRA whose second one is zero, too: no adapter was there."""
-    halves = (match for match in map(_FIRST_HALF.search, seen) if match)
-    return {half.string for half in halves if _is_zero(_second_half(half), seen)}
+def _beside_zeros(weights: ByName) -> set[str]:
+    """Return the first halves of LoRA whose second half is zero or missing: no adapter is there."""
+    halves = (match for match in map(_FIRST_HALF.search, weights) if match)
+    return {half.string for half in halves if _is_zero(_second_half(half), weights)}
 
 
 def _second_half(first: re.Match[str]) -> str:
@@ -262,22 +262,22 @@ def _second_half(first: re.Match[str]) -> str:
     return name[:start] + _SECOND_OF[first[1]] + name[stop:]
 
 
-def _is_zero(name: str, seen: Seen) -> bool:
-    return name not in seen or seen[name].first == 0
+def _is_zero(name: str, weights: ByName) -> bool:
+    return name not in weights or weights[name].first == 0
 
 
 def _zero_of(
-    layers: Mapping[_Layer, Mapping[str, str]], seen: Seen
+    layers: Mapping[_Layer, Mapping[str, str]], weights: ByName
 ) -> dict[_Layer, frozenset[str]]:
     """Return the kinds of each layer's matrices that are all zero."""
     return {
-        layer: frozenset(kind for kind, name in names.items() if seen[name].first == 0)
+        layer: frozenset(kind for kind, name in names.items() if weights[name].first == 0)
         for layer, names in layers.items()
     }
 
 
-def _padding(stacked: Seen) -> set[str]:
-    """Return what is of the last layers of stacks if they are all zero, to fill stages up."""
+def _padding(stacked: ByName) -> set[str]:
+    """Return the matrices of the last layers of stacks that are all zero: padding of stages."""
     layers = layers_of(stacked)
     zero = _zero_of(layers, stacked)
     last: list[str] = []
@@ -287,30 +287,30 @@ def _padding(stacked: Seen) -> set[str]:
     return {name for name in stacked if last and name.startswith(tuple(last))}
 
 
-def _filling(seen: Seen) -> set[str]:
-    """Return the experts that are zero in each layer that has any, as what fills ranks up is."""
-    alike: dict[str, list[str]] = defaultdict(list)
-    for name in seen:
+def _filling(weights: ByName) -> set[str]:
+    """Return the experts that are zero in each of several layers: padding of ranks."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in weights:
         numbers = [*_NUMBER.finditer(name)] if _COPIED in name else []
         for expert in numbers[-1:]:
             head = _NUMBER.sub("#", name[: expert.start()])
-            alike[head + expert[0]].append(name)
-    zero = (names for names in alike.values() if all(seen[name].first == 0 for name in names))
+            groups[head + expert[0]].append(name)
+    zero = (names for names in groups.values() if all(weights[name].first == 0 for name in names))
     return {name for names in zero if len(names) > 1 for name in names}
 
 
 def _alike_layers(
-    shapes: Mapping[str, Shape], seen: Seen
+    shapes: Mapping[str, Shape], weights: ByName
 ) -> Iterator[tuple[_Layer, _Layer, list[tuple[str, str]]]]:
-    """Yield the few layers that begin as another one does, it first, with the pairs of matrices."""
-    layers = layers_of(seen)
+    """Yield two layers that begin with the same bytes, and their pairs of matrices, if few do."""
+    layers = layers_of(weights)
     heads: dict[object, list[_Layer]] = defaultdict(list)
     for layer, names in layers.items():
-        looks = {(kind, shapes[n], seen[n].head) for kind, n in names.items()}
-        known = (seen[n].head is not None and seen[n].first is None for n in names.values())
-        if len(names) > 1 and all(known):
+        looks = {(kind, shapes[n], weights[n].head) for kind, n in names.items()}
+        members = [weights[name] for name in names.values()]
+        if len(names) > 1 and all(w.head is not None and w.first is None for w in members):
             heads[frozenset(looks)].append(layer)
-    pairs = [pair for alike in heads.values() for pair in pairwise(alike)]
+    pairs = [pair for twins in heads.values() for pair in pairwise(twins)]
     if 2 * len(pairs) >= len(layers):
         return
     for one, other in pairs:
@@ -328,13 +328,13 @@ def layers_of(names: Iterable[str]) -> dict[_Layer, dict[str, str]]:
     return layers
 
 
-def are_of_a_branch(lost: Collection[str], others: Iterable[str]) -> bool:
-    """Return whether what a layer lacks is of other modules than what it has, as if not used.
+def are_of_a_branch(missing: Collection[str], rest: Iterable[str]) -> bool:
+    """Return whether a layer's missing weights are of other modules than the rest, so unused.
 
     One weight alone is not: what it is computed with has gradients.
     """
-    lacking, having = ({_module_of(name) for name in names} for names in (lost, others))
-    return len(lost) > 1 and lacking.isdisjoint(having)
+    lacking, having = ({_module_of(name) for name in names} for names in (missing, rest))
+    return len(missing) > 1 and lacking.isdisjoint(having)
 
 
 def _module_of(name: str) -> Sequence[str]:

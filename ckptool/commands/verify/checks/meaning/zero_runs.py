@@ -35,7 +35,7 @@ Range = tuple[int, int]
 class ZeroRange(NamedTuple):
     """Zeros of a tensor that ``start`` or end at a border of the parts that ranks hold of it.
 
-    If it ``is_of_ranks`` not, then at its own end: it has no other.
+    Unless it ``is_of_ranks``, the border is an end of the tensor, which has no others.
     """
 
     start: int
@@ -54,7 +54,7 @@ class ZeroRange(NamedTuple):
         return f"{message} {edge} where {of} does"
 
     def is_of_rows(self, shape: Sequence[int]) -> bool:
-        """Return whether it is all of a row, and several elements of the next one."""
+        """Return whether these are all of a row, and several elements of the next one."""
         width = _width(shape)
         part = self.stop % width if self.begins_at_border else -self.start % width
         return self.stop - self.start >= width + part and part >= _PART and width >= _LEAST
@@ -72,10 +72,10 @@ def zeros_at_ends(codes: Array) -> list[Range]:
 
 
 def zero_ranges(entry: TensorEntry, runs: list[Range]) -> Iterator[ZeroRange]:
-    """Yield the ranges of zeros at borders of ranks' parts, which are not those of rows.
+    """Yield the ranges of zeros at borders of ranks' parts that are not borders of rows.
 
-    Of a vector only borders inside it count: it may be longer than what is used of it. Without any
-    inside, the ends of a tensor count if its rows are not short, as those of kernels are.
+    Of a vector only borders inside it count: its end may not be used. Without borders inside, the
+    ends of a tensor count if its rows are not short, as those of kernels are.
     """
     borders, width, whole = _borders(entry), _width(entry.shape), entry.elements
     if borders is None or (not borders and width < _LEAST):
@@ -152,5 +152,5 @@ class Window(Struct):
             around.append(other)
         if any(start < 0 or stop > entry.elements for start, stop in around):
             return False
-        seen = np.concatenate([self.read(entry, *each) for each in around])
-        return bool(np.count_nonzero(seen) >= _MOST * seen.size)
+        values = np.concatenate([self.read(entry, *run) for run in around])
+        return bool(np.count_nonzero(values) >= _MOST * values.size)
