@@ -17,7 +17,7 @@ from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.assessment import Assessor
 from ckptool.commands.runs.order import open_run
-from ckptool.commands.runs.pointers.pointers import find_pointers, is_for_that
+from ckptool.commands.runs.pointers.pointers import find_pointers, is_pointer
 from ckptool.commands.runs.records import has_optimizer
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.steps import Step
@@ -79,7 +79,7 @@ def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:
         pointers = find_pointers(opened)
     assessor = Assessor(opened, VerifyOptions(read=options, quick=True), thorough=True)
     sources = dict.fromkeys(chain.from_iterable(pointers.values()))
-    mentions = tuple(source for source in sources if not is_for_that(opened, source))
+    mentions = tuple(source for source in sources if not is_pointer(opened, source))
     steps = []
     for step in reversed(opened.steps):
         found = [each for each in pointers.get(step.path, ()) if each not in mentions]

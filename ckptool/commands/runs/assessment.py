@@ -19,7 +19,7 @@ from ckptool.commands.runs.contents import (
     Completeness,
     kind_of,
     lost_ranks,
-    unfinished,
+    unfinished_reason,
 )
 from ckptool.commands.runs.exports import Exports, is_export
 from ckptool.commands.runs.models import Found, Models, as_read, survey_models, walk_models
@@ -74,8 +74,8 @@ class Assessment(Struct, frozen=True):
     surveys: tuple[Survey, ...]
 
 
-class _Seen(Struct):
-    """What is found of a step's checkpoints: why it is not good, and which have nothing in them."""
+class _Result(Struct):
+    """What the examination of a step's checkpoints finds: why it is not good, which are empty."""
 
     reasons: list[str]
     empty: list[str] = field(default_factory=list)
@@ -111,33 +111,33 @@ class Assessor:
         """
         quick = (self._options.quick or (self._skims and self._exports.has(step))) and not reads
         options = replace(self._options, quick=quick)
-        seen = _Seen(reasons=[*self._by_names(step)])
-        found: list[Found] = []
-        if not seen.reasons or self._thorough:
-            found += walk_models(step, partial(self._look, step, options, seen))
-        contents = Contents.of([each for _, each in found], unread=False)  # or a reason says so
-        if seen.empty and not contents.model:
-            seen.reasons += seen.empty
+        result = _Result(reasons=[*self._by_names(step)])
+        reasons, surveys = result.reasons, list[Found]()
+        if not reasons or self._thorough:
+            surveys += walk_models(step, partial(self._look, step, options, result))
+        contents = Contents.of([survey for _, survey in surveys], unread=False)  # or a reason says
+        if result.empty and not contents.model:
+            reasons += result.empty
         export = is_export(step, self._run.path) and not self._exports.are_all()
-        if not seen.reasons:
-            seen.reasons += damaged_side_files(step, self._run, seen.parts, options)
-        if not seen.reasons:
+        if not reasons:
+            reasons += damaged_side_files(step, self._run, result.parts, options)
+        if not reasons:
             self._contents[step.path] = contents
             export = export or self._exports.has(step)
-            seen.reasons += () if export else self._by_contents(step, found)
+            reasons += () if export else self._by_contents(step, surveys)
             export = export or self._exports.is_last(step)
-        if not seen.reasons and not export:
+        if not reasons and not export:
             self._good.add(step.series)
-        said = tuple(seen.reports), tuple(seen.reasons)
-        whole = StepReport(step.path, step.number, *said, step.beside, export)
-        return Assessment(whole, tuple(each for inside, each in found if not inside))
+        reports = tuple(result.reports)
+        report = StepReport(step.path, step.number, reports, tuple(reasons), step.beside, export)
+        return Assessment(report, tuple(survey for inside, survey in surveys if not inside))
 
     def _look(
-        self, step: Step, options: VerifyOptions, seen: _Seen, place: Location, inside: bool
+        self, step: Step, options: VerifyOptions, result: _Result, place: Location, inside: bool
     ) -> Survey | None:
         """Examine a checkpoint of a step, or a model inside one; None if it cannot be read.
 
-        What is found is added to what was ``seen``. Raises NoAnswer.
+        What is found is added to the ``result``. Raises NoAnswer.
         """
         options = replace(options, read=as_read(options.read, inside))
         head = "" if place == step.path else f"{within(place, self._run.path)}: "
@@ -148,29 +148,28 @@ class Assessor:
         except NoAnswer:
             raise
         except (CkptoolError, OSError) as error:
-            may_be = isinstance(error, Empty) and self._is_rightly_empty(place, step)
-            (seen.empty if may_be else seen.reasons).append(f"{head}{error}")
+            is_empty = isinstance(error, Empty) and self._is_rightly_empty(place, step)
+            (result.empty if is_empty else result.reasons).append(f"{head}{error}")
             return None
-        seen.parts.append(examined)
-        seen.reports.append(report)
-        seen.reasons += [head + why for why in self._faults(report, examined.surveyed.catalog)]
+        result.parts.append(examined)
+        result.reports.append(report)
+        result.reasons += [head + why for why in self._faults(report, examined.surveyed.catalog)]
         return examined.surveyed
 
     @staticmethod
     def _options_for(part: Location, step: Step, options: VerifyOptions) -> VerifyOptions:
         """Return how to verify a part: of a tensor, one of several ranks' files has its shard."""
-        alone = read_alone(part, step, options.read)
-        if alone == options.read:
+        read = read_alone(part, step, options.read)
+        if read == options.read:
             return options
-        ignore = (*options.ignore, "chunk-gap", "rank-missing")
-        return replace(options, read=alone, ignore=ignore)
+        return replace(options, read=read, ignore=(*options.ignore, "chunk-gap", "rank-missing"))
 
     def contents_of(self, step: Step) -> Contents:
         """Return what a step has, from its metadata. Raises NoAnswer."""
         if step.path not in self._contents:
-            found = [*survey_models(step, self._options.read)]
-            unread = sum(not inside for inside, _ in found) < len(step.parts)
-            self._contents[step.path] = Contents.of([each for _, each in found], unread=unread)
+            surveys = [*survey_models(step, self._options.read)]
+            unread = sum(not inside for inside, _ in surveys) < len(step.parts)
+            self._contents[step.path] = Contents.of([s for _, s in surveys], unread=unread)
         return self._contents[step.path]
 
     def _is_rightly_empty(self, part: Location, step: Step) -> bool:
@@ -182,15 +181,16 @@ class Assessor:
         kind = kind_of(part, step, self._run)
         if not all(map(may_be_empty, kind)):
             return False
-        alike = (
-            (at, other)
-            for at, each in enumerate(self._run.steps)
-            for other in each.parts
-            if each.home == step.home and kind_of(other, each, self._run) == kind
-        )
         if (step.home, kind) not in self._first_filled:
-            filled = (at for at, other in alike if _has_something(other))
-            self._first_filled[step.home, kind] = next(filled, inf)
+            indices = (
+                index
+                for index, other in enumerate(self._run.steps)
+                for place in other.parts
+                if other.home == step.home
+                and kind_of(place, other, self._run) == kind
+                and _has_something(place)
+            )
+            self._first_filled[step.home, kind] = next(indices, inf)
         return self._first_filled[step.home, kind] >= self._run.steps.index(step)
 
     def _by_names(self, step: Step) -> Iterator[str]:
@@ -201,7 +201,7 @@ class Assessor:
         if not step.parts:
             yield _nothing_in(step.path)
             return
-        why = unfinished(step, self._run)
+        why = unfinished_reason(step, self._run)
         if why is not None:
             yield why
         missing = self._missing_parts(step) or self._completeness.lacking(step)
@@ -212,13 +212,13 @@ class Assessor:
 
     def _missing_parts(self, step: Step) -> list[str]:
         """Return the checkpoints that every older step of a series has, and a step has not."""
-        before = (each for each in self._before(step) if each.series == step.series)
-        names = [each.names for each in before if each.parts]
+        earlier = (other for other in self._earlier_steps(step) if other.series == step.series)
+        names = [other.names for other in earlier if other.parts]
         common = frozenset[str]().union(*names).intersection(*names) if names else frozenset()
         return sorted(common - step.names) if step.names < common else []
 
     def _faults(self, report: VerifyReport, catalog: Catalog | None) -> Iterator[str]:
-        """Yield the first error of a checkpoint, or that its model has values that are none."""
+        """Yield the first error of a checkpoint, else the first warning of what spoils training."""
         failures = report.fails(self._options.strict)
         if not report.ok:
             more = f" (and {len(failures) - 1:,} more)" if len(failures) > 1 else ""
@@ -229,50 +229,51 @@ class Assessor:
     def _warnings(self, report: VerifyReport, catalog: Catalog | None) -> Iterator[str]:
         """Yield what no training should go on from, with the option that accepts it."""
         for finding in report.findings:
-            odd = None if self._options.allow_nonfinite else spoiling(finding, catalog)
-            if odd:
-                yield f"{_text_of(odd, report)} (--allow-nonfinite counts it as good)"
+            fault = None if self._options.allow_nonfinite else spoiling(finding, catalog)
+            if fault:
+                yield f"{_text_of(fault, report)} (--allow-nonfinite counts it as good)"
             elif finding.code in ANOTHER:
                 yield f"{_text_of(finding, report)} (--ignore {finding.code} counts it as good)"
 
-    def _by_contents(self, step: Step, found: Sequence[Found]) -> Iterator[str]:
+    def _by_contents(self, step: Step, surveys: Sequence[Found]) -> Iterator[str]:
         """Yield what a whole checkpoint lacks that training needs."""
-        mine = self._contents[step.path]
-        if not mine.either:
+        contents = self._contents[step.path]
+        if not contents.any_state:
             yield "has nothing of a model or an optimizer"
-        elif not mine.model and any(self.contents_of(each).model for each in self._run.steps):
+        elif not contents.model and any(self.contents_of(s).model for s in self._run.steps):
             yield "has no tensors of a model, which other steps have"
-        before = self._before(step)
-        if mine.model and _LOST not in self._options.ignore:
-            lost = self._models.lost(step, found, before)
-            yield from [f"{_LOST}: {lost} (--ignore {_LOST} counts it as good)"] if lost else []
-        if not mine.state and (mine.optimizer or step.series not in self._good):
-            own = (e for e in reversed(before) if mine.optimizer or e.series == step.series)
-            alike = (each for each in own if not [*self._by_names(each)])
-            had = next((s for s in alike if mine.has_lost_state_of(self.contents_of(s))), None)
+        earlier = self._earlier_steps(step)
+        if contents.model and _LOST not in self._options.ignore:
+            loss = self._models.lost(step, surveys, earlier)
+            yield from [f"{_LOST}: {loss} (--ignore {_LOST} counts it as good)"] if loss else []
+        if not contents.state and (contents.optimizer or step.series not in self._good):
+            steps = (s for s in reversed(earlier) if contents.optimizer or s.series == step.series)
+            steps = (s for s in steps if not [*self._by_names(s)])
+            holders = (s for s in steps if contents.has_lost_state_of(self.contents_of(s)))
+            holder = next(holders, None)
             is_judged = _EMPTIED not in self._options.ignore
-            if had is not None and is_judged and not self._exports.is_last(step):
-                why = f"no optimizer's state, which {had.path.name} has"
+            if holder is not None and is_judged and not self._exports.is_last(step):
+                why = f"no optimizer's state, which {holder.path.name} has"
                 why = f"{_EMPTIED}: {why}: a resume begins the optimizer again"
                 yield f"{why} (--ignore {_EMPTIED} counts it as good)"
-        earlier = [] if self._options.quick else before
-        problems = earlier_problems(step, found, earlier, self._options.read)
-        for each in (each for each in problems if each.code not in self._options.ignore):
-            yield f"{each.code}: {each} (--ignore {each.code} counts it as good)"
-            return
+        earlier = [] if self._options.quick else earlier
+        problems = earlier_problems(step, surveys, earlier, self._options.read)
+        problem = next((p for p in problems if p.code not in self._options.ignore), None)
+        if problem is not None:
+            yield f"{problem.code}: {problem} (--ignore {problem.code} counts it as good)"
 
-    def _before(self, step: Step) -> list[Step]:
+    def _earlier_steps(self, step: Step) -> list[Step]:
         """Return the earlier steps of a step's series, oldest first.
 
-        The last and the best are of those beside them that count.
+        Those of the last and the best are the steps beside them that count.
         """
         earlier = self._run.steps[: self._run.steps.index(step)]
-        is_kept = re.fullmatch(SPARED, step.path.name) is not None
+        is_spared = re.fullmatch(SPARED, step.path.name) is not None
         return [
-            each
-            for each in earlier
-            if each.series == step.series
-            or (is_kept and each.home == step.home and each.number is not None)
+            other
+            for other in earlier
+            if other.series == step.series
+            or (is_spared and other.home == step.home and other.number is not None)
         ]
 
 
@@ -282,8 +283,8 @@ def _text_of(finding: Finding, report: VerifyReport) -> str:
 
 def _has_something(part: Location) -> bool:
     """Return whether a checkpoint can be read, and has something in it. Raises NoAnswer."""
-    found = survey_readable(part)
-    return found is not None and not found.problems
+    survey = survey_readable(part)
+    return survey is not None and not survey.problems
 
 
 def _nothing_in(path: Location) -> str:

@@ -33,24 +33,24 @@ _CORE = 1
 
 def files_of(step: Step, run: Run) -> frozenset[str]:
     """Return the files of a step that training needs, each by a name that all its steps share."""
-    found: set[str] = set()
+    shared_names: set[str] = set()
     for entry in step.entries:
         files = run.files_in(entry)
         role = parse_name(entry.name, is_folder="" not in files).role
         holders = within(entry, run.path).parts[len(step.home.parts) : -1]
         folders = (folder for folder in holders if not folder.isdecimal())  # any may have a replica
         label = "/".join([*folders, role]).strip("/")
-        own = (name for name in files if name and not says_another(step, name, run.fixed))
-        keys = (_key(name, step.number) for name in own)
-        found |= {f"{label}: {key}" if label else key for key in keys if key is not None}
-        found |= {label or "the file"} if "" in files else set()
-    return frozenset(found)
+        names = (name for name in files if name and not says_another(step, name, run.fixed))
+        keys = (_key(name, step.number) for name in names)
+        shared_names |= {f"{label}: {key}" if label else key for key in keys if key is not None}
+        shared_names |= {label or "the file"} if "" in files else set()
+    return frozenset(shared_names)
 
 
 def model_parts(step: Step, run: Run) -> frozenset[str]:
-    """Return those of a step's files whose names say model, optimizer or average.
+    """Return the files of a step whose names say model, optimizer or average.
 
-    Numbers do not tell them apart: they count ranks, layers or something of the step.
+    Numbers in these names are left out: they count ranks, layers or something of the step.
     """
     files = (file for file in files_of(step, run) if not may_be_empty(file))
     return frozenset(re.sub(r"\d+", "#", file) for file in files)
@@ -58,7 +58,10 @@ def model_parts(step: Step, run: Run) -> frozenset[str]:
 
 @lru_cache(1 << 14)
 def _key(file: str, number: int | None) -> str | None:
-    """Return what a file of a step is, whatever its format, its shards and the step's number."""
+    """Return what a file is in each step, without its format, shard and the step's number.
+
+    None if training does not need it.
+    """
     folder, _, name = file.rpartition("/")
     if _STATE.fullmatch(name) is None or (name.startswith(".") and name != ".metadata"):
         return None
@@ -68,20 +71,20 @@ def _key(file: str, number: int | None) -> str | None:
         stem = _WORLD.sub("rank", _SHARDS.sub("", re.sub(SUFFIX, "", name)))
         path = f"{folder}/{stem}" if folder else stem
     path = path.replace("pytorch_model", "model")
-    said = ((part, parse_name(part, is_folder=True)) for part in path.split("/"))
-    return "/".join(n.kind if n.position.number == number is not None else p for p, n in said)
+    names = ((part, parse_name(part, is_folder=True)) for part in path.split("/"))
+    return "/".join(n.kind if n.position.number == number is not None else p for p, n in names)
 
 
 def kind_of(part: Location, step: Step, run: Run) -> Sequence[str]:
     """Return the names on a part's path below the step without their numbers, and their roles."""
-    entry = next(each for each in step.entries if each == part or each in part.parents)
+    entry = next(entry for entry in step.entries if entry == part or entry in part.parents)
     holders = within(entry, run.path).parts[len(step.home.parts) : -1]
     names = *holders, *(within(part, entry).parts or (part.name,))
-    said = (parse_name(name, is_folder=False) for name in names)
-    return tuple(text for each in said for text in (each.kind, each.role))
+    entry_names = (parse_name(name, is_folder=False) for name in names)
+    return tuple(text for name in entry_names for text in (name.kind, name.role))
 
 
-def saved(step: Step, run: Run) -> float | None:
+def save_time(step: Step, run: Run) -> float | None:
     """Return when the last file that training needs was written, in seconds; None if unknown.
 
     Links do not count: what they lead to is another's.
@@ -113,12 +116,12 @@ def print_of(step: Step, run: Run) -> Sequence[str | None]:
     return prints
 
 
-def unfinished(step: Step, run: Run) -> str | None:
+def unfinished_reason(step: Step, run: Run) -> str | None:
     """Return why a step is still being written, or its save was never finished; None if neither."""
     for entry in step.entries:
-        beside = _names_beside(step, entry, run)
+        neighbours = _names_beside(step, entry, run)
         files = [name for name in run.files_in(entry) if name]
-        mark = unfinished_mark(entry.name, files, beside)
+        mark = unfinished_mark(entry.name, files, neighbours)
         if mark is not None:
             return f"{mark} says that its save is not finished"
         last = unwritten_last(entry.name, files)
@@ -128,39 +131,39 @@ def unfinished(step: Step, run: Run) -> str | None:
 
 
 def lost_ranks(step: Step) -> Iterator[str]:
-    """Yield for files of ranks in a step by whose names one of another rank is missing.
+    """Yield which files of ranks a step lacks, by the numbers in the names of those that it has.
 
-    Numbers from 1 may count something else, if not the files of an optimizer; others are ranks of
-    LoRA. One of each node, of several processes, may have saved a replica, but not only of what an
-    optimizer has.
+    Numbers from 1 may count something else, if not the files of an optimizer; higher ones are ranks
+    of LoRA. One process of each node may have saved a replica, but not of an optimizer alone.
     """
     ranks: dict[tuple[Location, str, str, str], dict[int, str]] = {}
     for path in dict.fromkeys((*step.entries, *step.parts)):
         name = parse_name(path.name, is_folder=False)
-        head, *found = re.split(r"rank[-_]?(\d+)", name.role)
-        if len(found) == 2:
-            family = path.parent, re.sub(r"\d+", "#", name.family), head, found[1]
-            ranks.setdefault(family, {})[int(found[0])] = path.name
-    saved = [sorted(names) for names in ranks.values()]
-    first = {head for (_, _, head, _), names in ranks.items() if 0 in names}
+        head, *rest = re.split(r"rank[-_]?(\d+)", name.role)
+        if len(rest) == 2:
+            family = path.parent, re.sub(r"\d+", "#", name.family), head, rest[1]
+            ranks.setdefault(family, {})[int(rest[0])] = path.name
+    numbers_by_family = [sorted(names) for names in ranks.values()]
+    heads_from_zero = {head for (_, _, head, _), names in ranks.items() if 0 in names}
     for (_, _, head, _), names in ranks.items():
-        present = sorted(names)
+        numbers = sorted(names)
         of_optimizer = role_of(head) == "optimizer"
-        are_replicas = 0 in names and (not of_optimizer or saved.count(present) > 1)
-        gaps = present[-1] + 1 - len(present)
-        if are_replicas and are_of_a_node(present) and gaps > len(present):
+        are_replicas = 0 in names and (not of_optimizer or numbers_by_family.count(numbers) > 1)
+        gaps = numbers[-1] + 1 - len(numbers)
+        if are_replicas and are_of_a_node(numbers) and gaps > len(numbers):
             continue
-        missing = missing_files(names[present[0]], names, present[-1] + 1)
-        if missing and (0 in names or (1 in names and of_optimizer and head not in first)):
+        missing = missing_files(names[numbers[0]], names, numbers[-1] + 1)
+        is_numbered = 0 in names or (1 in names and of_optimizer and head not in heads_from_zero)
+        if missing and is_numbered:
             yield missing
 
 
-def _is_usual(file: str, having: int, steps: int) -> bool:
+def _is_usual(file: str, holders: int, steps: int) -> bool:
     """Return whether half of the steps have a file; fewer may have lost what training has.
 
     The first step may have more than each later one, as what somebody has put there.
     """
-    return 2 * having >= steps or ("/" not in file and is_of_training(file))
+    return 2 * holders >= steps or ("/" not in file and is_of_training(file))
 
 
 def _names_beside(step: Step, entry: Location, run: Run) -> set[str]:
@@ -177,42 +180,45 @@ class Completeness:
         self._lacks: dict[object, Mapping[object, frozenset[str]]] = {}
 
     def lacking(self, step: Step) -> list[str]:
-        """Return the files that every whole step before this one has, and it has not."""
+        """Return the files that a step lacks, and that every whole step before it has."""
         if step.series not in self._lacks:
             self._lacks[step.series] = self._compare(step)
         return sorted(self._lacks[step.series].get(step.path, ()))
 
     def _compare(self, step: Step) -> Mapping[object, frozenset[str]]:
-        alike = [each for each in self._run.steps if each.series == step.series and each.parts]
-        files_in = {each.path: files_of(each, self._run) for each in alike}
-        finished = {each.path for each in alike if unfinished(each, self._run) is None}
-        having = Counter(file for path in finished for file in files_in[path])
+        series = [s for s in self._run.steps if s.series == step.series and s.parts]
+        files_in = {s.path: files_of(s, self._run) for s in series}
+        finished = {s.path for s in series if unfinished_reason(s, self._run) is None}
+        holders = Counter(file for path in finished for file in files_in[path])
         lacks: dict[object, frozenset[str]] = {}
-        whole: list[frozenset[str]] = []
-        for each in alike:
-            files = files_in[each.path]
-            missing = self._missing(each, files, whole)
-            lacks[each.path] = frozenset(
-                file for file in missing if _is_usual(file, having[file], len(finished))
+        file_sets: list[frozenset[str]] = []  # of the whole steps so far
+        for other in series:
+            files = files_in[other.path]
+            missing = self._missing(other, files, file_sets)
+            lacks[other.path] = frozenset(
+                file for file in missing if _is_usual(file, holders[file], len(finished))
             )
-            if not lacks[each.path] and each.path in finished:
-                whole.append(files)
+            if not lacks[other.path] and other.path in finished:
+                file_sets.append(files)
         return lacks
 
-    def _missing(self, step: Step, files: Set[str], whole: list[frozenset[str]]) -> Iterator[str]:
-        if not whole:
+    def _missing(
+        self, step: Step, files: Set[str], file_sets: Sequence[frozenset[str]]
+    ) -> Iterator[str]:
+        """Yield which of the files that each whole step before has are missing in a step."""
+        if not file_sets:
             return
-        common = frozenset.intersection(*whole)
+        common = frozenset.intersection(*file_sets)
         roles = {key: "model" if key == _DCP_FILES else role_of(key) for key in common}
-        new = {role_of(key) for key in files - frozenset().union(*whole)}
+        new_roles = {role_of(key) for key in files - frozenset().union(*file_sets)}
         models = {key for key, role in roles.items() if role == "model"}
-        if None in new and models and models.isdisjoint(files):
+        if None in new_roles and models and models.isdisjoint(files):
             return  # saved otherwise: all may be in files of which no name says what they have
         for key in common - files:
-            needed = _CORE if roles[key] is not None else 2
+            least = _CORE if roles[key] is not None else 2
             if (
-                len(whole) >= needed
-                and roles[key] not in new - {None}
+                len(file_sets) >= least
+                and roles[key] not in new_roles - {None}
                 and not self._resized(key, files, step)
             ):
                 yield key
@@ -222,8 +228,8 @@ class Completeness:
         match = _OF_RANK.fullmatch(key)
         if match is None:
             return False
-        alike = (_OF_RANK.fullmatch(file) for file in files)
-        ranks = {int(m[2]) for m in alike if m is not None and m[1] == match[1]}
+        matches = (_OF_RANK.fullmatch(file) for file in files)
+        ranks = {int(m[2]) for m in matches if m is not None and m[1] == match[1]}
         return bool(ranks) and ranks == set(range(len(ranks))) == self._writers(step)
 
     def _writers(self, step: Step) -> set[int]:

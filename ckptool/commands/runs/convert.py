@@ -101,7 +101,7 @@ def convert_run(
     assessor = Assessor(opened, verify)
     if verify.quick:
         conversion.note([_JUDGED_QUICKLY])
-    made: list[ConvertedStep] = []
+    results: list[ConvertedStep] = []
     good = 0
     for step in reversed(opened.steps):
         if good == choice.last:
@@ -110,20 +110,20 @@ def convert_run(
             continue
         if not verify.quick:
             notify(f"verifying {step.path}")
-        found = assessor.assess(step).report
-        if not found.goes_on:
-            state: State = "left out" if found.ok else "not good"
-            why = "; ".join(found.reasons) or "an export beside the steps"
-            made.append(ConvertedStep(step.path, step.number, state, reason=why))
+        report = assessor.assess(step).report
+        if not report.goes_on:
+            state: State = "left out" if report.ok else "not good"
+            why = "; ".join(report.reasons) or "an export beside the steps"
+            results.append(ConvertedStep(step.path, step.number, state, reason=why))
             continue
         parts = [*conversion.convert(step)]
         good += all(part.state != "failed" for part in parts)
-        made += parts
-    if choice.every is not None and not made:
+        results += parts
+    if choice.every is not None and not results:
         numbers = [str(step.number) for step in opened.steps if step.number is not None]
         listed = list_some(numbers, 4) if numbers else "not numbered"
         raise UsageError(f"--every {choice.every}: no step of {run} is a multiple of it: {listed}")
-    return ConvertRunReport(run, target, tuple(made), conversion.notes, len(opened.steps))
+    return ConvertRunReport(run, target, tuple(results), conversion.notes, len(opened.steps))
 
 
 def _require_several(run: Run) -> None:
@@ -155,47 +155,48 @@ class _Conversion(Struct):
     def convert(self, step: Step) -> Iterator[ConvertedStep]:
         """Convert each checkpoint of a step: most have one, which is called as the step."""
         for part in step.parts:
-            named = step.path if len(step.parts) == 1 else part
-            target = self.target / self._name(within(named, self.run.path).as_posix())
-            made = partial(ConvertedStep, part, step.number, target=target)
+            path = step.path if len(step.parts) == 1 else part
+            target = self.target / self._name(within(path, self.run.path).as_posix())
+            result = partial(ConvertedStep, part, step.number, target=target)
             try:
-                yield self._convert(part, target, made)
+                yield self._convert(part, target, result)
                 self.has_planned = True
             except (SourceError, Unsupported, UsageError) as error:
                 if isinstance(error, UsageError) and not self.has_planned:
                     error.add_hint(f"so it is in {part}")
                     raise
                 hint = f" ({error.hint})" if error.hint else ""
-                yield made("failed", reason=f"{error}{hint}")
+                yield result("failed", reason=f"{error}{hint}")
 
     def _name(self, name: str) -> str:
         """Return the name of a target: the step's, with the suffix of the format's files if any."""
         to, suffixes = self.options.to, single_file_suffixes()
-        known = next((suffix for suffix in suffixes if name.endswith(suffix)), "")
+        suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), "")
         if to is None or to not in FORMATS:
             return name
         row = FORMATS[to]
         is_file = row.detection.suffixes and row.detection.folder is None
-        return name.removesuffix(known) + (row.detection.suffixes[0] if is_file else "")
+        return name.removesuffix(suffix) + (row.detection.suffixes[0] if is_file else "")
 
     def _convert(
-        self, source: Location, target: Location, made: Callable[..., ConvertedStep]
+        self, source: Location, target: Location, result: Callable[..., ConvertedStep]
     ) -> ConvertedStep:
+        """Convert one checkpoint, and return its ``result``, to which only the state is added."""
         how = self.options.transfer
         transfer = prepare(source, target, self.options)
         nbytes = transfer.report.write_bytes
         self.note(transfer.report.notes)
         if how.dry_run:
-            there = "there already: it would be compared" if target.exists() else ""
-            return made("planned", nbytes=nbytes, reason=there)
+            reason = "there already: it would be compared" if target.exists() else ""
+            return result("planned", nbytes=nbytes, reason=reason)
         differs: str | None = ""
         if target.exists():
             self.notify(f"comparing {source} with {target}")
             differs = self._difference(source, target)
         if differs is None:
-            return made("equal", nbytes=nbytes)
+            return result("equal", nbytes=nbytes)
         self._write(transfer, differs)
-        return made("written", nbytes=nbytes)
+        return result("written", nbytes=nbytes)
 
     def _write(self, transfer: Transfer[ConvertReport], differs: str) -> None:
         """Write a target, with ``resume`` or ``overwrite`` from where a run ended, if one did."""
@@ -204,10 +205,9 @@ class _Conversion(Struct):
         for resume in (True, False) if how.resume or how.overwrite else (False,):
             if differs and not (resume or how.overwrite):
                 raise Unsupported(f"{target}: there already, and {differs}", hint="--overwrite")
-            this_way = replace(how, resume=resume, overwrite=how.overwrite and not resume)
-            this = replace(transfer, options=this_way)
+            options = replace(how, resume=resume, overwrite=how.overwrite and not resume)
             try:
-                report = this.run(self.progress)
+                report = replace(transfer, options=options).run(self.progress)
             except Unsupported:
                 if not resume:
                     raise
@@ -220,9 +220,9 @@ class _Conversion(Struct):
         options = self.options
         verify = VerifyOptions(read=options.read, workers=options.transfer.run.workers)
         try:
-            found = against(
+            comparison = against(
                 source, target, verify, options.rewrite, CompareOptions(), self.progress
             )
         except SourceError as error:
             return str(error)
-        return None if found.ok else found.verify.summary
+        return None if comparison.ok else comparison.verify.summary

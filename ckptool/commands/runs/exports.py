@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ckptool.commands.runs.contents import AT_ONCE, saved
+from ckptool.commands.runs.contents import AT_ONCE, save_time
 from ckptool.commands.runs.names import is_part_folder
 from ckptool.commands.runs.records import Contents
 from ckptool.commands.runs.steps import Run, Step
@@ -25,7 +25,7 @@ def is_export(step: Step, run: Location) -> bool:
 
 
 class Exports:
-    """Tells by what steps have, as ``contents_of`` says, which ones lie beside those of a run."""
+    """Tells which steps training does not go on from, by what each has: ``contents_of``."""
 
     def __init__(self, run: Run, contents_of: Callable[[Step], Contents]) -> None:
         self._run = run
@@ -37,7 +37,7 @@ class Exports:
 
     def are_all(self) -> bool:
         """Return whether all that the run has lies where exports do."""
-        return all(is_export(each, self._run.path) for each in self._run.steps)
+        return all(is_export(step, self._run.path) for step in self._run.steps)
 
     def has(self, step: Step) -> bool:
         """Return whether a step is an export: a model or state alone, beside what has both.
@@ -46,106 +46,107 @@ class Exports:
         """
         if len(self._series) == 1:
             return False
-        asked = self._is_state_beside, self._is_state_of_each, self._is_model_beside
-        return any(is_so(step) for is_so in asked)
+        tests = self._is_state_beside, self._is_state_of_each, self._is_model_beside
+        return any(test(step) for test in tests)
 
     def is_last(self, step: Step) -> bool:
-        """Return whether it is a model alone, the last of whole steps: torchtitan saves it so."""
-        alike = [each for each in self._series[step.series] if each.parts]
-        mine = self._contents_of(step)
-        if not mine.model or mine.optimizer or mine.other or step != alike[-1]:
+        """Return whether a model alone is the last of whole steps: torchtitan saves it so."""
+        series = [other for other in self._series[step.series] if other.parts]
+        contents = self._contents_of(step)
+        if not contents.model or contents.optimizer or contents.other or step != series[-1]:
             return False
-        return any(c.optimizer and c.other for c in map(self._contents_of, alike[:-1]))
+        return any(c.optimizer and c.other for c in map(self._contents_of, series[:-1]))
 
     def _is_state_beside(self, step: Step) -> bool:
-        """Return whether it is a file without a model that lies once beside steps with one.
+        """Return whether a file without a model lies once beside steps with one.
 
         As the optimizer of the latest, or the arguments, unless its name says that it has a model.
         """
-        name, alone = step.path.name, "" in self._run.files_in(step.path) and not step.beside
-        is_saved = re.fullmatch(SPARED, name) is not None
+        name = step.path.name
+        is_one_file = "" in self._run.files_in(step.path) and not step.beside
+        is_spared = re.fullmatch(SPARED, name) is not None
         has_none = role_of(name) == "optimizer" or may_be_empty(name)
-        if step.number is not None or not alone or is_saved or not has_none:
+        if step.number is not None or not is_one_file or is_spared or not has_none:
             return False
-        beside = (each for each in self._run.steps if each.path.parent == step.path.parent)
-        counted = (each for each in beside if each.number is not None)
-        is_model = self._contents_of(step).model
-        return not is_model and any(self._contents_of(each).model for each in counted)
+        neighbours = (s for s in self._run.steps if s.path.parent == step.path.parent)
+        neighbours = (s for s in neighbours if s.number is not None)
+        has_model = self._contents_of(step).model
+        return not has_model and any(self._contents_of(s).model for s in neighbours)
 
     def _is_state_of_each(self, step: Step) -> bool:
-        """Return whether its series has nothing of a model, and what counts the same elsewhere has.
+        """Return whether a step's series has no model, and a step of its number elsewhere has one.
 
         As slime's ``rollout/global_dataset_state_dict_59.pt`` beside ``iter_0000059``.
         """
         if step.number is None or not may_be_empty(step.path.name):
             return False
-        alike = map(self._contents_of, self._series[step.series])
-        if any(contents.model or contents.optimizer for contents in alike):
+        series = map(self._contents_of, self._series[step.series])
+        if any(contents.model or contents.optimizer for contents in series):
             return False
-        same = (s for s in self._run.steps if s.position and s.number == step.number)
-        return any(self._contents_of(each).model for each in same)
+        counterparts = (s for s in self._run.steps if s.position and s.number == step.number)
+        return any(self._contents_of(counterpart).model for counterpart in counterparts)
 
     def _is_model_beside(self, step: Step) -> bool:
-        """Return whether it is a model alone, and what is resumed from lies beside it.
+        """Return whether a step is a model alone, and what is resumed from lies beside it.
 
         Its name calls it a copy, as llm-foundry's ``huggingface/ba10``; or its series counts what
         another does, as PRIME-RL's ``weights/step_10`` and ``checkpoints/step_10``; or it is of a
         series that never has an optimizer.
         """
-        mine = self._contents_of(step)
-        if not mine.model or mine.optimizer:
+        contents = self._contents_of(step)
+        if not contents.model or contents.optimizer:
             return False
-        others = [each for each in self._run.steps if each.series != step.series]
-        if (copied := self._copied(step, others)) is not None:
-            return any(map(self._resumes, copied))
-        alike = self._series[step.series]
-        counted = {each.position for each in alike if each.position}  # one of a pair may be damaged
+        other_steps = [other for other in self._run.steps if other.series != step.series]
+        if (originals := self._originals(step, other_steps)) is not None:
+            return any(map(self._resumes, originals))
+        series = self._series[step.series]
+        positions = {s.position for s in series if s.position}  # one of a pair may be damaged
         parent = step.path.parent.name
         of_models = role_of(parent) == "model" and is_part_folder(parent)
-        near = (each for each in others if each.home == step.home or of_models)
-        if any(self._resumes(each) for each in near if each.position in counted):
+        neighbours = (other for other in other_steps if other.home == step.home or of_models)
+        if any(self._resumes(other) for other in neighbours if other.position in positions):
             return True
         if step.series not in self._never_resumed:
-            self._never_resumed[step.series] = self._is_never_resumed(alike, others)
+            self._never_resumed[step.series] = self._is_never_resumed(series, other_steps)
         return self._never_resumed[step.series]
 
-    def _is_never_resumed(self, alike: Sequence[Step], others: Sequence[Step]) -> bool:
+    def _is_never_resumed(self, series: Sequence[Step], other_steps: Sequence[Step]) -> bool:
         """Return whether a series never has an optimizer, and what is resumed from lies beside."""
-        if not self._has_resumed_from(self._beside(alike[0], others)):
+        if not self._has_resumed_from(self._neighbours(series[0], other_steps)):
             return False
-        return not any(self._contents_of(each).optimizer for each in alike)
+        return not any(self._contents_of(step).optimizer for step in series)
 
-    def _copied(self, step: Step, others: Sequence[Step]) -> Sequence[Step] | None:
+    def _originals(self, step: Step, other_steps: Sequence[Step]) -> Sequence[Step] | None:
         """Return the steps that one may be a copy of, by its name or its folder's; None if none."""
         folder = step.path.parent.name if step.path.parent != self._run.path else ""
         rest = re.sub(_COPY, "", without_words(folder)).strip("-_.")
         if re.search(_COPY, folder) is not None and not rest:
             around = step.home.parent
-            return [each for each in others if around in (each.home, *each.home.parents)]
+            return [s for s in other_steps if around in (s.home, *s.home.parents)]
         if re.search(_COPY, step.path.name) is not None:
-            return [each for each in others if each.home == step.home]
+            return [other for other in other_steps if other.home == step.home]
         return None
 
-    def _beside(self, first: Step, others: Iterable[Step]) -> Iterator[Step]:
-        """Yield what lies beside the first step of a series, but for what its training began from.
+    def _neighbours(self, first: Step, other_steps: Iterable[Step]) -> Iterator[Step]:
+        """Yield the steps beside the first one of a series, but for older ones, as of a base model.
 
-        That is older. A model without a number may also lie below or above it:
+        Without a number it may also lie below or above them:
         diffusion-pipe's ``epoch3`` beside ``global_step300``, rsl_rl's ``exported/policy.pt`` below
         ``model_150.pt``, SchNetPack's ``best_model`` above ``checkpoints``.
         """
-        is_counted, began = first.number is not None, saved(first, self._run) or 0.0
+        is_counted, start = first.number is not None, save_time(first, self._run) or 0.0
         homes = {first.home} if is_counted else {first.home, *first.home.parents}
-        for each in others:
-            is_near = each.home in homes or (not is_counted and first.home in each.home.parents)
-            if is_near and (saved(each, self._run) or began) >= began - AT_ONCE:
-                yield each
+        for step in other_steps:
+            is_near = step.home in homes or (not is_counted and first.home in step.home.parents)
+            if is_near and (save_time(step, self._run) or start) >= start - AT_ONCE:
+                yield step
 
     def _has_resumed_from(self, steps: Iterable[Step]) -> bool:
         """Return whether any series of some steps can be resumed from."""
         series: dict[object, list[Step]] = {}
         for step in steps:
             series.setdefault(step.series, []).append(step)
-        return any(self._resumes(step) for found in series.values() for step in found[-_NEWEST:])
+        return any(self._resumes(step) for group in series.values() for step in group[-_NEWEST:])
 
     def _resumes(self, step: Step) -> bool:
         contents = self._contents_of(step)

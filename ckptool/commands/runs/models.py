@@ -25,9 +25,9 @@ from ckptool.storage.place import has_any, on_disk
 from ckptool.storage.url import Location, within
 
 Found = tuple[bool, Survey]
-"""What is seen of a checkpoint, and whether it lies inside another of its step."""
+"""Whether a checkpoint lies inside another of its step, and its survey."""
 Look = Callable[[Location, bool], Survey | None]
-"""Sees a checkpoint at a place, inside another or not."""
+"""Surveys a checkpoint at a place, inside another or not."""
 Matrices = Mapping[str, tuple[int, ...]]
 """The shapes of a model's matrices, by name: of buffers, versions of a library save others."""
 
@@ -46,15 +46,15 @@ _PASSING = re.compile(r"_|.*step")
 
 
 def walk_models(step: Step, look: Look) -> Iterator[Found]:
-    """Yield what is seen of a step's checkpoints, then of the models inside them, at any depth.
+    """Yield the surveys of a step's checkpoints, then of the models inside them, at any depth.
 
     Raises NoAnswer, and what ``look`` raises.
     """
     places, inside = list(step.parts), False
     while places:
-        found = [each for place in places if (each := look(place, inside)) is not None]
-        yield from ((inside, each) for each in found)
-        places = [place for each in found for place in _models_inside(each, step)]
+        surveys = [survey for place in places if (survey := look(place, inside)) is not None]
+        yield from ((inside, survey) for survey in surveys)
+        places = [place for survey in surveys for place in _models_inside(survey, step)]
         inside = True
 
 
@@ -68,23 +68,23 @@ def as_read(options: ReadOptions, inside: bool) -> ReadOptions:
     return replace(options, from_format=None) if inside else options
 
 
-def _models_inside(outer: Survey, step: Step) -> Iterator[Location]:
+def _models_inside(survey: Survey, step: Step) -> Iterator[Location]:
     """Yield the models in a checkpoint's folder that are saved with it, but not read with it.
 
     As diffusers' scripts save ``unet/`` and ``unet_ema/`` in accelerate's folder, and
     sentence-transformers ``2_Dense/`` in the encoder's. Raises NoAnswer.
     """
-    head, catalog = outer.path, outer.catalog
+    head, catalog = survey.path, survey.catalog
     if catalog is None or not head.is_dir():
         return
-    read = [head / name for name in (*catalog.files, *catalog.copies)]
-    own = {*read, *(folder for file in read for folder in file.parents), *step.parts}
-    own.update(head / name for name in catalog.companions)  # a model may lie beside one
-    inner = [place for place in find_checkpoints(head, outer.source)[1] if place not in own]
-    beside = Counter(place.parent for place in inner)
+    files = [head / name for name in (*catalog.files, *catalog.copies)]
+    members = {*files, *(folder for file in files for folder in file.parents), *step.parts}
+    members.update(head / name for name in catalog.companions)  # a model may lie beside one
+    inner = [place for place in find_checkpoints(head, survey.source)[1] if place not in members]
+    counts = Counter(place.parent for place in inner)
     for place in inner:
         names = within(place, head).parts
-        if beside[place.parent] > _DATA or not all(map(_may_be_saved, names)):
+        if counts[place.parent] > _DATA or not all(map(_may_be_saved, names)):
             continue
         if not _is_linked(place, head) and _is_model(place, names):
             yield place
@@ -92,37 +92,36 @@ def _models_inside(outer: Survey, step: Step) -> Iterator[Location]:
 
 def _is_linked(place: Location, head: Location) -> bool:
     """Return whether a link in a checkpoint's folder leads to a folder, as that of a base model."""
-    ways = (on_disk(each) for each in (place, *place.parents) if head in each.parents)
+    ways = (on_disk(path) for path in (place, *place.parents) if head in path.parents)
     return any(way is not None and way.is_symlink() and way.is_dir() for way in ways)
 
 
 def _may_be_saved(name: str) -> bool:
     """Return whether a name says neither a copy, a leftover, another step, nor training state."""
     is_other = name.startswith(".") or name.isdecimal() or is_of_training(name)
-    patterns = (UNFINISHED, SPARED)
-    counted = parse_name(name, is_folder=True).position
-    return not (is_other or counted or any(re.fullmatch(each, name) for each in patterns))
+    is_spared = any(re.fullmatch(pattern, name) for pattern in (UNFINISHED, SPARED))
+    return not (is_other or is_spared or parse_name(name, is_folder=True).position)
 
 
 def _is_model(place: Location, names: Sequence[str]) -> bool:
     """Return whether a place has a model, or by its names had one before it was damaged."""
-    is_said = any(role_of(name) == "model" for name in names)
-    if not (is_said or place.is_dir() or place.name.endswith(_LOADED)) or _is_of_openvino(place):
+    is_named = any(role_of(name) == "model" for name in names)
+    if not (is_named or place.is_dir() or place.name.endswith(_LOADED)) or _is_of_openvino(place):
         return False
-    found = survey_readable(place)
-    if found is not None and found.path != place:
+    survey = survey_readable(place)
+    if survey is not None and survey.path != place:
         return False
-    files = found.source.files if found is not None and place.is_dir() else (place.name,)
-    if found is None or found.catalog is None or found.problems:
+    files = survey.source.files if survey is not None and place.is_dir() else (place.name,)
+    if survey is None or survey.catalog is None or survey.problems:
         is_loaded = place.name.endswith(_LOADED)
-        return is_said or is_loaded or any(role_of(name) == "model" for name in files)
-    matrices = matrices_in(found.catalog)
-    is_called = any(map(_OF_A_MODEL.fullmatch, files))
-    return bool(matrices) and (is_called or any(map(_OF_A_LAYER.fullmatch, matrices)))
+        return is_named or is_loaded or any(role_of(name) == "model" for name in files)
+    matrices = matrices_in(survey.catalog)
+    is_model_file = any(map(_OF_A_MODEL.fullmatch, files))
+    return bool(matrices) and (is_model_file or any(map(_OF_A_LAYER.fullmatch, matrices)))
 
 
 def _is_of_openvino(place: Location) -> bool:
-    """Return whether it is the weights of OpenVINO, whose graph lies beside them."""
+    """Return whether a file has the weights of OpenVINO, whose graph lies beside them."""
     return place.name.endswith(".bin") and has_any(place.parent, [f"{place.stem}.xml"])
 
 
@@ -133,22 +132,22 @@ class Models:
         self._options = options
         self._first: dict[Location, Mapping[str, _Model]] = {}
 
-    def lost(self, step: Step, found: Iterable[Found], before: Sequence[Step]) -> str | None:
-        """Return what a step's models have lost; None if nothing, or if they are other models.
+    def lost(self, step: Step, surveys: Iterable[Found], earlier: Sequence[Step]) -> str | None:
+        """Return what a step's models lost since the first of the ``earlier`` steps with models.
 
-        Raises NoAnswer.
+        None if nothing, or if they are other models. Raises NoAnswer.
         """
-        if not before:
+        if not earlier:
             return None
-        if before[0].path not in self._first:
-            self._first[before[0].path] = self._find_first(before)
-        firsts, models = self._first[before[0].path], _models_of(step, found)
+        if earlier[0].path not in self._first:
+            self._first[earlier[0].path] = self._find_first(earlier)
+        firsts, models = self._first[earlier[0].path], _models_of(step, surveys)
         moved = {n for place, model in models.items() for n in model.new_since(firsts.get(place))}
         for place, model in models.items():
             first = firsts.get(place)
             if first is None or model.is_another_than(first):
                 continue
-            if names := [name for name in model.lost_of(first) if name not in moved]:
+            if names := [name for name in model.lost_since(first) if name not in moved]:
                 where = f"{place}: " if place else ""
                 return f"{where}{list_some(names, _SHOWN)}: missing, {first.step} has it"
         return None
@@ -175,56 +174,56 @@ class _Model(NamedTuple):
 
     def is_another_than(self, first: _Model) -> bool:
         """Return whether it differs on purpose: in its config, names or shapes, or by much less."""
-        had, mine = first.matrices, self.matrices
+        first_shapes, shapes = first.matrices, self.matrices
         differs = bool(self.configs and first.configs) and self.configs != first.configs
         return (
             differs
-            or any(had.get(name) != shape for name, shape in mine.items())
-            or _PART * len(had.keys() - mine.keys()) > len(had)
+            or any(first_shapes.get(name) != shape for name, shape in shapes.items())
+            or _PART * len(first_shapes.keys() - shapes.keys()) > len(first_shapes)
         )
 
     def new_since(self, first: _Model | None) -> Set[str]:
-        """Return the matrices that the first one has not: of shards, some lie in others since."""
+        """Return the matrices that the first model lacks: shards may have others in later steps."""
         return self.matrices.keys() - (first.matrices.keys() if first is not None else set())
 
-    def lost_of(self, first: _Model) -> list[str]:
-        """Return the first one's matrices that are not here.
+    def lost_since(self, first: _Model) -> list[str]:
+        """Return the first model's matrices that are not in this one.
 
-        None are those of which a tensor has the name, in another type, what no layer has any
-        longer, such as masks, and what may have been tied since, such as a head, unless an
-        optimizer has as much state as before, and so as many parameters.
+        Not those that are here in another type, those that no layer has any longer, such as masks,
+        nor those that may have been tied since, such as a head, unless an optimizer has as much
+        state as before, and so as many parameters.
         """
         from ckptool.core.keymap.model import abstract
 
-        had, lost = first.matrices, first.matrices.keys() - self.matrices.keys()
-        if not lost.isdisjoint(self.names):
+        first_shapes, missing = first.matrices, first.matrices.keys() - self.matrices.keys()
+        if not missing.isdisjoint(self.names):
             return []
-        kind = {name: abstract(name)[0] for name in had}
-        kinds, left = Counter(kind.values()), {kind[name] for name in self.matrices}
+        kind = {name: abstract(name)[0] for name in first_shapes}
+        first_kinds, kinds = Counter(kind.values()), {kind[name] for name in self.matrices}
         may_be_tied = self.state != first.state or not self.state
-        apart = {shape for name, shape in self.matrices.items() if not _NUMBER.search(name)}
+        shapes = {shape for name, shape in self.matrices.items() if not _NUMBER.search(name)}
         return sorted(
             name
-            for name in lost
-            if (kinds[kind[name]] == 1 or kind[name] in left)
-            and (_NUMBER.search(name) or had[name] not in apart or not may_be_tied)
+            for name in missing
+            if (first_kinds[kind[name]] == 1 or kind[name] in kinds)
+            and (_NUMBER.search(name) or first_shapes[name] not in shapes or not may_be_tied)
         )
 
 
-def _models_of(step: Step, found: Iterable[Found]) -> Mapping[str, _Model]:
+def _models_of(step: Step, surveys: Iterable[Found]) -> Mapping[str, _Model]:
     """Return the models of a step, by their places."""
-    surveys: dict[str, list[Survey]] = {}
+    groups: dict[str, list[Survey]] = {}
     state = 0
-    for inside, each in found:
-        tensors = each.catalog.tensors.values() if each.catalog is not None else ()
+    for inside, survey in surveys:
+        tensors = survey.catalog.tensors.values() if survey.catalog is not None else ()
         state += sum(state_category(entry) == "optimizer" for entry in tensors)
-        surveys.setdefault(_place_in(step, each.path, inside), []).append(each)
+        groups.setdefault(_place_in(step, survey.path, inside), []).append(survey)
     models: dict[str, _Model] = {}
-    for place, alike in surveys.items():
-        catalogs = [each.catalog for each in alike if each.catalog is not None]
+    for place, group in groups.items():
+        catalogs = [survey.catalog for survey in group if survey.catalog is not None]
         names = {name for catalog in catalogs for name in catalog.tensors}
         matrices = {n: shape for c in catalogs for n, shape in matrices_in(c).items()}
-        configs = [*filter(None, map(_config_beside, alike))]
+        configs = [*filter(None, map(_config_beside, group))]
         models[place] = _Model(step.path.name, names, matrices, configs, state)
     return models
 
@@ -235,36 +234,36 @@ def _place_in(step: Step, path: Location, inside: bool) -> str:
     Files side by side are one model, and so are the folders of ranks.
     """
     folder = path if inside or path.is_dir() else path.parent
-    entry = next((each for each in step.entries if each in folder.parents), None)
-    names = within(folder, entry).parts if entry is not None else ()
-    said = {name: parse_name(name, is_folder=True) for name in names}
-    if not inside and any(name.has_rank for name in said.values()):
+    entry = next((entry for entry in step.entries if entry in folder.parents), None)
+    parts = within(folder, entry).parts if entry is not None else ()
+    names = {part: parse_name(part, is_folder=True) for part in parts}
+    if not inside and any(name.has_rank for name in names.values()):
         return ""
-    return "/".join(name.kind if name.position else text for text, name in said.items())
+    return "/".join(name.kind if name.position else part for part, name in names.items())
 
 
 def matrices_in(catalog: Catalog) -> Matrices:
     """Return the matrices of floats of a checkpoint's model."""
     from ckptool.commands.verify.checks.meaning.stacks import is_matrix
 
-    found = ((name, catalog.tensors.get(name)) for name in weights(catalog))
+    entries = ((name, catalog.tensors.get(name)) for name in weights(catalog))
     return {
         name: entry.shape
-        for name, entry in found
+        for name, entry in entries
         if entry and entry.source_dtype.kind == "float" and is_matrix(entry.shape)
     }
 
 
-def _config_beside(each: Survey) -> Mapping[str, Any]:
+def _config_beside(survey: Survey) -> Mapping[str, Any]:
     """Return the config of a model, but for what transformers calls private, and counted steps.
 
     Diffusers' EMAModel counts them in the config of its average (0.42).
     """
     from ckptool.commands.model.records import CONFIG, object_in
 
-    if CONFIG not in each.source.files:
+    if CONFIG not in survey.source.files:
         return {}
     with suppress(CkptoolError):  # said by its own check
-        config = object_in(each.source, CONFIG)
+        config = object_in(survey.source, CONFIG)
         return {key: value for key, value in config.items() if not _PASSING.match(key)}
     return {}

@@ -94,7 +94,7 @@ class Position(Struct, frozen=True):
 
     def numbers(self, counted: Iterable[str]) -> list[int | None]:
         """Return the numbers of what is ``counted``: ``epoch``, ``step``."""
-        return [self.epoch if each == "epoch" else self.step for each in counted]
+        return [self.epoch if word == "epoch" else self.step for word in counted]
 
     def __bool__(self) -> bool:
         return self.number is not None
@@ -129,20 +129,20 @@ Spans = dict[str, tuple[int, int, int]]
 @lru_cache(1 << 14)
 def parse_name(name: str, *, is_folder: bool) -> EntryName:
     """Return what a name says, in the way of a trainer of the table, else by its words."""
-    found, tells = _by_trainer(name)
-    if not found:
-        found, tells = _by_words(name, is_folder=is_folder)
-    counted = {key: found[key][2] for key in ("stage", "epoch", "step") if key in found}
-    bare = found.get("bare") or (None if found else _bare(name))
-    position = Position(**counted)
-    spans = [found[key] for key in ("epoch", "step", "date") if key in found]
-    spans += [bare] if bare is not None and not position else []
-    kind = _with_marks(name, [(*span[:2], "#") for span in spans])
-    ranks = [(*found["rank"][:2], "rank")] if "rank" in found else []
-    family = re.sub(WORDS, "", _with_marks(name, [(*span[:2], "#") for span in spans] + ranks))
+    spans, tells = _by_trainer(name)
+    if not spans:
+        spans, tells = _by_words(name, is_folder=is_folder)
+    counts = {key: spans[key][2] for key in ("stage", "epoch", "step") if key in spans}
+    bare = spans.get("bare") or (None if spans else _bare(name))
+    position = Position(**counts)
+    marks = [(*spans[key][:2], "#") for key in ("epoch", "step", "date") if key in spans]
+    marks += [(*bare[:2], "#")] if bare is not None and not position else []
+    kind = _with_marks(name, marks)
+    ranks = [(*spans["rank"][:2], "rank")] if "rank" in spans else []
+    family = re.sub(WORDS, "", _with_marks(name, marks + ranks))
     family = re.sub(r"[-_.]+", "-", re.sub(SUFFIX, "", family).replace("rank", "")).strip("-")
     roles = [match[0].lower() for match in re.finditer(WORDS, kind)]
-    roles += [f"rank{found['rank'][2]}"] if "rank" in found else []
+    roles += [f"rank{spans['rank'][2]}"] if "rank" in spans else []
     number = None if bare is None else bare[2]
     role = " ".join(dict.fromkeys(roles))
     return EntryName(position, number, kind, family + "/" * is_folder, role, tells)
@@ -151,7 +151,7 @@ def parse_name(name: str, *, is_folder: bool) -> EntryName:
 def part_folders(folders: Sequence[str], *, has_rank: bool) -> Sequence[str]:
     """Return the last folders of a path that say no more than which part of each step they have.
 
-    As ``model``, ``optim``, ``_actor`` or ``mp_rank_00``; a number alone is a rank's if so known.
+    As ``model``, ``optim``, ``_actor`` or ``mp_rank_00``; with ``has_rank`` a number is a rank's.
     """
     at = len(folders)
     while at and (is_part_folder(folders[at - 1]) or (has_rank and folders[at - 1].isdecimal())):
@@ -178,15 +178,15 @@ def entry_in(
     or the run of another training; those ``fixed`` do not.
     """
     at, position = len(parts) - 1, Position()
-    for here, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if position and part in fixed:
             continue
-        name = parse_name(part, is_folder=here < len(parts) - 1 or is_folder)
-        found = name.position
-        is_deeper = bool(position) and (not name.tells or found.number == position.number)
-        if found and not is_deeper:
-            outer = None if position.step is not None else position.epoch
-            at, position = here, found if found.epoch is not None else replace(found, epoch=outer)
+        name = parse_name(part, is_folder=index < len(parts) - 1 or is_folder)
+        inner = name.position
+        is_deeper = bool(position) and (not name.tells or inner.number == position.number)
+        if inner and not is_deeper:
+            epoch = None if position.step is not None else position.epoch
+            at, position = index, inner if inner.epoch is not None else replace(inner, epoch=epoch)
     return at, replace(position, stage=position.stage or stage_in(parts)) if position else position
 
 
@@ -210,19 +210,19 @@ def fixed_names(paths: Iterable[Sequence[str]]) -> Set[str]:
                 below = (*parts[outer + 1 : inner], names[inner].kind)
                 inside.setdefault((series, below), []).append((parts[outer], parts[inner]))
     fixed: set[str] = set()
-    for (series, _), found in inside.items():
-        holders, same = {step for step, _ in found}, {name for _, name in found}
-        name, *more = same
+    for (series, _), pairs in inside.items():
+        holders, inner_names = {step for step, _ in pairs}, {name for _, name in pairs}
+        name, *rest = inner_names
         is_zero = not parse_name(name, is_folder=True).position.number
-        if not more and len(steps[series]) - len(holders) <= 1 and (len(holders) > 1 or is_zero):
+        if not rest and len(steps[series]) - len(holders) <= 1 and (len(holders) > 1 or is_zero):
             fixed.add(name)
     return fixed
 
 
 def stage_in(names: Iterable[str]) -> int | None:
     """Return the stage that the folders around a step name."""
-    found = (re.search(_STAGE, name) for name in names)
-    return next((int(match["number"]) for match in found if match is not None), None)
+    matches = (re.search(_STAGE, name) for name in names)
+    return next((int(match["number"]) for match in matches if match is not None), None)
 
 
 def step_named(name: str) -> int | None:
@@ -248,24 +248,24 @@ def _by_trainer(name: str) -> tuple[Spans, bool]:
 def _by_words(name: str, *, is_folder: bool) -> tuple[Spans, bool]:
     """Return what the words step, iteration, checkpoint and epoch count in a name."""
     clean = _blank(_DAY, _blank(_TYPE, name))
-    found: Spans = {}
-    if (match := _named(_EPOCH, clean)) is not None:
-        found["epoch"] = (*match.span("number"), _value(match))
-    if (match := _named(_STEP, clean) or _named(_ITERATION, clean)) is not None:
-        found["step"] = (*match.span("number"), _value(match))
-    tells = bool(found)
-    if not found and (match := _named(_CHECKPOINT, clean)) is not None:
-        found["step"] = (*match.span("number"), _value(match))
+    spans: Spans = {}
+    if (match := _search(_EPOCH, clean)) is not None:
+        spans["epoch"] = (*match.span("number"), _value(match))
+    if (match := _search(_STEP, clean) or _search(_ITERATION, clean)) is not None:
+        spans["step"] = (*match.span("number"), _value(match))
+    tells = bool(spans)
+    if not spans and (match := _search(_CHECKPOINT, clean)) is not None:
+        spans["step"] = (*match.span("number"), _value(match))
         tells = is_folder
-    if not found and (match := _named(_COUNTED, clean)) is not None:
+    if not spans and (match := _search(_COUNTED, clean)) is not None:
         key = "epoch" if "epoch" in match[0].lower() else "step"
-        found[key] = (*match.span("number"), _value(match))
-    if found and (match := _named(_STAGE, clean)) is not None:
-        found["stage"] = (*match.span("number"), _value(match))
-    return found, tells
+        spans[key] = (*match.span("number"), _value(match))
+    if spans and (match := _search(_STAGE, clean)) is not None:
+        spans["stage"] = (*match.span("number"), _value(match))
+    return spans, tells
 
 
-def _named(pattern: str, name: str) -> re.Match[str] | None:
+def _search(pattern: str, name: str) -> re.Match[str] | None:
     """Return the first match of a counting word that is no metric, as ``acc_epoch=93`` is."""
     for match in re.finditer(pattern, name):
         head = re.split(r"[-.]|(?<=\d)_", name[: match.start()])[-1]

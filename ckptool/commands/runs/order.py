@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.detect import require_known
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
-from ckptool.commands.runs.contents import AT_ONCE, saved
+from ckptool.commands.runs.contents import AT_ONCE, save_time
 from ckptool.commands.runs.names import Position
 from ckptool.commands.runs.pointers.pointers import find_pointers, latest_source
 from ckptool.commands.runs.records import recorded_position
@@ -39,144 +39,145 @@ def open_run(place: Location, options: ReadOptions = AS_DETECTED) -> Run:
     """
     require_known(options.from_format)
     run = find_run(place)
-    named = [step for step in run.steps if step.position]
-    others = [step for step in run.steps if not step.position]
-    counted = _counted_in_names([step.position for step in named])
-    if named and not counted:
-        placed = _by_time(run, named, _MIXED)
+    named_steps = [step for step in run.steps if step.position]
+    other_steps = [step for step in run.steps if not step.position]
+    units = _units_in_names([step.position for step in named_steps])
+    if named_steps and not units:
+        places = _by_time(run, named_steps, _MIXED)
     else:
-        placed = [_counting(step, 1, step.position, counted, _NAMED) for step in named]
-        placed.sort(key=_place)
-    if others:
-        placed = _with_others(run, placed, others, counted, options)
-    return Run(place, tuple(step for _, _, step in placed), run.source)
+        places = [_by_position(step, 1, step.position, units, _NAMED) for step in named_steps]
+        places.sort(key=_sort_key)
+    if other_steps:
+        places = _add_steps(run, places, other_steps, units, options)
+    return Run(place, tuple(step for _, _, step in places), run.source)
 
 
-Placed = tuple[Key, int, Step]
+Place = tuple[Key, int, Step]
+"""What orders a step among the others, and the step."""
 
 
-def _place(placed: Placed) -> tuple[object, ...]:
-    key, rank, step = placed
+def _sort_key(place: Place) -> tuple[object, ...]:
+    key, rank, step = place
     match = re.search(r"-v(\d+)(?=\.|$)", step.path.name)
     return key, rank, int(match[1]) if match else 0
 
 
-def _counting(
-    step: Step, rank: int, position: Position, counted: Sequence[str], words: str
-) -> Placed:
-    """Return a step placed by the numbers of a position, and its stage.
+def _by_position(
+    step: Step, rank: int, position: Position, units: Sequence[str], words: str
+) -> Place:
+    """Return the place of a step by its stage and the numbers of a position in some units.
 
     What counts no step is the end of its epoch.
     """
-    numbers = position.numbers(counted)
+    numbers = position.numbers(units)
     key = position.stage or 0, *(math.inf if number is None else number for number in numbers)
-    said = (word for word, number in zip(counted, numbers, strict=True) if number is not None)
-    return key, rank, replace(step, placed=words.format(" and ".join(said)))
+    counts = (unit for unit, number in zip(units, numbers, strict=True) if number is not None)
+    return key, rank, replace(step, placed=words.format(" and ".join(counts)))
 
 
-def _counted_in_names(positions: Sequence[Position]) -> tuple[str, ...]:
+def _units_in_names(positions: Sequence[Position]) -> tuple[str, ...]:
     """Return what names count: the steps of epochs, too, if some save within one.
 
     As timm's ``recovery-3-200`` lies before its ``checkpoint-3``.
     """
-    counted = _counted(positions)
+    units = _units(positions)
     has_steps = any(position.step is not None for position in positions)
-    return ("epoch", "step") if counted == ("epoch",) and has_steps else counted
+    return ("epoch", "step") if units == ("epoch",) and has_steps else units
 
 
-def _counted(positions: Iterable[Position]) -> tuple[str, ...]:
+def _units(positions: Iterable[Position]) -> tuple[str, ...]:
     """Return what all positions count, epochs before steps; nothing if they differ in that."""
-    found = list(positions)
-    has_epochs = bool(found) and all(each.epoch is not None for each in found)
-    has_steps = bool(found) and all(each.step is not None for each in found)
+    positions = list(positions)
+    has_epochs = bool(positions) and all(position.epoch is not None for position in positions)
+    has_steps = bool(positions) and all(position.step is not None for position in positions)
     return ("epoch",) * has_epochs + ("step",) * has_steps
 
 
-def _by_time(run: Run, steps: Iterable[Step], words: str) -> list[Placed]:
+def _by_time(run: Run, steps: Iterable[Step], words: str) -> list[Place]:
     words *= len(run.steps) > 1
-    timed: list[Placed] = [
-        ((saved(step, run) or 0.0,), 0, replace(step, placed=words)) for step in steps
+    places: list[Place] = [
+        ((save_time(step, run) or 0.0,), 0, replace(step, placed=words)) for step in steps
     ]
-    timed.sort(key=_place)
-    for end in range(1, len(timed)):
+    places.sort(key=_sort_key)
+    for end in range(1, len(places)):
         at = end
-        while at and _may_be_copy(timed[at], timed[at - 1]):
-            timed[at - 1 : at + 1] = timed[at], timed[at - 1]
+        while at and _may_be_copy(places[at], places[at - 1]):
+            places[at - 1 : at + 1] = places[at], places[at - 1]
             at -= 1
-    return timed
+    return places
 
 
-def _may_be_copy(later: Placed, earlier: Placed) -> bool:
+def _may_be_copy(later: Place, earlier: Place) -> bool:
     """Return whether the best was saved together with another, which may well be newer."""
     says_best, other = (_BEST.search(step.path.name) for _, _, step in (later, earlier))
     return bool(says_best) and other is None and later[0][0] - earlier[0][0] <= AT_ONCE
 
 
-def _with_others(
+def _add_steps(
     run: Run,
-    named: list[Placed],
-    others: list[Step],
-    counted: tuple[str, ...],
+    places: list[Place],
+    steps: list[Step],
+    units: tuple[str, ...],
     options: ReadOptions,
-) -> list[Placed]:
-    """Place steps without a named number among the others, or before them."""
-    records = {step.path: recorded_position(step, options) for step in others if step.parts}
-    if not named:
-        counted = _counted(records.values()) if len(records) == len(others) else ()
-    common = _counted(step.position for _, _, step in named) or counted
-    newest = {placed[2].home: placed for placed in sorted(named, key=_place)}
+) -> list[Place]:
+    """Place steps without a named number among those that have a place, or before them."""
+    records = {step.path: recorded_position(step, options) for step in steps if step.parts}
+    if not places:
+        units = _units(records.values()) if len(records) == len(steps) else ()
+    common = _units(step.position for _, _, step in places) or units
+    newest = {place[2].home: place for place in sorted(places, key=_sort_key)}
     rest: list[Step] = []
-    for step in others:
+    for step in steps:
         position = records.get(step.path, Position())
-        past = _past(position, newest.get(step.home), options)
-        if past and _is_later(run, step, newest[step.home][2]):
+        unit = _unit_past(position, newest.get(step.home), options)
+        if unit and _may_be_later(run, step, newest[step.home][2]):
             key, _, _ = newest[step.home]
-            words = _RECORDED.format(past)
-            named.append(((*key, position.number or 0), 1, replace(step, placed=words)))
-        elif counted and None not in position.numbers(common):
-            named.append(_counting(step, 0, position, counted, _RECORDED))
+            words = _RECORDED.format(unit)
+            places.append(((*key, position.number or 0), 1, replace(step, placed=words)))
+        elif units and None not in position.numbers(common):
+            places.append(_by_position(step, 0, position, units, _RECORDED))
         else:
             rest.append(step)
-    return _with_latest_last(run, [*_unrecorded(run, rest), *sorted(named, key=_place)])
+    return _with_latest_last(run, [*_unrecorded(run, rest), *sorted(places, key=_sort_key)])
 
 
-def _past(position: Position, newest: Placed | None, options: ReadOptions) -> str:
-    """Return what is more in a record than in that of the newest named step; nothing if nothing is.
+def _unit_past(position: Position, newest: Place | None, options: ReadOptions) -> str:
+    """Return what a record counts past that of the newest named step, step or epoch; else nothing.
 
     Names may count from another number than records, or what these count by another word, as
     ``checkpoint_30`` does of an epoch; the last of a trainer may be some steps into an epoch.
     """
     if not position or newest is None:
         return ""
-    other = recorded_position(newest[2], options)
-    both = {"step": (position.step, other.step), "epoch": (position.epoch, other.epoch)}
-    for word, (mine, theirs) in both.items():
-        if mine is not None and theirs is not None:
-            return word if mine > theirs else ""
+    record = recorded_position(newest[2], options)
+    counts = {"step": (position.step, record.step), "epoch": (position.epoch, record.epoch)}
+    for unit, (number, newest_number) in counts.items():
+        if number is not None and newest_number is not None:
+            return unit if number > newest_number else ""
     return ""
 
 
-def _is_later(run: Run, step: Step, other: Step) -> bool:
-    """Return whether no time contradicts it: what training began from counts a run before."""
-    mine, theirs = saved(step, run), saved(other, run)
-    return mine is None or theirs is None or mine >= theirs - AT_ONCE
+def _may_be_later(run: Run, step: Step, other: Step) -> bool:
+    """Return whether no time says that a step is the older: it may count an earlier run's steps."""
+    time, other_time = save_time(step, run), save_time(other, run)
+    return time is None or other_time is None or time >= other_time - AT_ONCE
 
 
-def _unrecorded(run: Run, steps: list[Step]) -> list[Placed]:
+def _unrecorded(run: Run, steps: list[Step]) -> list[Place]:
     """Return steps by time, or by the numbers in their names if no time contradicts these."""
-    timed = _by_time(run, steps, _BY_TIME)
+    places = _by_time(run, steps, _BY_TIME)
     if len(steps) < 2 or not all(step.name.bare is not None for step in steps):
-        return timed
-    by_number = sorted(timed, key=lambda each: (each[2].name.bare or 0, *each[0]))
+        return places
+    by_number = sorted(places, key=lambda place: (place[2].name.bare or 0, *place[0]))
     latest = 0.0
     for (time,), _, _ in by_number:
         if time < latest - AT_ONCE:
-            return timed
+            return places
         latest = max(latest, time)
     return [(key, 0, replace(step, placed=_BY_NUMBER)) for key, _, step in by_number]
 
 
-def _with_latest_last(run: Run, placed: list[Placed]) -> list[Placed]:
+def _with_latest_last(run: Run, places: list[Place]) -> list[Place]:
     """Move the first step to the end that a pointer calls the latest, if its name counts nothing.
 
     A pointer that cannot be read places nothing.
@@ -184,21 +185,21 @@ def _with_latest_last(run: Run, placed: list[Placed]) -> list[Placed]:
     pointers: dict[Location, list[str]] = {}
     with suppress(TransferError):
         pointers = find_pointers(run)
-    for at, (key, rank, step) in enumerate(placed):
-        latest = latest_source(pointers.get(step.path, ()) if not step.position else ())
-        if latest is not None:
-            found = key, rank, replace(step, placed=f"by {latest}")
-            return [*placed[:at], *placed[at + 1 :], found]
-    return placed
+    for at, (key, rank, step) in enumerate(places):
+        source = latest_source(pointers.get(step.path, ()) if not step.position else ())
+        if source is not None:
+            place = key, rank, replace(step, placed=f"by {source}")
+            return [*places[:at], *places[at + 1 :], place]
+    return places
 
 
 def written_after(run: Run, step: Step) -> Step | None:
     """Return the step of its series that was written last, if that is clearly another one."""
-    alike = [each for each in run.steps if each.series == step.series and each.parts]
-    times = {each.path: saved(each, run) for each in alike}
-    last = max(alike, key=lambda each: times[each.path] or 0.0, default=step)
-    mine, theirs = times.get(step.path), times.get(last.path)
-    if mine is None or theirs is None or theirs - mine <= AT_ONCE:
+    series = [other for other in run.steps if other.series == step.series and other.parts]
+    times = {other.path: save_time(other, run) for other in series}
+    last = max(series, key=lambda other: times[other.path] or 0.0, default=step)
+    time, last_time = times.get(step.path), times.get(last.path)
+    if time is None or last_time is None or last_time - time <= AT_ONCE:
         return None
     return last
 
@@ -208,10 +209,10 @@ def trainings_of(run: Run, series: Sequence[Step]) -> Iterator[list[Step]]:
 
     Its steps are those that were clearly written after the one that counts most.
     """
-    left = [*series]
-    times = {step.path: saved(step, run) for step in series}
-    while left:
-        newest = times[left[-1].path]
-        later = [s for s in left if newest and (times[s.path] or newest) - newest > AT_ONCE]
-        yield [step for step in left if step not in later]
-        left = later
+    steps = [*series]
+    times = {step.path: save_time(step, run) for step in steps}
+    while steps:
+        newest = times[steps[-1].path]
+        rest = [s for s in steps if newest and (times[s.path] or newest) - newest > AT_ONCE]
+        yield [step for step in steps if step not in rest]
+        steps = rest

@@ -59,8 +59,8 @@ def recorded_step(catalog: Catalog) -> int | None:
 
 def recorded_best(step: Step, options: ReadOptions) -> Iterator[str]:
     """Yield the paths of the best checkpoints that a step's values name."""
-    found = survey_readable(step.parts[0], options) if step.parts else None
-    catalog = None if found is None else found.catalog
+    survey = survey_readable(step.parts[0], options) if step.parts else None
+    catalog = None if survey is None else survey.catalog
     for name, entry in catalog.objects.items() if catalog is not None else ():
         if _BEST.fullmatch(name) and isinstance(entry.value, str) and entry.value:
             yield entry.value
@@ -69,13 +69,13 @@ def recorded_best(step: Step, options: ReadOptions) -> Iterator[str]:
 def recorded_position(step: Step, options: ReadOptions = AS_DETECTED) -> Position:
     """Return what a step's own values count; nothing if it cannot be read. Raises NoAnswer."""
     part = step.parts[0] if step.parts else None
-    found = None if part is None else survey_readable(part, read_alone(part, step, options))
-    if found is None or found.catalog is None:
+    survey = None if part is None else survey_readable(part, read_alone(part, step, options))
+    if survey is None or survey.catalog is None:
         return Position()
-    steps = recorded_step(found.catalog)
-    steps = _count(found.catalog, _MORE_STEPS) if steps is None else steps
-    steps = _step_of_trainer(found) if steps is None else steps
-    return Position(epoch=_count(found.catalog, _EPOCHS), step=steps)
+    steps = recorded_step(survey.catalog)
+    steps = _count(survey.catalog, _MORE_STEPS) if steps is None else steps
+    steps = _step_of_trainer(survey) if steps is None else steps
+    return Position(epoch=_count(survey.catalog, _EPOCHS), step=steps)
 
 
 def read_alone(part: Location, step: Step, options: ReadOptions) -> ReadOptions:
@@ -92,34 +92,34 @@ _SCHEDULED = re.compile(r"(?:.+\.)?(?:\w*_)?schedulers?(?:_?\d+)?(?:\.\d+)?\.las
 """How many times a scheduler has stepped."""
 
 
-def has_optimizer(each: Survey) -> bool:
+def has_optimizer(survey: Survey) -> bool:
     """Return whether a checkpoint, as far as it was read, has an optimizer, if only its groups."""
-    return _has_unread_optimizer(each) or any(True for _ in _of_optimizer(each))
+    return _has_unread_optimizer(survey) or any(True for _ in _of_optimizer(survey))
 
 
-def _has_unread_optimizer(each: Survey) -> bool:
-    """Return whether it has one in a file of its own, or as an object of a class not loaded."""
-    if each.catalog is None:
+def _has_unread_optimizer(survey: Survey) -> bool:
+    """Return whether an optimizer is in a file of its own, or an object of a class not loaded."""
+    if survey.catalog is None:
         return False
-    objects = (p.tensor for p in each.problems if p.code == "tensor-unsupported" and p.tensor)
+    objects = (p.tensor for p in survey.problems if p.code == "tensor-unsupported" and p.tensor)
     is_object = any(state_category_of_name(name, ()) == "optimizer" for name in objects)
-    return is_object or trainer_optimizer(each.source.files, each.catalog.files) is not None
+    return is_object or trainer_optimizer(survey.source.files, survey.catalog.files) is not None
 
 
-def _of_optimizer(each: Survey) -> Iterator[tuple[list[str], Any]]:
+def _of_optimizer(survey: Survey) -> Iterator[tuple[list[str], Any]]:
     """Yield what a checkpoint has of an optimizer, but for what is empty: name, tensor or value."""
-    if each.catalog is None:
+    if survey.catalog is None:
         return
-    for name, entry in each.catalog.tensors.items():
+    for name, entry in survey.catalog.tensors.items():
         if state_category(entry) == "optimizer":
             yield name.split("."), entry
-    for name, value in each.catalog.objects.items():
+    for name, value in survey.catalog.objects.items():
         if state_category(value) == "optimizer" and value.value not in ({}, []):
             yield name.split("."), value.value
 
 
 class Contents(Struct, frozen=True):
-    """Whether a step has tensors of a model, an optimizer, anything of either, and anything else.
+    """Whether a step has a model's tensors, an optimizer, state of any kind, and anything else.
 
     Of an optimizer, it may have ``state`` of parameters, and groups with some ``settings``, of
     which one is whether there is momentum: without, SGD has no state. It ``begins`` if no scheduler
@@ -129,7 +129,7 @@ class Contents(Struct, frozen=True):
 
     model: bool
     optimizer: bool
-    either: bool
+    any_state: bool
     other: bool
     state: bool
     settings: frozenset[str]
@@ -143,9 +143,9 @@ class Contents(Struct, frozen=True):
         return self.optimizer or self.unread
 
     def has_lost_state_of(self, other: Contents) -> bool:
-        """Return whether the optimizer of another step is not here, or all but its settings.
+        """Return whether it lacks the optimizer of another step, or all of it but the settings.
 
-        One that was made anew has these alone, until it steps: so has its scheduler been, then.
+        An optimizer that is made anew has only settings until it steps; so is its scheduler then.
         """
         if not self.optimizer:
             return other.optimizer
@@ -156,25 +156,25 @@ class Contents(Struct, frozen=True):
     @classmethod
     def of(cls, surveys: Sequence[Survey], *, unread: bool) -> Contents:
         """Return what some checkpoints have together, beside any that are ``unread``."""
-        catalogs = [each.catalog for each in surveys if each.catalog is not None]
+        catalogs = [survey.catalog for survey in surveys if survey.catalog is not None]
         parts = [state_category(e) for c in catalogs for e in c.tensors.values()]
         parts += [state_category(e) for c in catalogs for e in c.objects.values()]
         has_model = any(bool(weights(catalog)) for catalog in catalogs)
         has_unread = any(map(_has_unread_optimizer, surveys))
-        found = [each for survey in surveys for each in _of_optimizer(survey)]
-        of_parameters = (value for names, value in found if _GROUPS not in names)
-        settings = [(names[-1], value) for names, value in found if _GROUPS in names]
-        values = ((name, e.value) for each in catalogs for name, e in each.objects.items())
+        items = [item for survey in surveys for item in _of_optimizer(survey)]
+        of_parameters = (value for names, value in items if _GROUPS not in names)
+        settings = [(names[-1], value) for names, value in items if _GROUPS in names]
+        values = ((name, e.value) for c in catalogs for name, e in c.objects.items())
         counts = [value for name, value in values if _SCHEDULED.fullmatch(name)]
         return cls(
             has_model,
-            has_unread or bool(found),
+            has_unread or bool(items),
             {*parts} != {"other"},
             "other" in parts,
             has_unread or any(isinstance(value, TensorEntry) for value in of_parameters),
             frozenset(name for name, value in settings if name != "momentum" or value != 0),
             bool(counts) and not any(counts),
-            unread or any(p.code in _UNREAD for each in surveys for p in each.problems),
+            unread or any(p.code in _UNREAD for survey in surveys for p in survey.problems),
             any(DELTA in catalog.info for catalog in catalogs),
         )
 
@@ -184,8 +184,8 @@ def _count(catalog: Catalog, names: tuple[str, ...]) -> int | None:
     return next((value for value in values if type(value) is int and value >= 0), None)
 
 
-def _step_of_trainer(found: Survey) -> int | None:
+def _step_of_trainer(survey: Survey) -> int | None:
     with suppress(CkptoolError):
-        value = read_json_object(found.source, TRAINER_STATE).get("global_step")
+        value = read_json_object(survey.source, TRAINER_STATE).get("global_step")
         return value if type(value) is int else None
     return None

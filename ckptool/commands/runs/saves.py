@@ -22,19 +22,19 @@ def saves_by_contents(
 ) -> Mapping[Location, Location]:
     """Return the checkpoints in folders that are one save, each with that folder.
 
-    State of training lies in it, or in its folders of parts, beside what is none. Nothing in it
-    counts, is the best or the last, or lies in a folder deeper below. A number that is part of a
-    word counts nothing there: ``wav2vec2``.
+    State of training lies in such a folder, or in its folders of parts, beside what is none.
+    Nothing in it counts, is the best or the last, or lies in a folder deeper below. A number that
+    is part of a word counts nothing there: ``wav2vec2``.
     """
-    alike: dict[Location, list[Location]] = {}
+    siblings: dict[Location, list[Location]] = {}
     for path in checkpoints:
-        alike.setdefault(path.parent, []).append(path)
+        siblings.setdefault(path.parent, []).append(path)
     folders: dict[Location, list[Location]] = {}
-    for folder, files in alike.items():
+    for folder, files in siblings.items():
         holder = folder if _is_one_save(files) else _holder(folder, run)
         folders.setdefault(holder, []).extend(files)
-    around = {outer for folder in folders for outer in folder.parents}
-    saves = (f for f, files in folders.items() if f not in around and _is_one_save(files))
+    parents = {parent for folder in folders for parent in folder.parents}
+    saves = (f for f, files in folders.items() if f not in parents and _is_one_save(files))
     return {path: folder for folder in saves for path in folders[folder]}
 
 
@@ -56,11 +56,11 @@ def _is_one_save(files: Sequence[Location]) -> bool:
         return False
     if any(re.fullmatch(SPARED, path.name) is not None for path in files):
         return False
-    return {_is_state(*each) for each in zip(files, names, strict=True)} == {True, False}
+    return {_is_state(path, name) for path, name in zip(files, names, strict=True)} == {True, False}
 
 
 def _is_state(path: Location, name: EntryName) -> bool:
-    """Return whether it is state of training: a file called nothing else, or what has no weights.
+    """Return whether a checkpoint is state of training, by its name or since it has no weights.
 
     ``cosine-scheduler`` and ``opt-125m`` may be folders of models, ``training_state`` is one of
     LeRobot's if it has the optimizer sharded.
@@ -68,28 +68,28 @@ def _is_state(path: Location, name: EntryName) -> bool:
     is_record = role_of(name.role) == "record" and name.family == "/"
     if not is_record and (not is_of_training(name.role) or not name.family):
         return is_of_training(name.role)
-    found = survey_readable(path)
-    if found is None or found.catalog is None or found.problems:
+    survey = survey_readable(path)
+    if survey is None or survey.catalog is None or survey.problems:
         return name.family == "/"
-    return not weights(found.catalog)
+    return not weights(survey.catalog)
 
 
-def trainings_apart(run: Location, entries: Sequence[Step]) -> Iterator[Step]:
-    """Yield entries, with the part in their family if no step has both parts: they are trainings.
+def separate_trainings(run: Location, entries: Sequence[Step]) -> Iterator[Step]:
+    """Yield entries; of parts that no step has both, each is a training, and its family says so.
 
     As ``teacher`` and ``student``, or ``lora1`` and ``lora2``.
     """
-    found: dict[object, dict[object, set[str]]] = {}
+    steps_of: dict[object, dict[object, set[str]]] = {}
     for entry in entries:
-        steps = found.setdefault(entry.series, {})
+        steps = steps_of.setdefault(entry.series, {})
         steps.setdefault((entry.position, entry.number), set()).add(_part_of(entry, run))
     families: dict[tuple[object, str], str] = {}
-    for series, steps in found.items():
-        together: list[set[str]] = []
+    for series, steps in steps_of.items():
+        groups: list[set[str]] = []
         for parts in steps.values():
-            joined = parts.union(*(each for each in together if each & parts))
-            together = [joined, *(each for each in together if not each & parts)]
-        for parts in together if len(together) > 1 else ():
+            joined = parts.union(*(group for group in groups if group & parts))
+            groups = [joined, *(group for group in groups if not group & parts)]
+        for parts in groups if len(groups) > 1 else ():
             families |= {(series, part): f"{min(parts)}: " for part in parts}
     for entry in entries:
         head = families.get((entry.series, _part_of(entry, run)), "")
@@ -99,8 +99,8 @@ def trainings_apart(run: Location, entries: Sequence[Step]) -> Iterator[Step]:
 def _part_of(entry: Step, run: Location) -> str:
     """Return what an entry's name and its folders say of the part that it is, of any rank."""
     folders = within(entry.path, run).parts[len(entry.home.parts) : -1]
-    said = (re.sub(r"(?i)rank[-_]?\d+|^\d+$", "", name) for name in (*folders, entry.name.role))
-    return " ".join(filter(None, said))
+    words = (re.sub(r"(?i)rank[-_]?\d+|^\d+$", "", name) for name in (*folders, entry.name.role))
+    return " ".join(filter(None, words))
 
 
 def is_folder(path: Location) -> bool:

@@ -18,7 +18,7 @@ from ckptool.commands.runs.names import (
     part_folders,
 )
 from ckptool.commands.runs.records import has_optimizer
-from ckptool.commands.runs.saves import is_folder, saves_by_contents, trainings_apart
+from ckptool.commands.runs.saves import is_folder, saves_by_contents, separate_trainings
 from ckptool.commands.runs.steps import Run, Step, fixed_in, read_from, says_another
 from ckptool.commands.runs.trainers import POINTERS, SPARED
 from ckptool.core.state_category import weights
@@ -48,16 +48,17 @@ def find_run(place: Location) -> Run:
     if not place.is_dir():
         raise Unrecognized(f"{place}: is a file, not a folder of checkpoints")
     source = folder_at(place)
-    inner = list(_checkpoints(place, place, source))
-    if not inner:
+    checkpoints = list(_checkpoints(place, place, source))
+    if not checkpoints:
         raise nothing_found(place, folder_of(place), source)
-    saves = saves_by_contents(place, inner)
-    entries = _entries(place, inner, saves, fixed_in(source))
+    saves = saves_by_contents(place, checkpoints)
+    entries = _entries(place, checkpoints, saves, fixed_in(source))
     entries += _without_checkpoint(entries)
     entries += _inside(place, entries, source)
-    is_one = place in saves.values()  # its model's file is what other commands take
-    apart = trainings_apart(place, entries)
-    steps = [_together(sorted(entries, key=_by_contents))] if is_one else _joined(apart)
+    if place in saves.values():  # its model's file is what other commands take
+        steps = [_join(sorted(entries, key=_by_contents))]
+    else:
+        steps = [*_join_steps(separate_trainings(place, entries))]
     return Run(place, tuple(sorted(steps, key=lambda step: natural_key(str(step.path)))), source)
 
 
@@ -73,7 +74,7 @@ def as_one_step(run: Run) -> Run:
     for step in run.steps:
         numbers.setdefault(step.name.family, set()).add(step.name.bare or 0)
     counts = any(step.position for step in run.steps) or any(
-        max(alike) > len(alike) > 1 for alike in numbers.values()
+        max(group) > len(group) > 1 for group in numbers.values()
     )
     if len(parts) < 2 or counts or not parse_name(place.name, is_folder=True).tells:
         return run
@@ -98,8 +99,8 @@ def _checkpoints(place: Location, run: Location, source: Files) -> Iterator[Loca
     is_checkpoint, inner = find_checkpoints(place, source)
     inner = [path for path in inner if not _is_hidden(path, run) and not _has_no_tensors(path)]
     if is_checkpoint:
-        own = _files_of_whole(place, source)
-        inner = [path for path in inner if path not in own]
+        files = _files_of_whole(place, source)
+        inner = [path for path in inner if path not in files]
         yield from _steps_in_whole(place, inner) or [place]
         return
     for path in inner:
@@ -121,8 +122,8 @@ def _may_hold_run(path: Location, run: Location, source: Files) -> bool:
     parsed = (parse_name(n, is_folder=n != names[-1]) for names in files for n in names)
     if any(name.position and name.tells for name in parsed):
         return True
-    alone = (parse_name(names[0], is_folder=False) for names in files if len(names) == 1)
-    saves = {(n.family, n.position, n.bare) for n in alone if n.has_rank}
+    top_files = (parse_name(names[0], is_folder=False) for names in files if len(names) == 1)
+    saves = {(name.family, name.position, name.bare) for name in top_files if name.has_rank}
     counting = [family for family, position, bare in saves if position or bare is not None]
     return len(counting) > len({*counting})
 
@@ -141,8 +142,8 @@ def _files_of_whole(place: Location, source: Files) -> set[Location]:
     rules = (file_rule(row, name) for name in source.files if "/" not in name)
     if row is None or all(rule is None or rule.role not in _NAMES_FILES for rule in rules):
         return set()
-    found = survey_readable(place)
-    catalog = None if found is None else found.catalog
+    survey = survey_readable(place)
+    catalog = None if survey is None else survey.catalog
     return set() if catalog is None else {place / file for file in catalog.files}
 
 
@@ -156,15 +157,16 @@ def _steps_in_whole(place: Location, inner: Sequence[Location]) -> list[Location
     Beside those that count, the last or the best of ranks' files is a step of its own. Folders that
     are a number count nothing else where a file says which is the latest, as of SAT.
     """
-    outer = [path for path in inner if path.parent != place or is_folder(path)]
-    numbers = {top for path in outer if (top := within(path, place).parts[0]).isdecimal()}
+    paths = (path for path in inner if path.parent != place or is_folder(path))
+    folders = {within(path, place).parts[0] for path in paths}
+    numbers = {name for name in folders if name.isdecimal()}
     if len(numbers) > 1 and has_any(place, latest_markers()):
         return [place / name for name in sorted(numbers)]
     files = [path for path in inner if not is_folder(path)]
     steps = [path for path in inner if _is_step(path, place, files)]
-    counted = {_position_of(path) for path in steps} - {Position()}
-    found = [path for path in inner if path in steps or _position_of(path) in counted]
-    return [path for path in inner if path in found or (found and _is_spared_rank(path))]
+    positions = {_position_of(path) for path in steps} - {Position()}
+    saves = [path for path in inner if path in steps or _position_of(path) in positions]
+    return [path for path in inner if path in saves or (saves and _is_spared_rank(path))]
 
 
 def _is_spared_rank(path: Location) -> bool:
@@ -189,17 +191,13 @@ def _is_step(path: Location, run: Location, files: Sequence[Location]) -> bool:
     name = parse_name(path.name, is_folder=False)
     if re.search(_SHARD, path.name) or (not position and name.bare is None):
         return False
-    near = files if name.has_rank else [other for other in files if _beside(other, path)]
-    alike = [parse_name(other.name, is_folder=False) for other in near]
-    alike = [other for other in alike if other.family == name.family]
+    neighbours = files if name.has_rank else [file for file in files if file.parent == path.parent]
+    names = [parse_name(file.name, is_folder=False) for file in neighbours]
+    names = [other for other in names if other.family == name.family]
     if name.tells:
-        return not name.has_rank or len({other.position for other in alike}) > 1
-    numbers = {other.position.number if other.position else other.bare for other in alike}
+        return not name.has_rank or len({other.position for other in names}) > 1
+    numbers = {other.position.number if other.position else other.bare for other in names}
     return numbers != set(range(len(numbers)))
-
-
-def _beside(path: Location, other: Location) -> bool:
-    return path.parent == other.parent
 
 
 def _entries(
@@ -217,8 +215,8 @@ def _entries(
         parts = within(checkpoint, run).parts
         at, position = entry_in(parts, is_folder=is_folder(checkpoint), fixed=fixed)
         save = saves.get(checkpoint, run)
-        own = save if save != run else checkpoint
-        path = run.joinpath(*parts[: at + 1]) if position else own
+        entry = save if save != run else checkpoint
+        path = run.joinpath(*parts[: at + 1]) if position else entry
         groups.setdefault(path, []).append(checkpoint)
     return [_entry(run, path, inner) for path, inner in groups.items()]
 
@@ -232,7 +230,7 @@ def _entry(run: Location, path: Location, inner: Sequence[Location]) -> Step:
     return Step(path, name, position, tuple(inner), home)
 
 
-def _joined(entries: Iterable[Step]) -> Iterator[Step]:
+def _join_steps(entries: Iterable[Step]) -> Iterator[Step]:
     """Yield the entries that are one step as one: their names differ in nothing but the part."""
     groups: dict[tuple[object, ...], list[Step]] = {}
     for entry in entries:
@@ -242,14 +240,14 @@ def _joined(entries: Iterable[Step]) -> Iterator[Step]:
         key = (entry.path,) if is_alone else (*series, entry.position, entry.number)
         groups.setdefault(key, []).append(entry)
     for group in groups.values():
-        different = {(entry.path.parent, entry.name.role) for entry in group}
-        if len(different) < len(group):
+        parts = {(entry.path.parent, entry.name.role) for entry in group}
+        if len(parts) < len(group):
             yield from sorted(group, key=_by_model)
         else:
-            yield _together(sorted(group, key=_by_model))
+            yield _join(sorted(group, key=_by_model))
 
 
-def _together(entries: Iterable[Step]) -> Step:
+def _join(entries: Iterable[Step]) -> Step:
     """Return entries as one step, which is called as the first."""
     first, *rest = entries
     parts = tuple(part for entry in (first, *rest) for part in entry.parts)
@@ -258,11 +256,12 @@ def _together(entries: Iterable[Step]) -> Step:
 
 def _by_contents(entry: Step) -> tuple[object, ...]:
     """Return a key that places weights first, and then what cannot be read and may have some."""
-    found = [survey_readable(part) for part in entry.parts]
-    read = [each for each in found if each is not None and not each.problems]
-    has_none = not any(each.catalog is not None and weights(each.catalog) for each in read)
-    is_state = has_none or is_of_training(entry.name.role)  # random states are tensors, too
-    return is_state, bool(read), is_state and not any(map(has_optimizer, read)), _by_model(entry)
+    surveys = [survey for part in entry.parts if (survey := survey_readable(part)) is not None]
+    surveys = [survey for survey in surveys if not survey.problems]
+    has_model = any(survey.catalog is not None and weights(survey.catalog) for survey in surveys)
+    is_state = not has_model or is_of_training(entry.name.role)  # random states are tensors, too
+    has_none = not any(map(has_optimizer, surveys))
+    return is_state, bool(surveys), is_state and has_none, _by_model(entry)
 
 
 def _by_model(entry: Step) -> tuple[object, ...]:
@@ -283,33 +282,33 @@ def _without_checkpoint(steps: Sequence[Step]) -> Iterator[Step]:
         for path in _entries_in(parent):
             for as_folder in (True, False):
                 name = parse_name(path.name, is_folder=as_folder)
-                like = kinds.get((parent, name.kind))
-                if like is not None and path not in paths and name.position:
+                sibling = kinds.get((parent, name.kind))
+                if sibling is not None and path not in paths and name.position:
                     paths.add(path)
-                    position = replace(name.position, stage=like.position.stage)
-                    yield Step(path, name, position, (), like.home)
+                    position = replace(name.position, stage=sibling.position.stage)
+                    yield Step(path, name, position, (), sibling.home)
 
 
 def _inside(run: Location, steps: Iterable[Step], source: Files) -> Iterator[Step]:
     """Yield the steps in another step's folder that are not read as part of it."""
-    alone = [step for step in steps if step.parts == (step.path,) != (run,) and step.position]
-    folders = {"/".join(within(step.path, run).parts): step for step in alone}
-    named: dict[Location, Step] = {}
+    outer = (step for step in steps if step.parts == (step.path,) != (run,) and step.position)
+    folders = {"/".join(within(step.path, run).parts): step for step in outer}
+    holders: dict[Location, Step] = {}
     fixed = fixed_in(source)
     for file in source.files if folders else ():
         names = file.split("/")
         for at in range(1, len(names)):
             step = folders.get("/".join(names[:at]))
             if step is not None and says_another(step, "/".join(names[at:]), fixed):
-                named[step.path] = step
-    for step in named.values():
+                holders[step.path] = step
+    for step in holders.values():
         read = read_from(step, step.path)
         if read is not None and is_folder(step.path):
             files = [step.path / file for file in read]
-            own = {*files, *(folder for file in files for folder in file.parents)}
-            _, inner = find_checkpoints(step.path, folder_at(step.path))
-            others = [path for path in inner if path not in own]
-            yield from _entries(run, others, saves_by_contents(run, others), fixed)
+            parts = {*files, *(folder for file in files for folder in file.parents)}
+            _, paths = find_checkpoints(step.path, folder_at(step.path))
+            inner = [path for path in paths if path not in parts]
+            yield from _entries(run, inner, saves_by_contents(run, inner), fixed)
 
 
 def _entries_in(folder: Location) -> list[Location]:

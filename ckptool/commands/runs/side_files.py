@@ -48,9 +48,9 @@ def damaged_side_files(
     must have taken the steps that they count. Raises NoAnswer.
     """
     read: set[Location] = set()
-    for each in (verification.surveyed for verification in examined):
-        folder = each.path if each.path.is_dir() else each.path.parent
-        read |= {folder / file for file in (each.catalog.files if each.catalog else ())}
+    for survey in (verification.surveyed for verification in examined):
+        folder = survey.path if survey.path.is_dir() else survey.path.parent
+        read |= {folder / file for file in (survey.catalog.files if survey.catalog else ())}
     for entry in step.entries:
         for name, size in run.files_in(entry).items():
             file = entry / name if name else entry
@@ -59,16 +59,16 @@ def damaged_side_files(
             if re.fullmatch(LAST_RECORD, name):
                 yield from _broken_record(file, size, name)
             elif name.endswith(_OF_TORCH) and role_of(name) not in (None, "model"):
-                beside = [each for each in examined if each.surveyed.path == file.parent]
-                yield from _broken_archive(file, name, beside, options)
+                neighbours = [v for v in examined if v.surveyed.path == file.parent]
+                yield from _broken_archive(file, name, neighbours, options)
 
 
 def _broken_archive(
-    file: Location, name: str, beside: Sequence[Verification], options: VerifyOptions
+    file: Location, name: str, neighbours: Sequence[Verification], options: VerifyOptions
 ) -> Iterator[str]:
     try:
-        every = replace(options, ignore=())
-        report, catalog = examine_side_file(file, every, beside, examine)
+        strict = replace(options, ignore=())
+        report, catalog = examine_side_file(file, strict, neighbours, examine)
     except NoAnswer:
         raise
     except Unrecognized:  # an empty state
@@ -78,40 +78,40 @@ def _broken_archive(
         return
     for finding in report.findings:
         is_state = role_of(name) == "optimizer" and finding.code not in options.ignore
-        odd = spoiling(finding, catalog) if is_state and not options.allow_nonfinite else None
-        accepts = ""
-        if odd:
-            accepts = " (--allow-nonfinite counts it as good)"
+        fault = spoiling(finding, catalog) if is_state and not options.allow_nonfinite else None
+        hint = ""
+        if fault:
+            hint = " (--allow-nonfinite counts it as good)"
         elif is_state and finding.code in ANOTHER:
-            accepts = f" (--ignore {finding.code} counts it as good)"
-        if accepts or finding.code in _NOT_WHOLE:
-            text = (odd or finding).first_line(f"{name.rpartition('/')[2]}: ")
-            yield f"{finding.code}: {name}: {text}{accepts}"
+            hint = f" (--ignore {finding.code} counts it as good)"
+        if hint or finding.code in _NOT_WHOLE:
+            text = (fault or finding).first_line(f"{name.rpartition('/')[2]}: ")
+            yield f"{finding.code}: {name}: {text}{hint}"
             return
 
 
 def spoiling(finding: Finding, catalog: Catalog | None) -> Finding | None:
-    """Return a finding of values that are in the model, or will be after a step; None if none are.
+    """Return a finding of values, NaN or infinite, that are in the model, or will be after a step.
 
-    They are NaN or infinite, and it is said of the first such tensor. An optimizer makes its
-    parameters so, and masters become weights. A step divides by means of squares: infinite ones
-    only end the training of theirs, if not in the scales of their codes.
+    It is of the first such tensor; None if there is none. An optimizer makes its parameters so, and
+    masters become weights. A step divides by means of squares: where these are infinite, they only
+    end the training of their own parameter, if they are not in the scales of codes.
     """
     if finding.code != _NOT_FINITE:
         return None
     entries = {} if catalog is None else catalog.tensors
-    for each in finding.affected:
-        entry = entries.get(each.tensor or "")
-        if entry and state_category(entry) == "optimizer" and _ends_training(each):
+    for affected in finding.affected:
+        entry = entries.get(affected.tensor or "")
+        if entry and state_category(entry) == "optimizer" and _ends_training(affected):
             continue
-        message = finding.message.replace(finding.affected[0].message, each.message, 1)
+        message = finding.message.replace(finding.affected[0].message, affected.message, 1)
         return replace(finding, message=message)
     return None
 
 
-def _ends_training(odd: Affected) -> bool:
-    counts = odd.counts
-    if not counts or StateName.of(odd.tensor or "").kind not in _SQUARES:
+def _ends_training(affected: Affected) -> bool:
+    counts = affected.counts
+    if not counts or StateName.of(affected.tensor or "").kind not in _SQUARES:
         return False
     return not (counts["nan"] or counts["below_zero"])
 

@@ -27,8 +27,8 @@ class Step(Struct, frozen=True, dict=True):
 
     Most are one entry with one checkpoint. Some trainers save several side by side (``actor``,
     ``critic``), others files beside each other (``model_step3.pt``, ``opt_step3.pt``, or one a
-    rank). ``home`` is the folder in which its like are counted; ``placed`` says what its place
-    among the others comes from.
+    rank). ``home`` is the folder in which the steps of its series are counted; ``placed`` says what
+    its place among the other steps comes from.
     """
 
     path: Location
@@ -91,7 +91,7 @@ class Run(Struct, frozen=True, dict=True):
         for file in self.source.files:
             folder, _, name = file.rpartition("/")
             names.setdefault(folder, set()).add(name)
-        return {folder: frozenset(found) for folder, found in names.items()}
+        return {folder: frozenset(files) for folder, files in names.items()}
 
     @cached_property
     def fixed(self) -> Set[str]:
@@ -144,13 +144,13 @@ def others_inside(step: Step, run: Run) -> str | None:
     """
     for part in step.parts:
         inner = [] if part in step.entries else within(part, _entry_of(step, part)).parts
-        said = (parse_name(name, is_folder=False).position for name in inner)
-        if any(position and position.number != step.number for position in said):
+        positions = (parse_name(name, is_folder=False).position for name in inner)
+        if any(position and position.number != step.number for position in positions):
             return "/".join(inner)
     for entry in step.entries:
-        named = [name for name in run.files_in(entry) if says_another(step, name)]
-        read = read_from(step, entry) if named else set()
-        other = next((name for name in named if read is None or name not in read), None)
+        names = [name for name in run.files_in(entry) if says_another(step, name)]
+        read = read_from(step, entry) if names else set()
+        other = next((name for name in names if read is None or name not in read), None)
         if other is not None:
             return other
     return None
@@ -179,12 +179,12 @@ def fixed_in(source: Files) -> Set[str]:
 
 
 def says_another(step: Step, file: str, fixed: Set[str] = frozenset()) -> bool:
-    """Return whether a folder on a file's path, or a file, has the number of another step.
+    """Return whether a folder on a file's path, or the file, has the number of another step.
 
-    Those that are ``fixed`` have none.
+    Names that are ``fixed`` have none.
     """
-    *folders, name = file.split("/")
-    said = [parse_name(folder, is_folder=True) for folder in folders if folder not in fixed]
-    said += [each] if (each := parse_name(name, is_folder=False)).tells else []
-    found = (each.position for each in said if each.tells)
-    return any(position and position.number != step.number for position in found)
+    *folders, file_name = file.split("/")
+    names = [parse_name(folder, is_folder=True) for folder in folders if folder not in fixed]
+    names.append(parse_name(file_name, is_folder=False))
+    positions = (name.position for name in names if name.tells)
+    return any(position and position.number != step.number for position in positions)

@@ -274,16 +274,15 @@ _BESIDE = tuple(m.removeprefix("NAME") for row in TRAINERS for m in row.marks if
 _INSIDE = tuple(m for row in TRAINERS for m in row.marks if "NAME" not in m)
 
 
-def unfinished_mark(name: str, files: Collection[str], beside: Collection[str]) -> str | None:
+def unfinished_mark(name: str, files: Collection[str], neighbours: Collection[str]) -> str | None:
     """Return the file that says that a step is being written; None if there is none.
 
-    ``files`` are relative to the step, ``beside`` are the names in the folder around it.
+    ``files`` are relative to the step, ``neighbours`` are the names in the folder around it.
     """
-    bare = re.sub(r"(?:-EMA)?(?:\.ckpt|\.pt|\.pth)?$", "", name)
-    marks = [one + tail for one in (name, bare) for tail in _BESIDE if one + tail in beside]
-    return next((file for file in files if _matches(file, _INSIDE)), None) or next(
-        iter(marks), None
-    )
+    stem = re.sub(r"(?:-EMA)?(?:\.ckpt|\.pt|\.pth)?$", "", name)
+    marks = [head + tail for head in (name, stem) for tail in _BESIDE]
+    inside = (file for file in files if _matches(file, _INSIDE))
+    return next(inside, None) or next((mark for mark in marks if mark in neighbours), None)
 
 
 def unwritten_last(name: str, files: Collection[str]) -> str | None:

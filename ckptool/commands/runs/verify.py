@@ -13,7 +13,7 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.assessment import Assessor, StepReport
 from ckptool.commands.runs.exports import is_export
 from ckptool.commands.runs.order import open_run, written_after
-from ckptool.commands.runs.pointers.pointers import find_pointers, is_for_that, latest_source
+from ckptool.commands.runs.pointers.pointers import find_pointers, is_pointer, latest_source
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.verify.codes import require_codes
@@ -28,8 +28,8 @@ class RunReport(Report, frozen=True):
     """The verified steps, newest first; ``total`` is how many the run has.
 
     True if one is good; if ``every`` step was verified, true if all are. ``chosen`` says how the
-    newest good step was found to be the newest; a model ``alone`` is it if training can go on from
-    none.
+    newest good step was found to be the newest. If training can go on from none, it is a model
+    ``alone``.
     """
 
     computed: ClassVar = ("ok",)
@@ -88,32 +88,32 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
                 break
         elif report.ok and not is_export(step, opened.path) and assessor.contents_of(step).model:
             models.append(step)
-    chosen, alone = "" if newest is None else _chosen(opened, newest), None
+    chosen, model = "" if newest is None else _chosen(opened, newest), None
     for step in () if newest is not None else models:
         # it was passed over by its metadata alone
         reports[step.path] = assessor.assess(step, reads=not options.quick).report
         if reports[step.path].ok:
-            alone, chosen = step.path, f"{_chosen(opened, step)}; {_ALONE}"
+            model, chosen = step.path, f"{_chosen(opened, step)}; {_ALONE}"
             break
-    return RunReport(run, (*reports.values(),), len(opened.steps), every, chosen, alone)
+    return RunReport(run, (*reports.values(),), len(opened.steps), every, chosen, model)
 
 
 def _chosen(run: Run, step: Step) -> str:
     """Return how a step was found to be the newest, with what speaks against it."""
-    later = written_after(run, step)
-    but = "" if later is None else f"; {later.path.name} was written later"
-    but += "".join(f"; {source} names {other}" for source, other in _named_instead(run, step))
-    return f"{step.placed or 'as the only step'}{but}"
+    later_step = written_after(run, step)
+    doubt = "" if later_step is None else f"; {later_step.path.name} was written later"
+    doubt += "".join(f"; {source} names {other}" for source, other in _other_latest(run, step))
+    return f"{step.placed or 'as the only step'}{doubt}"
 
 
-def _named_instead(run: Run, step: Step) -> Iterator[tuple[str, str]]:
+def _other_latest(run: Run, step: Step) -> Iterator[tuple[str, str]]:
     """Yield what a trainer would resume by, and the other step that it names.
 
     A pointer that cannot be read names none.
     """
     with suppress(TransferError):
         pointers = find_pointers(run)
-        named = {path: latest_source(sources) for path, sources in pointers.items()}
-        for path, source in named.items():
-            if source is not None and not named.get(step.path) and is_for_that(run, source):
+        sources = {path: latest_source(sources) for path, sources in pointers.items()}
+        for path, source in sources.items():
+            if source is not None and not sources.get(step.path) and is_pointer(run, source):
                 yield source, str(within(path, run.path))

@@ -25,11 +25,11 @@ def linked_steps(run: Run) -> Iterator[tuple[str, Step]]:
         return
     homes, base = _real_entries(run), os.path.realpath(path)
     for link in _links(base):
-        own = next((homes[place] for place in upwards(link) if place in homes), None)
+        holder = next((homes[place] for place in upwards(link) if place in homes), None)
         for end in _hops(link):
             for place in upwards(end):
                 step = homes.get(place)
-                if step is not None and step is not own and place != link:
+                if step is not None and step is not holder and place != link:
                     yield os.path.relpath(link, base), step
 
 
@@ -49,9 +49,9 @@ def passes_link(step: Step, run: Run) -> str | None:
 def _real_entries(run: Run) -> Mapping[str, Step]:
     """Return the steps by the place of each entry, whose own last part may be a link."""
     real = cache(os.path.realpath)
-    found = ((on_disk(entry), step) for step in run.steps for entry in step.entries)
-    placed = ((path.name, real(path.parent), step) for path, step in found if path is not None)
-    return {os.path.join(folder, name): step for name, folder, step in placed}
+    entries = ((on_disk(entry), step) for step in run.steps for entry in step.entries)
+    paths = ((path, step) for path, step in entries if path is not None)
+    return {os.path.join(real(path.parent), path.name): step for path, step in paths}
 
 
 def upwards(path: str) -> Iterator[str]:
@@ -67,8 +67,8 @@ def _links(base: str) -> Iterator[str]:
     while todo:
         folder = todo.pop()
         try:
-            with os.scandir(folder) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
+            with os.scandir(folder) as scan:
+                entries = sorted(scan, key=lambda entry: entry.name)
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -79,10 +79,10 @@ def _links(base: str) -> Iterator[str]:
         todo += [entry.path for entry in inner if not is_leftover(entry.name)]
     around = os.path.dirname(base)
     try:
-        beside = sorted(os.listdir(around))
+        names = sorted(os.listdir(around))
     except OSError:
         return
-    paths = (os.path.join(around, name) for name in beside)
+    paths = (os.path.join(around, name) for name in names)
     yield from (path for path in paths if os.path.islink(path))
 
 

@@ -92,12 +92,12 @@ class StepNames:
         text = decode(data)
         if text is None:
             return
-        found = list(self.in_text(_base_in(text) if name == ADAPTER_CONFIG else text, folder))
+        steps = list(self.in_text(_base_in(text) if name == ADAPTER_CONFIG else text, folder))
         if (re.fullmatch(POINTERS, name) or MUST_NAME.fullmatch(name)) and (
-            _is_broken_json(name, text) or (not found and self._is_cut(text.strip()))
+            _is_broken_json(name, text) or (not steps and self._is_cut(text.strip()))
         ):
             raise unreadable(self._run.path / file, f"it ends early, with {text.strip()[-40:]!r}")
-        yield from found
+        yield from steps
 
     def in_text(self, text: str, folder: str) -> Iterator[Step]:
         """Yield the steps that a text of a file in a folder of the run names or counts."""
@@ -152,10 +152,10 @@ class StepNames:
 def _base_in(config: str) -> str:
     """Return what the config of an adapter calls its base; nothing if it cannot be loaded."""
     try:
-        said: Any = json.loads(config)
+        value: Any = json.loads(config)
     except (ValueError, RecursionError):
         return ""
-    base = said.get("base_model_name_or_path") if isinstance(said, Mapping) else None
+    base = value.get("base_model_name_or_path") if isinstance(value, Mapping) else None
     return base if isinstance(base, str) else ""
 
 

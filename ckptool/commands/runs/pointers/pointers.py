@@ -49,11 +49,11 @@ def find_pointers(run: Run, values: ReadOptions | None = None) -> dict[Location,
     told how to read ``values``. Raises TransferError if one cannot be read.
     """
     names = StepNames(run)
-    found = chain(linked_steps(run), _named_by_files(run, names), _best(run, names))
+    pairs = chain(linked_steps(run), _named_by_files(run, names), _best(run, names))
     if values is not None:
-        found = chain(found, _recorded_best(run, names, values))
+        pairs = chain(pairs, _recorded_best(run, names, values))
     pointers: dict[Location, list[str]] = {}
-    for source, step in found:
+    for source, step in pairs:
         sources = pointers.setdefault(step.path, [])
         if source not in sources:
             sources.append(source)
@@ -65,8 +65,8 @@ def latest_source(sources: Iterable[str]) -> str | None:
     return next((s for s in sources if _LATEST.fullmatch(s.rpartition("/")[2])), None)
 
 
-def is_for_that(run: Run, source: str) -> bool:
-    """Return whether what names a step is there to name one, as a trainer's file or a link is.
+def is_pointer(run: Run, source: str) -> bool:
+    """Return whether what names a step is made to name one, as a trainer's file or a link is.
 
     Other small texts, such as notes and scripts, mention steps too, and may well be resumed from.
     """
@@ -95,13 +95,13 @@ def _pointer_files(run: Run) -> Iterator[tuple[str, int]]:
     for file, size in run.source.files.items() if "" not in entries else ():
         folder, _, name = file.rpartition("/")
         if file in entries or is_inside(folder):
-            is_pointer = name.endswith(_READ_WITH)
+            may_point = name.endswith(_READ_WITH)
         elif re.fullmatch(POINTERS, name) is not None or name.endswith(_READ_WITH):
-            is_pointer = name != TRAINER_STATE
+            may_point = name != TRAINER_STATE
         else:
             may_name = folder in around or SAYS_POINTER.fullmatch(name) is not None
-            is_pointer = may_name and size <= _SMALL and not name.endswith(binary)
-        if is_pointer and size <= _LARGEST:
+            may_point = may_name and size <= _SMALL and not name.endswith(binary)
+        if may_point and size <= _LARGEST:
             yield file, size
 
 
@@ -110,11 +110,11 @@ def _files_above(run: Run) -> Iterator[Path]:
     if (path := on_disk(run.path)) is None:
         return
     try:
-        beside = sorted(path.absolute().parent.iterdir())
+        neighbours = sorted(path.absolute().parent.iterdir())
     except OSError:
         return
     binary = tuple(single_file_suffixes())
-    for file in beside:
+    for file in neighbours:
         is_named = SAYS_POINTER.fullmatch(file.name) and not file.name.endswith(binary)
         if is_named and file.is_file() and file.stat().st_size <= _SMALL:
             yield file
@@ -145,8 +145,8 @@ def _recorded_best(run: Run, names: StepNames, options: ReadOptions) -> Iterator
             continue
         for best in recorded_best(step, options):
             homes.add(step.home)
-            for named in names.in_text(best, "/".join(step.home.parts)):
-                yield step.path.name, named
+            for best_step in names.in_text(best, "/".join(step.home.parts)):
+                yield step.path.name, best_step
 
 
 def _best(run: Run, names: StepNames) -> Iterator[tuple[str, Step]]:
@@ -168,8 +168,8 @@ def _best(run: Run, names: StepNames) -> Iterator[tuple[str, Step]]:
         if step is not None:
             homes.add(step.home)
             folder = folder.rpartition("/")[0]
-        for named in names.in_text(best, folder):
-            yield file, named
+        for best_step in names.in_text(best, folder):
+            yield file, best_step
 
 
 def _is_state(file: str) -> bool:
@@ -182,8 +182,8 @@ def _best_in(path: Location, size: int) -> str | None:
     It is searched, not parsed: what it says holds even if its end is missing.
     """
     data = _read(path, size)
-    found = _BEST.search(data)
-    value = found[1] if found else None
+    match = _BEST.search(data)
+    value = match[1] if match else None
     is_gone = size > 0 and not data
     if value is None and not is_gone and not data[-_SMALL:].rstrip().endswith(b"}"):
         raise unreadable(path, "it ends early, before the best checkpoint")

@@ -66,40 +66,40 @@ def decide(
     for steps in series.values():
         positions = Counter(step.position for step in steps if step.position)
         after = ""
-        for each in trainings_of(run, steps):
+        for training in trainings_of(run, steps):
             how = positions, pointers, options, assessor, notify
-            fates += _Decision(run, each, after, *how).fates()
-            after = f" of those written after {each[-1].path.name}"
-    found = {step.path: step for step in run.steps}
-    return [_held_back(fate, fates, found, run.path, assessor) for fate in fates]
+            fates += _Decision(run, training, after, *how).fates()
+            after = f" of those written after {training[-1].path.name}"
+    steps_by_path = {step.path: step for step in run.steps}
+    return [_hold_back(fate, fates, steps_by_path, run.path, assessor) for fate in fates]
 
 
-def _held_back(
+def _hold_back(
     fate: StepFate,
     fates: Sequence[StepFate],
     steps: Mapping[Location, Step],
     run: Location,
     assessor: Assessor,
 ) -> StepFate:
-    """Leave what lies in another step, or what one of the same number that stays cannot go without.
+    """Return a step's fate; it stays if it lies in another, or one of its number needs it.
 
-    As the model of an optimizer, or the other way around, whatever they are called.
+    As an optimizer that stays needs its model, or the other way around, whatever they are called.
     """
-    mine = steps[fate.path]
-    around = next((p for p in mine.path.parents if p in steps and p != run), None)
+    step = steps[fate.path]
+    around = next((path for path in step.path.parents if path in steps and path != run), None)
     if around is not None and fate.fate in ("remove", "strip"):
         reason = f"lies in {around.name}, which is a checkpoint itself"
         return replace(fate, fate="leave", reason=reason, freed=0)
     if fate.fate != "remove":
         return fate
-    for other in fates:
-        theirs = steps[other.path]
-        is_alike = theirs.position == mine.position and not is_export(theirs, run)
-        if other.fate == "remove" or not theirs.parts or not is_alike:
+    for other_fate in fates:
+        other = steps[other_fate.path]
+        is_same_step = other.position == step.position and not is_export(other, run)
+        if other_fate.fate == "remove" or not other.parts or not is_same_step:
             continue
-        has, lacks = assessor.contents_of(mine), assessor.contents_of(theirs)
+        has, lacks = assessor.contents_of(step), assessor.contents_of(other)
         if (has.model and not lacks.model) or (has.optimizer and not lacks.optimizer):
-            reason = f"{theirs.path.name}, which stays, is of the same step"
+            reason = f"{other.path.name}, which stays, is of the same step"
             return replace(fate, fate="leave", reason=reason, freed=0)
     return fate
 
@@ -128,15 +128,15 @@ class _Decision(Struct, dict=True):
     def are_counted(self) -> bool:
         """Whether what the steps record shows that the numbers in their names count them.
 
-        It is more by as much in each; folds may record any. Raises NoAnswer.
+        The difference of the two is the same in each step; folds may record any. Raises NoAnswer.
         """
-        options, alike = self.options.verify.read, [step for step in self.steps if step.parts]
-        records = [(step.number, recorded_position(step, options)) for step in alike]
-        beyond = [
+        options, steps = self.options.verify.read, [step for step in self.steps if step.parts]
+        records = [(step.number, recorded_position(step, options)) for step in steps]
+        differences = [
             {_difference(number, getattr(record, word)) for number, record in records}
             for word in ("epoch", "step")
         ]
-        return len(records) > 1 and any(len(each) == 1 and None not in each for each in beyond)
+        return len(records) > 1 and any(len(d) == 1 and None not in d for d in differences)
 
     def fates(self) -> Iterator[StepFate]:
         """Yield the fate of each step, newest first."""
@@ -152,12 +152,12 @@ class _Decision(Struct, dict=True):
         is_enough = self.good >= self.options.keep_last
         if unclear is not None:
             return replace(fate, reason=unclear)
-        needed = self._needed_for(step)
-        if reason is None and is_enough and needed is None:
+        need = self._need_for(step)
+        if reason is None and is_enough and need is None:
             return _removed(fate)
         self.notify(f"verifying {step.path}")
-        # however quick, what others go for is read: NaN shows nowhere but in its data
-        reads = not self.good or needed is not None
+        # however quick, what other steps go for is read: NaN shows nowhere but in its data
+        reads = not self.good or need is not None
         report = self.assessor.assess(step, reads=reads).report
         return self._by_report(step, fate, reason, report)
 
@@ -171,54 +171,54 @@ class _Decision(Struct, dict=True):
             if reason is None:
                 return replace(fate, reason=damage, ok=False)
             return replace(fate, fate="keep", reason=f"{reason}; {damage}", ok=False)
-        needed = self._needed_for(step)
+        need = self._need_for(step)
         if reason is None and is_older:
-            if needed is None:
+            if need is None:
                 return _removed(fate)
-            reason = needed
+            reason = need
         self.good += 1
         self.parts |= model_parts(step, self.run)
         self.resumes = self.resumes or self.assessor.contents_of(step).may_resume
         last = self.options.keep_last
         newest = "the newest good step" if last == 1 else f"one of the newest {last} good steps"
-        kept = replace(fate, fate="keep", reason=reason or newest + self.after, ok=True)
-        return self._stripped(step, kept, needed) if is_older else kept
+        fate = replace(fate, fate="keep", reason=reason or newest + self.after, ok=True)
+        return self._strip(step, fate, need) if is_older else fate
 
     def _delta(self, step: Step) -> str | None:
         """Return why a weight delta stays, unless training goes on from a newer step."""
         is_delta = not self.resumes and self.assessor.contents_of(step).delta
         return "a weight delta, which those after it are applied to" if is_delta else None
 
-    def _needed_for(self, step: Step) -> str | None:
+    def _need_for(self, step: Step) -> str | None:
         """Return what no newer good step has, and a step has, or may have; None if nothing."""
         contents = None if self.resumes else self.assessor.contents_of(step)
         if contents is not None and contents.may_resume:
             return "no newer good step has an optimizer"
-        alone = model_parts(step, self.run) - self.parts
-        return f"no newer good step has {list_some(sorted(alone), 1)}" if alone else None
+        parts = model_parts(step, self.run) - self.parts
+        return f"no newer good step has {list_some(sorted(parts), 1)}" if parts else None
 
-    def _stripped(self, step: Step, kept: StepFate, needed: str | None) -> StepFate:
+    def _strip(self, step: Step, fate: StepFate, need: str | None) -> StepFate:
         """Return the fate of an older good step, which may lose its optimizer's state.
 
-        One that is ``needed`` keeps it: training could resume from no other.
+        One that there is ``need`` for keeps it: training could resume from no other.
         """
-        pointed = not step.position or step.path in self.pointers
-        if pointed or not self.options.no_optimizer:
-            return kept
-        if needed is not None:
-            is_known = needed in kept.reason
-            return kept if is_known else replace(kept, reason=f"{kept.reason}; {needed}")
+        is_named = not step.position or step.path in self.pointers
+        if is_named or not self.options.no_optimizer:
+            return fate
+        if need is not None:
+            is_known = need in fate.reason
+            return fate if is_known else replace(fate, reason=f"{fate.reason}; {need}")
         if step.beside:
-            return replace(kept, reason=f"{kept.reason}; its optimizer stays: it has several files")
+            return replace(fate, reason=f"{fate.reason}; its optimizer stays: it has several files")
         verify = self.options.verify
         try:
             strips = plan_strip(step.parts, verify.read, verify.workers)
         except (CkptoolError, OSError) as error:
-            return replace(kept, reason=f"{kept.reason}; its optimizer stays: {error}")
+            return replace(fate, reason=f"{fate.reason}; its optimizer stays: {error}")
         if not strips:
-            return replace(kept, reason=f"{kept.reason}; no optimizer found in it")
-        reason = f"{kept.reason}, without its optimizer"
-        return replace(kept, fate="strip", reason=reason, freed=sum(each.freed for each in strips))
+            return replace(fate, reason=f"{fate.reason}; no optimizer found in it")
+        reason = f"{fate.reason}, without its optimizer"
+        return replace(fate, fate="strip", reason=reason, freed=sum(s.freed for s in strips))
 
     def _reason_to_keep(self, step: Step) -> str | None:
         """Return the rule that keeps a step, however old it is; None if there is none."""

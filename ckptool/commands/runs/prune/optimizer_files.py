@@ -34,46 +34,46 @@ def require_unlisted(source: Files, names: Iterable[str]) -> None:
 def require_optimizer(path: Location) -> None:
     """Raise Unsupported if a file contains more than the state dict of an optimizer."""
     try:
-        found = open_checkpoint(path, ReadOptions("torch-save")).catalog
+        catalog = open_checkpoint(path, ReadOptions("torch-save")).catalog
     except CkptoolError as error:
         raise Unsupported(f"{path.name} cannot be read: {error.message}") from None
-    heads = {name.partition(".")[0] for name in (*found.tensors, *found.objects)}
-    if not found.tensors or not heads <= _STATE_DICT:
+    heads = {name.partition(".")[0] for name in (*catalog.tensors, *catalog.objects)}
+    if not catalog.tensors or not heads <= _STATE_DICT:
         raise Unsupported(f"{path.name} is not an optimizer's state dict")
 
 
-def files_apart(
-    opened: OpenedCheckpoint, kept: Catalog, dropped: Collection[TensorEntry]
+def separate_files(
+    opened: OpenedCheckpoint, rest: Catalog, optimizer: Collection[TensorEntry]
 ) -> frozenset[str]:
-    """Return the files of the ``dropped`` tensors, without which the rest is complete.
+    """Return the files of an optimizer's tensors, without which the ``rest`` is complete.
 
-    Raises Unsupported if they also contain something ``kept``, or the rest would not be readable.
+    Raises Unsupported if they also contain something of it, or it would not be readable.
     """
     name = opened.format.name
-    theirs, others = _files_of(dropped), _files_of(kept.tensors.values())
-    if shared := sorted(theirs & others):
+    files, rest_files = _files_of(optimizer), _files_of(rest.tensors.values())
+    if shared := sorted(files & rest_files):
         raise Unsupported(f"ckptool does not write {name}, and {shared[0]} holds the model too")
-    used = {file.rpartition("/")[0] for file in others}
-    folders = {file.rpartition("/")[0] for file in theirs} - used - {""}
-    below = tuple(f"{folder}/" for folder in folders)
-    theirs |= {file for file in opened.source.files if file.startswith(below)}
-    require_unlisted(opened.source, sorted(theirs))
-    view = LocalSource.folder(Path(str(opened.path)), theirs)
-    lost = list_some(sorted(theirs), 1)
+    rest_folders = {file.rpartition("/")[0] for file in rest_files}
+    folders = {file.rpartition("/")[0] for file in files} - rest_folders - {""}
+    heads = tuple(f"{folder}/" for folder in folders)
+    files |= {file for file in opened.source.files if file.startswith(heads)}
+    require_unlisted(opened.source, sorted(files))
+    view = LocalSource.folder(Path(str(opened.path)), files)
+    text = list_some(sorted(files), 1)
     try:
-        left = with_every_part(opened.format.reading.scan(view, ScanOptions()))
+        catalog = with_every_part(opened.format.reading.scan(view, ScanOptions()))
     except CkptoolError as error:
-        raise Unsupported(f"{name} is incomplete without {lost}: {error.problems[0]}") from None
-    values = sorted(kept.objects.keys() - left.objects.keys())
-    if values or _looks(left) != _looks(kept):
+        raise Unsupported(f"{name} is incomplete without {text}: {error.problems[0]}") from None
+    values = sorted(rest.objects.keys() - catalog.objects.keys())
+    if values or _looks(catalog) != _looks(rest):
         what = list_some(values, 1) if values else "tensors"
-        raise Unsupported(f"{name}: {what} would change without {lost}")
-    return theirs
+        raise Unsupported(f"{name}: {what} would change without {text}")
+    return files
 
 
 def _files_of(entries: Iterable[TensorEntry]) -> frozenset[str]:
-    found = (place for entry in entries for at in places(entry) for place in stored_places(at))
-    return frozenset(place.file for place in found)
+    ranges = (stored for entry in entries for at in places(entry) for stored in stored_places(at))
+    return frozenset(stored.file for stored in ranges)
 
 
 def _looks(catalog: Catalog) -> dict[str, object]:

@@ -120,19 +120,19 @@ def prune(run: Location, options: PruneOptions, notify: Notify = lambda text: No
             f"{run} is one checkpoint, not a run with several steps",
             hint=f"name the folder with the run's steps: ckptool prune {run.parent} --keep-last 3",
         )
-    left = tuple(path for folder in _own_folders(opened) for path in leftovers(folder))
-    steps = tuple(step for step in opened.steps if step.path not in left)
+    stale = tuple(path for folder in _own_folders(opened) for path in leftovers(folder))
+    steps = tuple(step for step in opened.steps if step.path not in stale)
     opened = Run(run, steps, opened.source)
     pointers = find_pointers(opened, options.verify.read)
     fates = decide(opened, pointers, options, notify)
-    report = PruneReport(run, tuple(fates), left)
+    report = PruneReport(run, tuple(fates), stale)
     return _Removal(opened, report, options.verify, notify).run() if options.yes else report
 
 
 def _own_folders(run: Run) -> Iterable[Location]:
     """Return the folders around the steps, but for those behind links: they are another's."""
-    own = (step for step in run.steps if passes_link(step, run) is None)
-    return dict.fromkeys(entry.parent for step in own for entry in step.entries)
+    steps = (step for step in run.steps if passes_link(step, run) is None)
+    return dict.fromkeys(entry.parent for step in steps for entry in step.entries)
 
 
 class _Removal(Struct):
@@ -149,9 +149,9 @@ class _Removal(Struct):
         """Do it, and return what was done; TransferError, after all else, if a step cannot go."""
         stuck = self._clear()
         fates = {fate.path: fate for fate in self.report.steps}
-        found = {step.path: step for step in self.opened.steps}
+        steps = {step.path: step for step in self.opened.steps}
         for fate in reversed([*self.report.of_fate("strip"), *self.report.of_fate("remove")]):
-            step = found[fate.path]
+            step = steps[fate.path]
             reason = self._obstacle(step)
             if reason is not None:
                 fates[fate.path] = replace(fate, fate="keep", freed=0, reason=reason)
@@ -161,9 +161,10 @@ class _Removal(Struct):
                 self._remove(step)
         if self.failed:
             raise self.failed[0]
-        gone = tuple(path for path in self.report.leftovers if path not in {s.path for s in stuck})
-        steps = tuple(fates.values())
-        return replace(self.report, steps=steps, leftovers=gone, stuck=stuck, removed=True)
+        stuck_paths = {leftover.path for leftover in stuck}
+        rest = tuple(path for path in self.report.leftovers if path not in stuck_paths)
+        outcomes = tuple(fates.values())
+        return replace(self.report, steps=outcomes, leftovers=rest, stuck=stuck, removed=True)
 
     def _clear(self) -> tuple[Leftover, ...]:
         """Remove what earlier removals have left; what cannot go does not stop the rest."""
@@ -181,9 +182,9 @@ class _Removal(Struct):
         Raises Changed if a step that is to be kept is no longer as it was verified.
         """
         now = Run(self.opened.path, self.opened.steps, folder_at(afresh(self.opened.path)))
-        kept = {fate.path for fate in self.report.kept}
-        for each in (each for each in self.opened.steps if each.path in kept):
-            self._require_unchanged(each, now)
+        paths = {fate.path for fate in self.report.kept}
+        for kept_step in (s for s in self.opened.steps if s.path in paths):
+            self._require_unchanged(kept_step, now)
         pointers = find_pointers(now)
         if step.path in pointers:
             return f"{pointers[step.path][0]} points to it"

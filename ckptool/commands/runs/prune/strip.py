@@ -14,9 +14,9 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import SaveOptions, TransferOptions
 from ckptool.commands.runs.prune.optimizer_files import (
-    files_apart,
     require_optimizer,
     require_unlisted,
+    separate_files,
 )
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.catalog import Catalog
@@ -75,25 +75,25 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
     """Return the plan for one checkpoint; None if it has no optimizer's state."""
     opened = open_checkpoint(part, read)
     catalog = with_every_part(opened.catalog)
-    kept = drop_names(catalog, optimizer_names(catalog))
-    dropped = catalog.tensors.keys() - kept.tensors.keys()
-    if not dropped:
+    rest = drop_names(catalog, optimizer_names(catalog))
+    names = catalog.tensors.keys() - rest.tensors.keys()
+    if not names:
         return _plan_removal(opened)
-    unsure = sorted(name for name in dropped if not is_state_of_optimizer(name))
+    unsure = sorted(name for name in names if not is_state_of_optimizer(name))
     if unsure:
         raise Unsupported(f"{list_some(unsure)} may be the model's")
     if on_disk(opened.path) is None:
         raise Unsupported("stores cannot replace a checkpoint in one step")
     if isinstance(opened.source, PlacedFiles):
         raise Unsupported("ckptool does not write archives")
-    if not any(state_category(entry) == "model" for entry in kept.tensors.values()):
+    if not any(state_category(entry) == "model" for entry in rest.tensors.values()):
         raise Unsupported("it has no tensors of a model")
     require_agreement(opened, catalog)
     options = TransferOptions(overwrite=True, run=run)
     if opened.format.writing.convert is None:
-        gone = files_apart(opened, kept, [catalog.tensors[name] for name in dropped])
-        return _exchange(opened, _copy_without(opened, gone, options))
-    opened = replace(opened, catalog=opened.open_containers(kept))
+        files = separate_files(opened, rest, [catalog.tensors[name] for name in names])
+        return _exchange(opened, _copy_without(opened, files, options))
+    opened = replace(opened, catalog=opened.open_containers(rest))
     name = opened.format.name
     strip = prepare_save(opened, opened.path, SaveOptions(name, transfer=options))
     layout = strip.plan.layout
@@ -121,24 +121,24 @@ def _plan_removal(opened: OpenedCheckpoint) -> Strip | None:
 
 
 def _copy_without(
-    opened: OpenedCheckpoint, gone: Collection[str], options: TransferOptions
+    opened: OpenedCheckpoint, excluded: Collection[str], options: TransferOptions
 ) -> Transfer[ConvertReport]:
-    """Plan to write all files of a folder except some, unchanged."""
-    files = {name: size for name, size in opened.source.files.items() if name not in gone}
+    """Plan to write all files of a folder except those ``excluded``, unchanged."""
+    files = {name: size for name, size in opened.source.files.items() if name not in excluded}
     links = [name for name in files if Path(f"{opened.path}/{name}").is_symlink()]
     if links:
         raise Unsupported(f"{links[0]} is a symbolic link, and the copy would have a file")
     parts = (FileLayout(name, (Verbatim(name, size),)) for name, size in files.items())
     plan = Plan(Catalog(opened.format.name, {}, {}, files), Layout(tuple(parts), folder=True))
     report = ConvertReport.of(opened, plan, opened.path, opened.format.name, options, notes=())
-    return Transfer(opened, plan, opened.path, options, report, sorted(gone))
+    return Transfer(opened, plan, opened.path, options, report, sorted(excluded))
 
 
 def _exchange(opened: OpenedCheckpoint, strip: Transfer[ConvertReport]) -> Strip:
     """Return the strip that exchanges a checkpoint for its copy; Unsupported if it cannot."""
     if (obstacle := strip.obstacle()) is not None:
         raise Unsupported(obstacle)
-    old = {*opened.catalog.files, *(file.path for file in strip.plan.layout.files)}
+    names = {*opened.catalog.files, *(file.path for file in strip.plan.layout.files)}
     sizes = opened.source.files
-    freed = sum(sizes.get(name, 0) for name in old) - strip.plan.layout.nbytes
+    freed = sum(sizes.get(name, 0) for name in names) - strip.plan.layout.nbytes
     return Strip(freed, strip.run)
