@@ -179,7 +179,7 @@ class _Application:
         self, rule: Rule, tensors: list[BoundTensor], *, exact: bool
     ) -> list[CarriedTensor]:
         tensors = split_blocks(rule, tensors, self._facts.sizes)
-        made = []
+        targets = []
         for part in rule.pairs or [rule]:
             group = [t for t in tensors if t.pattern in part.sources]
             if not group:
@@ -188,24 +188,24 @@ class _Application:
                     f" {part.targets[0].text}"
                 )
             sizes = group_sizes(part, group, self._facts.sizes)
-            self._require_alike(part, group[0], sizes)
-            made += carry(part, group, sizes, exact=exact)
-        return join_blocks(made)
+            self._require_same_sizes(part, group[0], sizes)
+            targets += carry(part, group, sizes, exact=exact)
+        return join_blocks(targets)
 
-    def _require_alike(self, rule: Rule, first: BoundTensor, sizes: Mapping[str, int]) -> None:
+    def _require_same_sizes(self, rule: Rule, first: BoundTensor, sizes: Mapping[str, int]) -> None:
         """Raise Unsupported if a dim of the model, or a number of names, has two sizes.
 
         Indices in all names of a rule, such as layers, may differ in its other indices: experts.
         """
-        within = tuple((axis, first.binding[axis]) for axis in rule.common)
+        binding = tuple((axis, first.binding[axis]) for axis in rule.common)
         axes = {name for axis in rule.axes for name in axis}
         for name in (self._numbered & axes | self._map.sizes.keys()) & sizes.keys():
-            of = within if name in self._numbered else ()
-            size, seen = self._sizes.setdefault((name, of), (sizes[name], first.entry.name))
+            scope = binding if name in self._numbered else ()
+            size, tensor = self._sizes.setdefault((name, scope), (sizes[name], first.entry.name))
             if size != sizes[name]:
                 raise Unsupported(
                     f"{name} is {sizes[name]:,} in {first.entry.name} {list(first.entry.shape)},"
-                    f" but {size:,} in {seen}: a tensor is missing, or the given dims are wrong"
+                    f" but {size:,} in {tensor}: a tensor is missing, or the given dims are wrong"
                 )
 
     def _scalars(self, group: _Group) -> list[CarriedTensor]:

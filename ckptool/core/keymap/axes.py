@@ -81,12 +81,12 @@ Sizes = Mapping[str, int]
 Shape = tuple[int, ...]
 
 
-def solve(tensors: Sequence[tuple[Axes, Shape]], known: Sizes) -> dict[str, int]:
+def solve(tensors: Sequence[tuple[Axes, Shape]], known_sizes: Sizes) -> dict[str, int]:
     """Return the size of every axis that follows from shapes and known sizes.
 
     Two axes of a sum are never assumed equal: fused parts need not be halves.
     """
-    sizes = dict(known)
+    sizes = dict(known_sizes)
     equations = {
         (dim, length) for axes, shape in tensors for dim, length in zip(axes, shape, strict=True)
     }
@@ -105,19 +105,19 @@ def _solve_dim(dim: Dim, length: int, sizes: Sizes) -> dict[str, int]:
     unknown = [axis for axis in dim if size_of(axis, sizes) is None]
     if len(unknown) != 1:
         return {}
-    others = math.prod(size_of(axis, sizes) or 0 for axis in dim if axis != unknown[0])
-    if not others or length % others:
+    product = math.prod(size_of(axis, sizes) or 0 for axis in dim if axis != unknown[0])
+    if not product or length % product:
         return {}
     missing = [name for name in unknown[0] if name not in sizes]
-    left = length // others - sum(sizes.get(name, 0) for name in unknown[0])
-    return {missing[0]: left} if len(missing) == 1 and left >= 0 else {}
+    size = length // product - sum(sizes.get(name, 0) for name in unknown[0])
+    return {missing[0]: size} if len(missing) == 1 and size >= 0 else {}
 
 
 def divides(axes: Axes, shape: Shape, sizes: Sizes) -> bool:
     """Return whether the known sizes divide the lengths of the dims, and no sum exceeds them."""
     for dim, length in zip(axes, shape, strict=True):
-        known = math.prod(size_of(axis, sizes) or 1 for axis in dim)
-        if length % known or any(sum(sizes.get(n, 0) for n in axis) > length for axis in dim):
+        product = math.prod(size_of(axis, sizes) or 1 for axis in dim)
+        if length % product or any(sum(sizes.get(n, 0) for n in axis) > length for axis in dim):
             return False
     return True
 

@@ -60,36 +60,36 @@ class CarriedTensor(Struct, frozen=True):
         return replace(self, entry=merge_dims(join(parts, dim + 1), dim, 3))
 
 
-def split_blocks(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> list[BoundTensor]:
+def split_blocks(rule: Rule, group: Sequence[BoundTensor], sizes: Sizes) -> list[BoundTensor]:
     """Return the group with each tensor of several blocks split into these blocks.
 
     Raises UnknownSizes; Unsupported if the blocks do not add up to their dim.
     """
-    return [block for tensor in group for block in _blocks(rule, tensor, known)]
+    return [block for tensor in group for block in _blocks(rule, tensor, sizes)]
 
 
-def _blocks(rule: Rule, tensor: BoundTensor, known: Sizes) -> Iterator[BoundTensor]:
-    lies, entry = tensor.pattern.block, tensor.entry
-    if lies is None:
+def _blocks(rule: Rule, tensor: BoundTensor, known_sizes: Sizes) -> Iterator[BoundTensor]:
+    block, entry = tensor.pattern.block, tensor.entry
+    if block is None:
         yield tensor
         return
     patterns = rule.blocks(tensor.pattern)
-    dims = [d for d in range(len(tensor.axes)) if d != lies.dim]
+    dims = [d for d in range(len(tensor.axes)) if d != block.dim]
     if len(tensor.axes) != len(entry.shape):
-        raise _uneven(tensor, known)
+        raise _uneven(tensor, known_sizes)
     rest = tuple(tensor.axes[d] for d in dims), tuple(entry.shape[d] for d in dims)
-    sizes = solve([rest], known)
-    whole = [(pattern.axes or ())[lies.dim] for pattern in patterns]
+    sizes = solve([rest], known_sizes)
+    whole = [(pattern.axes or ())[block.dim] for pattern in patterns]
     if missing := sorted({*unknown_axes(tuple(whole), sizes)}):
         raise UnknownSizes(missing, tensor.pattern.text)
-    outer, inner = _lengths(lies, sizes)
+    outer, inner = _lengths(block, sizes)
     lengths = [_length(dim, sizes) // (outer * inner) if outer * inner else 0 for dim in whole]
-    if outer * sum(lengths) * inner != entry.shape[lies.dim]:
+    if outer * sum(lengths) * inner != entry.shape[block.dim]:
         raise _uneven(tensor, sizes)
-    entry, start = split_dim(entry, lies.dim, [outer, sum(lengths), inner]), 0
+    entry, start = split_dim(entry, block.dim, [outer, sum(lengths), inner]), 0
     for pattern, length in zip(patterns, lengths, strict=True):
-        part = narrow(entry, lies.dim + 1, start, start + length)
-        yield BoundTensor(pattern, tensor.binding, merge_dims(part, lies.dim, 3))
+        part = narrow(entry, block.dim + 1, start, start + length)
+        yield BoundTensor(pattern, tensor.binding, merge_dims(part, block.dim, 3))
         start += length
 
 
@@ -103,18 +103,18 @@ def _lengths(lies: Block, sizes: Sizes) -> tuple[int, int]:
 
 
 def _uneven(tensor: BoundTensor, sizes: Sizes) -> Unsupported:
-    inside = {name for axis in axes_of(tensor.axes) for name in axis}
-    known = ", ".join(f"{name} {size:,}" for name, size in sizes.items() if name in inside)
+    names = {name for axis in axes_of(tensor.axes) for name in axis}
+    details = ", ".join(f"{name} {size:,}" for name, size in sizes.items() if name in names)
     return Unsupported(
         f"{tensor.entry.name}: shape {list(tensor.entry.shape)} does not match"
-        f" {tensor.pattern.text}" + (f" with {known}" if known else "")
+        f" {tensor.pattern.text}" + (f" with {details}" if details else "")
     )
 
 
-def join_blocks(made: Sequence[CarriedTensor]) -> list[CarriedTensor]:
+def join_blocks(blocks: Sequence[CarriedTensor]) -> list[CarriedTensor]:
     """Return the tensors with the blocks of each, in order, as one."""
     joined: dict[str, CarriedTensor] = {}
-    for block in made:
+    for block in blocks:
         first = joined.get(block.name)
         joined[block.name] = block if first is None else first.followed_by(block)
     return list(joined.values())
@@ -139,16 +139,16 @@ def carry(
     if exact and rule.padding is not None and sizes[rule.padding]:
         raise Unsupported(f"{padding(rule, sizes)} is not a permutation of its elements")
     array = _assemble(rule, group, sizes)
-    made = []
+    targets = []
     for pattern in rule.targets:
         what = operation(rule, pattern, sizes)
-        at = pattern.block
-        lies = None if at is None else (at.dim, *_lengths(at, sizes))
+        block = pattern.block
+        position = None if block is None else (block.dim, *_lengths(block, sizes))
         for binding, part in _cut(rule, pattern, array, sizes):
             name = pattern.name(common | binding, sizes)
             entry = _add(_shape(rule, pattern, part, sizes), rule.add)
-            made.append(CarriedTensor(name, entry, what, lies))
-    return made
+            targets.append(CarriedTensor(name, entry, what, position))
+    return targets
 
 
 def _add(entry: TensorEntry, add: int) -> TensorEntry:
@@ -181,11 +181,11 @@ def _as_copies(entries: Sequence[TensorEntry]) -> TensorEntry:
 
 
 def _tie(
-    rule: Rule, group: Sequence[BoundTensor], common: Binding, known: Sizes
+    rule: Rule, group: Sequence[BoundTensor], common: Binding, sizes: Sizes
 ) -> list[CarriedTensor]:
     """Return the sources as copies of one another, under each target name."""
-    first, *others = entries = [tensor.entry for tensor in group]
-    for other in others:
+    first, *rest = entries = [tensor.entry for tensor in group]
+    for other in rest:
         if (first.shape, first.dtype) != (other.shape, other.dtype):
             raise Unsupported(
                 f"{first.name} {list(first.shape)} and {other.name} {list(other.shape)} are tied"
@@ -195,7 +195,7 @@ def _tie(
         first = _as_copies([_cut_like(e, [o for o in entries if o is not e]) for e in entries])
     targets = [pattern for pattern in rule.targets if not pattern.optional]
     what = "rename" if len(group) == len(targets) == 1 else "tie"
-    return [CarriedTensor(pattern.name(common, known), first, what) for pattern in targets]
+    return [CarriedTensor(pattern.name(common, sizes), first, what) for pattern in targets]
 
 
 def _ranked(entries: Sequence[TensorEntry]) -> Iterator[Chunk]:
@@ -207,10 +207,10 @@ def _ranked(entries: Sequence[TensorEntry]) -> Iterator[Chunk]:
                 yield Chunk(chunk.box, copy.at, copy.rank)
 
 
-def _cut_like(entry: TensorEntry, others: Sequence[TensorEntry]) -> TensorEntry:
+def _cut_like(entry: TensorEntry, entries: Sequence[TensorEntry]) -> TensorEntry:
     """Cut a tensor's chunks at every boundary of the others' chunks."""
     for dim in range(len(entry.shape)):
-        edges = {e for o in others for c in o.chunks for e in (c.box.lo[dim], c.box.hi[dim])}
+        edges = {e for o in entries for c in o.chunks for e in (c.box.lo[dim], c.box.hi[dim])}
         entry = replace(entry, chunks=tuple(_cut_at(entry, dim, sorted(edges))))
     return entry
 
@@ -222,10 +222,10 @@ def _cut_at(entry: TensorEntry, dim: int, edges: Sequence[int]) -> Iterator[Chun
         if len(stops) == 1:
             yield chunk
             continue
-        alone = replace(entry, chunks=(chunk,))
+        piece = replace(entry, chunks=(chunk,))
         for start, stop in itertools.pairwise([lo, *stops]):
             shift = tuple(-start if d == dim else 0 for d in range(len(entry.shape)))
-            for part in narrow(alone, dim, start, stop).chunks:
+            for part in narrow(piece, dim, start, stop).chunks:
                 yield replace(part, box=part.box.relative_to(shift))
 
 
@@ -235,8 +235,8 @@ def _require_all(rule: Rule, group: Sequence[BoundTensor], common: Binding, size
     patterns = {pattern.text: pattern for pattern in rule.sources}
     spelled = {text: rule.varying(pattern) for text, pattern in patterns.items()}
     counts = (math.prod(sizes[axis] for axis in axes) for axes in spelled.values())
-    lacks = sum(counts) - len(present)
-    if lacks <= 0:
+    shortfall = sum(counts) - len(present)
+    if shortfall <= 0:
         return
     most = len(present) + _MOST_NAMED
     missing = (
@@ -245,10 +245,10 @@ def _require_all(rule: Rule, group: Sequence[BoundTensor], common: Binding, size
         for binding in _indexes(spelled[text], sizes, most)
         if (text, *sorted((common | binding).items())) not in present
     )
-    named = ", ".join(itertools.islice(missing, _MOST_NAMED))
-    more = f", and {lacks - _MOST_NAMED:,} more" if lacks > _MOST_NAMED else ""
+    names = ", ".join(itertools.islice(missing, _MOST_NAMED))
+    more = f", and {shortfall - _MOST_NAMED:,} more" if shortfall > _MOST_NAMED else ""
     raise Unsupported(
-        f"{group[0].entry.name}: {named}{more} not found, required to make {rule.targets[0].text}"
+        f"{group[0].entry.name}: {names}{more} not found, required to make {rule.targets[0].text}"
     )
 
 
@@ -308,7 +308,7 @@ def _cut(
     """Yield the boxes of the array that this pattern's names represent, each with its indices."""
     axes = axes_of(pattern.axes or ())
     for dim, axis in enumerate(rule.axes):
-        part = next((own for own in axes if set(own) <= set(axis)), axis)
+        part = next((part_axis for part_axis in axes if set(part_axis) <= set(axis)), axis)
         if part != axis:
             start = _start(axis, part, {}, sizes)
             length = kept_size(part, rule, sizes)
@@ -377,7 +377,7 @@ def _parts_named(rule: Rule, parts: Sequence[Pattern]) -> list[str]:
     """Return the axes of the first sum that distinguish the parts."""
     sums = [axis for axis in axes_of(rule.whole.axes or ()) if len(axis) > 1]
     return [
-        " ".join(" + ".join(own) for own in axes_of(part.axes or ()) if set(own) < set(axis))
+        " ".join(" + ".join(name) for name in axes_of(part.axes or ()) if set(name) < set(axis))
         for part in parts
         for axis in sums[:1]
     ]
@@ -391,8 +391,8 @@ def _order(rule: Rule, parts: tuple[Pattern, ...]) -> list[str]:
         places = [
             place
             for axis in axes_of(part.axes or ())
-            for place, outer in enumerate(whole)
-            if set(axis) <= set(outer)
+            for place, whole_axis in enumerate(whole)
+            if set(axis) <= set(whole_axis)
         ]
         if places != sorted(places):
             flat = all(len(dim) == 1 for dim in (*dims, *(part.axes or ())))

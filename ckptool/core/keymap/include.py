@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from msgspec.structs import replace
 
-from ckptool.core.keymap.model import Kept, KeyMap, Pattern, Rule
+from ckptool.core.keymap.model import KeepRule, KeyMap, Pattern, Rule
 from ckptool.errors import UsageError
 
 _PLAIN = re.compile(r"[^*?\[\]#]*")
@@ -27,12 +27,12 @@ def moved(key_map: KeyMap, within: Sequence[Mapping[str, str]]) -> KeyMap:
     def all_of(patterns: Sequence[Pattern], side: int) -> tuple[Pattern, ...]:
         return tuple(move(pattern, within[side]) for pattern in patterns)
 
-    def moved_kept(one: Kept) -> Kept:
+    def move_keep(keep: KeepRule) -> KeepRule:
         source, target = (
             begin(glob, starts) or glob
-            for glob, starts in zip((one.source, one.target), within, strict=True)
+            for glob, starts in zip((keep.source, keep.target), within, strict=True)
         )
-        return kept_names(source, target, "[within]")
+        return keep_rule(source, target, "[within]")
 
     rules = (
         replace(
@@ -49,20 +49,20 @@ def moved(key_map: KeyMap, within: Sequence[Mapping[str, str]]) -> KeyMap:
         rules=tuple(rules),
         drop=all_of(key_map.drop, 0),
         back_drop=all_of(key_map.back_drop, 1),
-        keep=tuple(map(moved_kept, key_map.keep)),
+        keep=tuple(map(move_keep, key_map.keep)),
         tells={name: all_of(patterns, 1) for name, patterns in key_map.tells.items()},
     )
 
 
-def kept_names(source: str, target: str, where: str) -> Kept:
-    """Return the names that no rule matches; UsageError if their new names are not given."""
-    kept = Kept(source, target)
-    if not all(map(_PLAIN.fullmatch, kept.prefixes)):
+def keep_rule(source: str, target: str, where: str) -> KeepRule:
+    """Return the rule that keeps names; UsageError if their new names do not follow from it."""
+    keep = KeepRule(source, target)
+    if not all(map(_PLAIN.fullmatch, keep.prefixes)):
         raise UsageError(
             f"{where}: keep {source!r} = {target!r}: names may begin otherwise, but the globs after"
             " that must be the same"
         )
-    return kept
+    return keep
 
 
 def begin(name: str, starts: Mapping[str, str]) -> str | None:
@@ -77,18 +77,18 @@ def is_about(rule: Rule, glob: str) -> bool:
     return any(fnmatchcase(name, glob) for name in names)
 
 
-def with_included(own: KeyMap, other: KeyMap, without: Sequence[str]) -> KeyMap:
-    """Append another map's rules to the map's own, which keeps the models it is for.
+def with_included(key_map: KeyMap, other: KeyMap, without: Sequence[str]) -> KeyMap:
+    """Append another map's rules to a map, which keeps the models it is for.
 
     Rules that are already present, as of a map that several include, are not repeated.
     """
-    more = (rule for rule in other.rules if not any(is_about(rule, glob) for glob in without))
+    rules = (rule for rule in other.rules if not any(is_about(rule, glob) for glob in without))
     return replace(
-        own,
-        rules=tuple(dict.fromkeys((*own.rules, *more))),
-        sizes={**other.sizes, **own.sizes},
-        drop=tuple(dict.fromkeys((*own.drop, *other.drop))),
-        keep=tuple(dict.fromkeys((*own.keep, *other.keep))),
-        tells={**other.tells, **own.tells},
-        back_drop=tuple(dict.fromkeys((*own.back_drop, *other.back_drop))),
+        key_map,
+        rules=tuple(dict.fromkeys((*key_map.rules, *rules))),
+        sizes={**other.sizes, **key_map.sizes},
+        drop=tuple(dict.fromkeys((*key_map.drop, *other.drop))),
+        keep=tuple(dict.fromkeys((*key_map.keep, *other.keep))),
+        tells={**other.tells, **key_map.tells},
+        back_drop=tuple(dict.fromkeys((*key_map.back_drop, *other.back_drop))),
     )

@@ -62,7 +62,7 @@ def _choice(part: Pattern, whole: Pattern, sums: list[Axis]) -> list[Axis]:
     axes = {*((a,) for a in part.spelled), *axes_of(part.axes or ())}
     choices: list[Axis] = []
     for axis in sums:
-        parts = [own for own in axes if set(own) <= set(axis)]
+        parts = [part_axis for part_axis in axes if set(part_axis) <= set(axis)]
         if len(parts) != 1 or not _is_consecutive(parts[0], axis):
             raise UsageError(f"{part.text!r} must contain exactly one of {' + '.join(axis)}")
         axes.remove(parts[0])

@@ -81,9 +81,9 @@ class Matcher:
         return self._claim_kept(name) if key else None
 
     def _claim_kept(self, name: str) -> Claim | None:
-        """Return the claim of a kept name, by a rule of its own."""
+        """Return the claim of a name that the map keeps, by a rule made for it, else None."""
         if name not in self._kept and (new := self._kept_as(name)):
-            source, target = (Pattern(each, *abstract(each)) for each in (name, new))
+            source, target = (Pattern(side, *abstract(side)) for side in (name, new))
             self._kept[name] = Claim(Rule((source,), (target,)), source, {})
         return self._kept.get(name)
 
@@ -131,7 +131,7 @@ def may_match(kinds: Sequence[str], key_map: KeyMap) -> bool:
     patterns = [*(p for rule in key_map.rules for p in rule.sources), *key_map.drop]
     if any(key in _beginning_with(kinds, key)[:1] for key in (p.key for p in patterns)):
         return True
-    globs = [abstract(kept.source)[0] for kept in key_map.keep]
+    globs = [abstract(keep.source)[0] for keep in key_map.keep]
     return any(filter_names(_beginning_with(kinds, re.split(r"[*?[]", g)[0]), g) for g in globs)
 
 
@@ -143,15 +143,15 @@ def _beginning_with(names: Sequence[str], text: str) -> Sequence[str]:
 def fits(catalog: Catalog, kinds: frozenset[str], key_map: KeyMap, facts: ModelFacts) -> bool:
     """Return whether the map matches every tensor of the model, with one of its marks (if any).
 
-    ``kinds`` are those of the catalog.
+    ``kinds`` are the ``kinds_of`` the catalog.
     """
     patterns = [*(p for rule in key_map.rules for p in rule.sources), *key_map.drop]
-    known = {pattern.key for pattern in patterns}
-    globs = [abstract(kept.source)[0] for kept in key_map.keep]
-    for kind in kinds - known:
+    pattern_keys = {pattern.key for pattern in patterns}
+    globs = [abstract(keep.source)[0] for keep in key_map.keep]
+    for kind in kinds - pattern_keys:
         inner = [*unwrapped(kind)]
         is_kept = any(fnmatchcase(name, glob) for name in inner for glob in globs)
-        if known.isdisjoint(inner) and not is_kept:
+        if pattern_keys.isdisjoint(inner) and not is_kept:
             return False
     matcher = Matcher(key_map, facts.of(catalog, key_map), "model")
     frames, unmatched = find_frames(catalog, matcher.knows, matcher.knows)
@@ -193,44 +193,44 @@ Knows = Callable[[str], bool]
 """Whether a map's rules match a parameter's name."""
 
 
-def find_frames(catalog: Catalog, known: Knows, known_state: Knows) -> tuple[Frames, list[str]]:
-    """Return every name that contains a parameter's, by frame, and the model's others.
+def find_frames(catalog: Catalog, is_parameter: Knows, is_state: Knows) -> tuple[Frames, list[str]]:
+    """Return the names that contain a parameter's, by frame, and the model's names that do not.
 
-    ``known`` recognizes the model's parameters, ``known_state`` those of an optimizer's state.
+    ``is_parameter`` recognizes a parameter's name in the model, ``is_state`` in an optimizer.
     """
     model = [n for n, e in catalog.tensors.items() if state_category(e) == "model"]
-    frames: Frames = {frame: {} for frame in _model_frames(model, known)}
+    frames: Frames = {frame: {} for frame in _model_frames(model, is_parameter)}
     unmatched = []
     for name in model:
-        match = next(((f, i) for f in frames if known(i := f.inner(name) or "")), None)
+        match = next(((f, i) for f in frames if is_parameter(i := f.inner(name) or "")), None)
         if match is None:
             unmatched.append(name)
         else:
             frames[match[0]][match[1]] = name
     parameters = {inner for names in frames.values() for inner in names}
     of_model = set(model)
-    others = [name for name in (*catalog.tensors, *catalog.objects) if name not in of_model]
-    for name in _add_state_frames(others, parameters, frames):
+    candidates = [name for name in (*catalog.tensors, *catalog.objects) if name not in of_model]
+    for name in _add_state_frames(candidates, parameters, frames):
         for frame, names in frames.items():
             inner = frame.inner(name) if frame.part != "model" else None
-            if inner is not None and known_state(inner):
+            if inner is not None and is_state(inner):
                 names[inner] = name
                 break
     return frames, unmatched
 
 
-def _model_frames(names: Sequence[str], known: Knows) -> list[Frame]:
+def _model_frames(names: Sequence[str], is_parameter: Knows) -> list[Frame]:
     """Return the wrappers of parameters' names, such as none, ``model.`` or ``ema.``.
 
     A name's wrapper is its shortest prefix that is followed by a parameter's name, or a longer one
     that all names have: ``model.layers.0`` may be another spelling of ``layers.0``.
     """
-    parameters = ((name, next(filter(known, unwrapped(name)), None)) for name in names)
+    parameters = ((name, next(filter(is_parameter, unwrapped(name)), None)) for name in names)
     counts = Counter(name.removesuffix(inner) for name, inner in parameters if inner is not None)
     most = max(counts.values(), default=0)
     frames = [Frame(prefix) for prefix, count in counts.items() if 2 * count >= most]
     for frame in map(Frame, counts if len(counts) > 1 else ()):
-        if all(known(frame.inner(name) or "") for name in names):
+        if all(is_parameter(frame.inner(name) or "") for name in names):
             return [frame]
     return frames or [Frame("")]
 
@@ -245,7 +245,7 @@ def unwrapped(name: str) -> Iterator[str]:
 def _add_state_frames(
     names: Iterable[str], parameters: Collection[str], frames: Frames
 ) -> list[str]:
-    """Sort names that contain parameters' names into frames, made as needed; return the others."""
+    """Sort names that contain parameters' names into frames, made as needed; return the rest."""
     unframed = []
     for name in names:
         states = (frame for frame in frames if frame.part != "model")
@@ -264,7 +264,7 @@ def _frame_around(name: str, parameters: Collection[str]) -> Frame | None:
     for length in range(len(steps), 0, -1) if len(steps) <= MOST_STEPS else ():
         for start in range(len(steps) - length + 1):
             if ".".join(steps[start : start + length]) in parameters:
-                before, after = steps[:start], steps[start + length :]
-                prefix = "".join(f"{step}." for step in before)
-                return Frame(prefix, "".join(f".{s}" for s in after), "optimizer")
+                head, tail = steps[:start], steps[start + length :]
+                prefix = "".join(f"{step}." for step in head)
+                return Frame(prefix, "".join(f".{s}" for s in tail), "optimizer")
     return None

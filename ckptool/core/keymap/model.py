@@ -169,8 +169,8 @@ class Rule(Struct, frozen=True, dict=True):
     def pairs(self) -> list[Rule]:
         if self.tie or len(self.sources) == 1 or len(self.targets) == 1:
             return []
-        both = zip(self.sources, self.targets, strict=True)
-        return [replace(self, sources=(one,), targets=(other,)) for one, other in both]
+        pairs = zip(self.sources, self.targets, strict=True)
+        return [replace(self, sources=(source,), targets=(target,)) for source, target in pairs]
 
     def blocks(self, pattern: Pattern) -> list[Pattern]:
         """Return the patterns of the blocks that a source consists of."""
@@ -196,18 +196,18 @@ def _names_axes(pattern: Pattern) -> int:
     return len(pattern.spelled) + sum(map(len, axes_of(pattern.axes or ())))
 
 
-class Kept(Struct, frozen=True):
-    """Names that no rule matches, by glob, and their new names.
+class KeepRule(Struct, frozen=True):
+    """Keeps names that no ``Rule`` matches: the glob ``source``, and that of their new names.
 
-    They stay unchanged; if ``target`` is another glob, only their prefixes differ.
+    The tensors stay unchanged. If ``target`` is another glob, only the names' prefixes differ.
     """
 
     source: str
     target: str
 
     @property
-    def inverse(self) -> Kept:
-        return Kept(self.target, self.source)
+    def inverse(self) -> KeepRule:
+        return KeepRule(self.target, self.source)
 
     def new_name(self, name: str) -> str:
         """Return the new name of a name that the glob matches."""
@@ -249,7 +249,7 @@ class KeyMap(Struct, frozen=True):
     model_types: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     tells: Mapping[str, tuple[Pattern, ...]] = field(default_factory=dict)
-    keep: tuple[Kept, ...] = ()
+    keep: tuple[KeepRule, ...] = ()
     back_drop: tuple[Pattern, ...] = ()
     back_marks: tuple[Pattern, ...] = ()
     detected: bool = True
@@ -272,8 +272,8 @@ class KeyMap(Struct, frozen=True):
 
     def kept_as(self, name: str) -> str | None:
         """Return the new name of a parameter that no rule matches; None if it is not kept."""
-        fitting = [kept for kept in self.keep if fnmatchcase(name, kept.source)]
-        longest = max(fitting, key=lambda kept: len(kept.source), default=None)
+        fitting = [keep for keep in self.keep if fnmatchcase(name, keep.source)]
+        longest = max(fitting, key=lambda keep: len(keep.source), default=None)
         return longest.new_name(name) if longest else None
 
     @property
@@ -284,7 +284,7 @@ class KeyMap(Struct, frozen=True):
             source=self.target,
             target=self.source,
             rules=tuple(rule.inverse for rule in self.rules),
-            keep=tuple(kept.inverse for kept in self.keep),
+            keep=tuple(keep.inverse for keep in self.keep),
             drop=self.back_drop,
             marks=self.back_marks,
             back_drop=self.drop,
@@ -320,30 +320,30 @@ class UnknownSizes(UsageError):
         return UnknownSizes(names, self.pattern)
 
 
-def group_sizes(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> dict[str, int]:
+def group_sizes(rule: Rule, group: Sequence[BoundTensor], known_sizes: Sizes) -> dict[str, int]:
     """Return the sizes of all axes of a rule that are needed to carry the group over.
 
     Raises UnknownSizes; Unsupported if a shape does not match the axes.
     """
-    _require_offsets(rule, known)
+    _require_offsets(rule, known_sizes)
     if rule.renames:
-        return dict(known)
+        return dict(known_sizes)
     spelled = _spelled_sizes(rule, group)
     for axis, (size, name) in spelled.items():
-        if known.get(axis, size) != size:
+        expected = known_sizes.get(axis, size)
+        if expected != size:
             raise Unsupported(
-                f"{axis} is {known[axis]:,} as given or recorded, but the last of these tensors"
-                f" is {name}: {abs(known[axis] - size):,} are"
-                f" {'missing' if known[axis] > size else 'too many'}"
+                f"{axis} is {expected:,} as given or recorded, but the last of these tensors"
+                f" is {name}: {abs(expected - size):,} are"
+                f" {'missing' if expected > size else 'too many'}"
             )
-    given = {**known, **{axis: size for axis, (size, _) in spelled.items()}}
+    sizes = {**known_sizes, **{axis: size for axis, (size, _) in spelled.items()}}
     if rule.padding is not None and rule.whole in rule.targets:
-        given.setdefault(rule.padding, 0)
+        sizes.setdefault(rule.padding, 0)
     for tensor in group:
         if len(tensor.axes) != len(tensor.entry.shape):
-            raise _misfit(tensor, given)
-    shapes = [(tensor.axes, tensor.entry.shape) for tensor in group]
-    sizes = solve(shapes, given)
+            raise _misfit(tensor, sizes)
+    sizes = solve([(tensor.axes, tensor.entry.shape) for tensor in group], sizes)
     unknown = {name for tensor in group for name in unknown_axes(tensor.axes, sizes)}
     unknown |= {a for p in (*rule.sources, *rule.targets) for a in p.spelled} - sizes.keys()
     for tensor in group:
@@ -358,10 +358,10 @@ def group_sizes(rule: Rule, group: Sequence[BoundTensor], known: Sizes) -> dict[
     return sizes
 
 
-def _require_offsets(rule: Rule, known: Sizes) -> None:
+def _require_offsets(rule: Rule, sizes: Sizes) -> None:
     """Raise UnknownSizes if a number in a target's name counts from an unknown size."""
-    made = (pattern for pattern in rule.targets if not pattern.optional)
-    unknown = {offset for pattern in made for offset in pattern.needs} - known.keys()
+    patterns = (pattern for pattern in rule.targets if not pattern.optional)
+    unknown = {offset for pattern in patterns for offset in pattern.needs} - sizes.keys()
     if unknown:
         raise UnknownSizes(sorted(unknown), rule.whole.text)
 
@@ -381,11 +381,11 @@ def _spelled_sizes(rule: Rule, group: Sequence[BoundTensor]) -> dict[str, tuple[
 
 def _misfit(tensor: BoundTensor, sizes: Sizes) -> Unsupported:
     axes = tensor.axes
-    named = [f"{n} {sizes[n]:,}" for axis in axes_of(axes) for n in axis if n in sizes]
-    known = f" with {', '.join(named)}" if named else ""
+    texts = [f"{n} {sizes[n]:,}" for axis in axes_of(axes) for n in axis if n in sizes]
+    details = f" with {', '.join(texts)}" if texts else ""
     return Unsupported(
         f"{tensor.entry.name}: shape {list(tensor.entry.shape)} does not match"
-        f" [{show_axes(axes)}]{known}"
+        f" [{show_axes(axes)}]{details}"
     )
 
 

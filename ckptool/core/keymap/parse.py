@@ -9,9 +9,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptool.core.keymap.axes import NAME, Dim, axes_of, parse_axes
-from ckptool.core.keymap.include import begin, is_about, kept_names, moved, with_included
+from ckptool.core.keymap.include import begin, is_about, keep_rule, moved, with_included
 from ckptool.core.keymap.invertible import require_invertible
-from ckptool.core.keymap.model import Block, Kept, KeyMap, Pattern, Rule, Slot
+from ckptool.core.keymap.model import Block, KeepRule, KeyMap, Pattern, Rule, Slot
 from ckptool.core.text import did_you_mean
 from ckptool.errors import CkptoolError, UsageError
 
@@ -46,20 +46,20 @@ def parse_map(content: Mapping[str, Any], where: str, included: Included) -> Key
     key_map = _bounded(_parse_own(content, where, has_more=bool(names)), where)
     without = _texts(content.get("without", []), where)
     within = _starts(_table(content, "within", where), f"{where}: [within]", _PLAIN)
-    others = [moved(included(name), within) for name in names]
-    rules = [rule for other in others for rule in other.rules]
+    maps = [moved(included(name), within) for name in names]
+    rules = [rule for other in maps for rule in other.rules]
     for glob in without:
         if not any(is_about(rule, glob) for rule in rules):
             raise UsageError(f"{where}: without = {glob!r} matches no name of what is included")
-    for other in others:
+    for other in maps:
         key_map = _bounded(with_included(key_map, other, without), where)
     for table in _tables(content, "also", where):
         starts = _starts(table, f"{where}: [[also]]", _BEGINNING)
-        copies, kept = _copies(key_map.rules, starts), _kept_copies(key_map.keep, starts, where)
-        if not copies and not kept:
+        rules, keep = _copies(key_map.rules, starts), _keep_copies(key_map.keep, starts, where)
+        if not rules and not keep:
             raise UsageError(f"{where}: [[also]] matches the beginning of no rule")
-        both = replace(key_map, rules=(*copies, *key_map.rules), keep=(*kept, *key_map.keep))
-        key_map = _bounded(both, where)
+        key_map = replace(key_map, rules=(*rules, *key_map.rules), keep=(*keep, *key_map.keep))
+        key_map = _bounded(key_map, where)
     return key_map
 
 
@@ -107,12 +107,12 @@ def _copies(rules: Sequence[Rule], starts: Sequence[Mapping[str, str]]) -> list[
     return copies
 
 
-def _kept_copies(
-    keep: Sequence[Kept], starts: Sequence[Mapping[str, str]], where: str
-) -> list[Kept]:
-    """Return copies of the kept names that begin as in ``starts`` on both sides; as ``_copies``."""
-    sides = ((begin(kept.source, starts[0]), begin(kept.target, starts[1])) for kept in keep)
-    return [kept_names(new, to, f"{where}: [[also]]") for new, to in sides if new and to]
+def _keep_copies(
+    keep: Sequence[KeepRule], starts: Sequence[Mapping[str, str]], where: str
+) -> list[KeepRule]:
+    """Return copies of the keep rules whose globs begin as in ``starts``, as ``_copies`` does."""
+    sides = ((begin(rule.source, starts[0]), begin(rule.target, starts[1])) for rule in keep)
+    return [keep_rule(new, to, f"{where}: [[also]]") for new, to in sides if new and to]
 
 
 def _moved(pattern: Pattern, starts: Mapping[str, str]) -> Pattern | None:
@@ -145,7 +145,7 @@ def _parse_own(content: Mapping[str, Any], where: str, *, has_more: bool) -> Key
         marks=marks,
         model_types=tuple(_texts(content.get("model_types", []), where)),
         unless=tuple(_texts(content.get("unless", []), where)),
-        keep=tuple(_kept(content.get("keep", []), where)),
+        keep=tuple(_keep_rules(content.get("keep", []), where)),
         detected=_detect(content, where) != "asked",
         back_detected=_detect(content, where) not in ("from", "asked"),
         needs_model_type=_detect(content, where) == "config",
@@ -155,21 +155,21 @@ def _parse_own(content: Mapping[str, Any], where: str, *, has_more: bool) -> Key
     )
 
 
-def _require_keys(table: Mapping[str, Any], known: Set[str], where: str) -> None:
-    unknown = sorted(table.keys() - known)
+def _require_keys(table: Mapping[str, Any], keys: Set[str], where: str) -> None:
+    unknown = sorted(table.keys() - keys)
     if unknown:
-        message = f"{where}: {unknown[0]!r} is not one of {', '.join(sorted(known))}"
-        raise UsageError(message, hint=did_you_mean(unknown[0], known, SEE_A_MAP))
+        message = f"{where}: {unknown[0]!r} is not one of {', '.join(sorted(keys))}"
+        raise UsageError(message, hint=did_you_mean(unknown[0], keys, SEE_A_MAP))
 
 
-def _kept(value: Any, where: str) -> Iterator[Kept]:
+def _keep_rules(value: Any, where: str) -> Iterator[KeepRule]:
     """Yield the names that no rule matches: globs, or prefixes on either side."""
-    for each in value if isinstance(value, list) else [value]:
-        sides = each if isinstance(each, Mapping) else {"from": each, "to": each}
+    for item in value if isinstance(value, list) else [value]:
+        sides = item if isinstance(item, Mapping) else {"from": item, "to": item}
         if sides.keys() != {"from", "to"}:
             raise UsageError(f"{where}: keep requires both `from` and `to`")
         source, target = _texts([sides["from"], sides["to"]], where)
-        yield kept_names(source, target, where)
+        yield keep_rule(source, target, where)
 
 
 def _detect(content: Mapping[str, Any], where: str) -> str:

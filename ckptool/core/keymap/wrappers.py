@@ -18,13 +18,14 @@ WRAPPERS = (
 
 
 def wrappers_of(names: Collection[str]) -> list[str]:
-    """Return the wrappers in a model's names, whatever the model.
+    """Return the wrappers in a model's names; ``module`` only if it begins all names.
 
-    A model may have a ``module`` itself, but not around everything.
+    Inside of some names it may be a module of the model itself.
     """
     steps = {step for name in names for step in name.split(".")[:-1]}
-    wrapped = bool(names) and all(name.startswith("module.") for name in names)
-    return [each for each in WRAPPERS if each in steps and (each != "module" or wrapped)]
+    if not names or not all(name.startswith("module.") for name in names):
+        steps.discard("module")
+    return [wrapper for wrapper in WRAPPERS if wrapper in steps]
 
 
 def unwrapping_rule(names: Collection[str], wrappers: Collection[str] = WRAPPERS) -> str | None:
@@ -33,14 +34,14 @@ def unwrapping_rule(names: Collection[str], wrappers: Collection[str] = WRAPPERS
     Also None if two names would become one.
     """
     steps = {step for name in names for step in name.split(".")[:-1]}
-    found = [wrapper for wrapper in wrappers if wrapper in steps]
-    rule = rf"(^|\.)(({'|'.join(found)})\.)+=\1"
-    return rule if found and len({*map(substitution(rule), names)}) == len(names) else None
+    wrappers = [wrapper for wrapper in wrappers if wrapper in steps]
+    rule = rf"(^|\.)(({'|'.join(wrappers)})\.)+=\1"
+    return rule if wrappers and len({*map(substitution(rule), names)}) == len(names) else None
 
 
-def unwrapping_hint(names: Sequence[str], known: Callable[[str], bool]) -> str | None:
-    """Return a hint at the option that turns all the names into known ones; None without one."""
+def unwrapping_hint(names: Sequence[str], is_known: Callable[[str], bool]) -> str | None:
+    """Return a hint at the option that makes all names known ones; None if none does."""
     rule = unwrapping_rule(names)
-    if rule is None or not all(map(known, map(substitution(rule), names))):
+    if rule is None or not all(map(is_known, map(substitution(rule), names))):
         return None
     return f"--rename '{rule}' removes the wrappers from the names"
