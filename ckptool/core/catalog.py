@@ -146,7 +146,7 @@ class Computed(Struct, frozen=True):
         return self.stored[1]
 
     @property
-    def others(self) -> tuple[TensorEntry, ...]:
+    def extras(self) -> tuple[TensorEntry, ...]:
         """What else quantized values have: a scale of all, zero points, a table."""
         return self.stored[2:]
 
@@ -371,8 +371,8 @@ def merge_copies(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
     for chunk in chunks:
         merged.setdefault(chunk.box, []).append(chunk)
     result = []
-    for first, *others in merged.values():
-        copies = tuple(Copy(c.at, c.rank) for c in others if c.rank is not None)
+    for first, *rest in merged.values():
+        copies = tuple(Copy(c.at, c.rank) for c in rest if c.rank is not None)
         result.append(replace(first, copies=copies) if copies or first.copies else first)
     return tuple(result)
 

@@ -44,9 +44,9 @@ class DequantizeResult(Struct, frozen=True):
     kinds: dict[int, str]
     unfit: dict[int, Unsupported]
 
-    def counts(self, kept: Catalog) -> dict[str, int]:
+    def counts(self, selection: Catalog) -> dict[str, int]:
         """Count the tensors of each kind in a selection; Unsupported if one is unfit."""
-        identities = [id(entry.chunks) for entry in kept.tensors.values()]
+        identities = [id(entry.chunks) for entry in selection.tensors.values()]
         for identity in identities:
             if identity in self.unfit:
                 raise self.unfit[identity]
@@ -59,19 +59,19 @@ def dequantize(catalog: Catalog, around: Surroundings) -> DequantizeResult:
     Raises NoneQuantized if no tensor is quantized, Unsupported if that is of no supported kind, and
     the errors of reading.
     """
-    found, scales = list(pairs(catalog)), Scales(catalog.tensors)
-    by_values = {pair.values.name: pair for pair in found}
+    quantized, scales = list(pairs(catalog)), Scales(catalog.tensors)
+    by_values = {pair.values.name: pair for pair in quantized}
     if not by_values:
         refusals = (unknown_kind(catalog, entry, scales) for entry in catalog.tensors.values())
         raise next(filter(None, refusals), None) or NoneQuantized(
             "--dequantize: no tensors with supported scales found",
             hint="`ckptool help formats` lists what is supported, and what it is called",
         )
-    beside = {entry.name for pair in found for entry in pair.stored} - by_values.keys()
+    parts = {entry.name for pair in quantized for entry in pair.stored} - by_values.keys()
     result = DequantizeResult(catalog, {}, {})
     tensors: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
-        if name in beside:
+        if name in parts:
             continue
         pair = by_values.get(name)
         try:
@@ -87,7 +87,7 @@ def dequantize(catalog: Catalog, around: Surroundings) -> DequantizeResult:
         if entry.name in tensors:
             raise Unsupported(f"--dequantize: tensor {entry.name} already exists")
         tensors[entry.name] = entry
-    values = {name for pair in found for name in pair.objects}
+    values = {name for pair in quantized for name in pair.objects}
     objects = {name: entry for name, entry in catalog.objects.items() if name not in values}
     return replace(result, catalog=replace(catalog, tensors=tensors, objects=objects))
 

@@ -122,13 +122,13 @@ def unpack(
         shifts = torch.tensor(order or range(_WORD // bits)) * bits
         integers = ((wide.unsqueeze(-1) >> shifts) & mask).flatten(-2)
         first = (begin - lo[dim] * _WORD) // bits
-        kept = integers[..., first : first + box.shape[dim]]
+        integers = integers[..., first : first + box.shape[dim]]
     else:
         at = torch.arange(begin, end, bits) - lo[dim] * _WORD
         low, shift = at // _WORD, at % _WORD
         following = wide.roll(-1, -1).index_select(-1, low)
-        kept = ((wide.index_select(-1, low) | (following << _WORD)) >> shift) & mask
-    return kept.to(torch.int32).movedim(-1, dim)
+        integers = ((wide.index_select(-1, low) | (following << _WORD)) >> shift) & mask
+    return integers.to(torch.int32).movedim(-1, dim)
 
 
 def read_order(gather: Gather, order: TensorEntry, start: int, stop: int) -> Any:

@@ -61,20 +61,20 @@ class Group(Struct, frozen=True):
 
         Raises Unsupported if it is stated in a way that is not understood.
         """
-        said = _block("block_structure", self.weights)
-        return said or _pair([1, self.weights.get("group_size")])
+        size = _block("block_structure", self.weights)
+        return size or _pair([1, self.weights.get("group_size")])
 
     def allows(self, shape: tuple[int, ...], block: tuple[int, ...]) -> bool:
-        """Return whether its ``strategy`` has a scale per ``block`` of a weight of ``shape``.
+        """Return whether ``strategy`` has a scale per ``block`` of a weight of ``shape``.
 
-        Of a weight of several matrices each has its own. A strategy that is missing allows all, and
-        so does a weight without elements.
+        Each matrix of a weight of several has scales of its own. A missing strategy allows every
+        block, and so does a weight without elements.
         """
         if 0 in shape:
             return True
         matrix = _matrix(shape)
-        found = _counts(matrix, _matrix(block))
-        of_blocks = _counts(matrix, self.block) if self.block else found
+        grid = _counts(matrix, _matrix(block))
+        of_blocks = _counts(matrix, self.block) if self.block else grid
         counts: dict[str, tuple[int, int]] = {
             "tensor": (1, 1),
             "channel": (matrix[0], 1),
@@ -82,7 +82,7 @@ class Group(Struct, frozen=True):
             "tensor_group": (matrix[0], of_blocks[1]),
             "block": of_blocks,
         }
-        return counts.get(str(self.weights.get("strategy")), found) == found
+        return counts.get(str(self.weights.get("strategy")), grid) == grid
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -145,13 +145,13 @@ class QuantizationConfig:
         return self._found[module]
 
     def leaves_out(self, module: str) -> bool:
-        """Return whether a module is said to have no such weight.
+        """Return whether the config leaves the weight of a module unquantized.
 
-        By a name that begins its own, or is a part of it between dots, as transformers (5.24) and
-        vLLM compare them.
+        It lists a beginning of the module's name, or a part of it between dots, as transformers
+        (5.24) and vLLM compare them.
         """
         lists = [self.fields[key] for key in _SKIPPED if isinstance(self.fields.get(key), list)]
-        names = [str(name) for each in lists for name in each]
+        names = [str(item) for items in lists for item in items]
         if any(module.startswith(name) or f".{name}." in f".{module}." for name in names):
             return True
         return self.group_of(module) is NO_GROUP
@@ -161,11 +161,11 @@ class QuantizationConfig:
 
         Raises Unsupported if all that was asked takes too long.
         """
-        started, found = time.thread_time(), None
+        started, result = time.thread_time(), None
         for at, (pattern, group) in enumerate(patterns):
             try:
                 if pattern.match(module, timeout=self._seconds) is not None:
-                    found = group
+                    result = group
                     break
             except TimeoutError:
                 raise _too_long(pattern, module) from None
@@ -174,7 +174,7 @@ class QuantizationConfig:
         self._seconds -= time.thread_time() - started
         if self._seconds <= 0:
             raise _too_long(pattern, module)
-        return found
+        return result
 
 
 def _compile(names: Iterable[str]) -> Iterator[Pattern[str]]:
@@ -211,19 +211,19 @@ def _is_class(target: str) -> bool:
 
 def _format(fields: Mapping[str, Any]) -> str | None:
     """Return the format of all weights or of a group; None if it is none, or several."""
-    said = fields.get("format") or fields.get("quant_algo")
-    return None if said is None or said in _ANY else str(said)
+    name = fields.get("format") or fields.get("quant_algo")
+    return None if name is None or name in _ANY else str(name)
 
 
 def _target_groups(fields: Mapping[str, Any]) -> Iterator[tuple[str, Group]]:
     """Yield the targets of ``config_groups``, each with its group."""
     groups = fields.get("config_groups")
-    for name, group in groups.items() if isinstance(groups, dict) else ():
-        if isinstance(group, dict) and isinstance(group.get("targets"), list):
-            weights = group.get("weights")
+    for name, table in groups.items() if isinstance(groups, dict) else ():
+        if isinstance(table, dict) and isinstance(table.get("targets"), list):
+            weights = table.get("weights")
             settings = weights if isinstance(weights, dict) else {}
-            said = Group(str(name), settings, _format(group) or _format(fields))
-            yield from ((str(target), said) for target in group["targets"])
+            group = Group(str(name), settings, _format(table) or _format(fields))
+            yield from ((str(target), group) for target in table["targets"])
 
 
 def _layer_groups(fields: Mapping[str, Any]) -> Iterator[tuple[str, Group]]:
@@ -238,11 +238,11 @@ def _layer_groups(fields: Mapping[str, Any]) -> Iterator[tuple[str, Group]]:
 
 def _block(key: str, fields: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the size of a block; None if it is not stated."""
-    said = fields.get(key)
-    size = _pair(said)
-    if size is None and said is not None:
+    pair = fields.get(key)
+    size = _pair(pair)
+    if size is None and pair is not None:
         raise Unsupported(
-            f"quantization_config: {key} {str(said)[:_MOST_SHOWN]} is not the two sizes of a block",
+            f"quantization_config: {key} {str(pair)[:_MOST_SHOWN]} is not the two sizes of a block",
             hint="correct it in a copy of config.json, and pass that folder as --hf-assets",
         )
     return size

@@ -56,8 +56,8 @@ def parameter_of(name: str) -> str | None:
     """Return the name of the parameter that a name is the master of; None if it is no master's."""
     if is_master(name):
         return name.partition(".")[2]
-    found = _IN_STATE.fullmatch(name) if "state." in name else None
-    return found["of_kind"] or found["own"] if found else None
+    match = _IN_STATE.fullmatch(name) if "state." in name else None
+    return match["of_kind"] or match["own"] if match else None
 
 
 def keys_of(parameter: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -68,8 +68,8 @@ def keys_of(parameter: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     for norm, key in NORMS.items():
         renamed = renamed.replace(norm, key)
     for name in {parameter: None, renamed: None}:
-        found = _LAYER.search(name), _EXPERT.search(name)
-        for layer, expert in product(*({match: None, None: None} for match in found)):
+        matches = _LAYER.search(name), _EXPERT.search(name)
+        for layer, expert in product(*({match: None, None: None} for match in matches)):
             key, index = name, tuple[int, ...]()
             if layer:
                 key, index = _LAYER.sub("", key), (int(layer[1]),)

@@ -63,7 +63,7 @@ class Surroundings(Struct, frozen=True):
 class Quantized(Struct, frozen=True):
     """A quantized tensor: its kind, the name of its numbers, and the tensors it consists of.
 
-    ``others`` are zero points, a scale of all, and the like; ``about`` are tensors that only
+    ``extras`` are zero points, a scale of all, and the like; ``about`` are tensors that only
     describe it, ``values_beside`` plain values that do, and ``objects`` their names. ``lay_out``
     makes the entry of its numbers, and raises Unsupported if the stored tensors do not match. If it
     ``keeps_scales``, these are tensors of their own, which stay.
@@ -74,7 +74,7 @@ class Quantized(Struct, frozen=True):
     values: TensorEntry
     scales: TensorEntry
     lay_out: Callable[[Quantized, Surroundings], TensorEntry]
-    others: tuple[TensorEntry, ...] = ()
+    extras: tuple[TensorEntry, ...] = ()
     about: tuple[TensorEntry, ...] = ()
     values_beside: Mapping[str, Any] = field(default_factory=dict)
     objects: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ class Quantized(Struct, frozen=True):
     @property
     def _parts(self) -> tuple[TensorEntry, ...]:
         """The tensors of which the numbers are computed."""
-        return (self.values, self.scales, *self.others)
+        return (self.values, self.scales, *self.extras)
 
     @property
     def module(self) -> str:
@@ -135,24 +135,24 @@ class Quantized(Struct, frozen=True):
             hint=f"use --drop '{self.values.name}' to exclude it",
         )
 
-    def contradicts(self, recorded: str, found: str) -> Unsupported:
+    def contradicts(self, recorded: str, stored: str) -> Unsupported:
         """Return the error that a config says something else than is stored."""
-        error = self.unfit(f"{recorded}, the tensors {found}")
+        error = self.unfit(f"{recorded}, the tensors {stored}")
         error.hint = (
             "correct config.json and name its folder with --hf-assets, or use"
             f" --drop '{self.values.name}' to exclude it"
         )
         return error
 
-    def require_settings(self, group: Group, **found: int | str | bool) -> None:
+    def require_settings(self, group: Group, **stored: int | str | bool) -> None:
         """Raise Unsupported if ``group``, of quantization_config, differs from what is stored.
 
         A missing value, 0 or -1 agrees with anything.
         """
-        for key, value in found.items():
-            other = group.weights.get(key)
-            if type(other) is type(value) and other not in (value, 0, -1):
-                raise self.contradicts(f"{group} says {key} {other}", str(value))
+        for key, value in stored.items():
+            setting = group.weights.get(key)
+            if type(setting) is type(value) and setting not in (value, 0, -1):
+                raise self.contradicts(f"{group} says {key} {setting}", str(value))
 
     def require_strategy(
         self, group: Group, shape: tuple[int, ...], block: tuple[int, ...]
@@ -165,11 +165,11 @@ class Quantized(Struct, frozen=True):
                 f"have scales {self.scales.name} {list(self.scales.shape)}, one per {sizes}",
             )
 
-    def require_type(self, entry: TensorEntry, wanted: str) -> None:
+    def require_type(self, entry: TensorEntry, dtype: str) -> None:
         """Raise Unsupported if a part has a type that would be read as other numbers."""
-        if wanted not in (entry.dtype.name, entry.dtype.kind):
+        if dtype not in (entry.dtype.name, entry.dtype.kind):
             raise Unsupported(
-                f"{self.values.name}: scales {entry.name} are {entry.dtype.name}, not {wanted}",
+                f"{self.values.name}: scales {entry.name} are {entry.dtype.name}, not {dtype}",
                 hint=f"use --drop '{self.values.name}' to exclude it",
             )
 

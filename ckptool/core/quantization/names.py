@@ -45,13 +45,14 @@ def pairs(catalog: Catalog) -> Iterator[Quantized]:
     names = [name for name in catalog.tensors if name.endswith(_ENDS)]
     first, *rest = SCHEMES
     marked = _ending(names, first.ends)
-    found = first.find(catalog, marked) if marked or catalog.metadata else ()  # texts are markers
-    by_marker = {pair.values.name: pair for pair in found}
+    has_markers = marked or catalog.metadata
+    quantized = first.find(catalog, marked) if has_markers else ()
+    by_marker = {pair.values.name: pair for pair in quantized}
     yield from by_marker.values()
     for scheme in rest:
-        if own := _ending(names, scheme.ends) or _of_type(catalog, scheme.dtype):
-            found = scheme.find(catalog, own)
-            yield from (pair for pair in found if pair.values.name not in by_marker)
+        if candidates := _ending(names, scheme.ends) or _of_type(catalog, scheme.dtype):
+            quantized = scheme.find(catalog, candidates)
+            yield from (pair for pair in quantized if pair.values.name not in by_marker)
 
 
 def _ending(names: list[str], ends: tuple[str, ...]) -> list[str]:
@@ -65,9 +66,9 @@ def _of_type(catalog: Catalog, dtype: str) -> list[str]:
 
 def kinds(catalog: Catalog) -> dict[str, int]:
     """Count the quantized tensors of each kind, by names and types."""
-    found = list(pairs(catalog))
-    counts = Counter(pair.kind.name for pair in found)
-    stored = {entry.name for pair in found for entry in pair.stored}
+    quantized = list(pairs(catalog))
+    counts = Counter(pair.kind.name for pair in quantized)
+    stored = {entry.name for pair in quantized for entry in pair.stored}
     counts.update(kind for name, kind in _marked(catalog) if name not in stored)
     return dict(counts)
 

@@ -57,16 +57,16 @@ class Scales:
         """Return the name of what may be the scale of a tensor, None if nothing may be."""
         parent, _, last = name.rpartition(".")
         above, _, module = parent.rpartition(".")
-        beside = self._found.get(parent, ())
-        named = [n for n in beside if n != last and n not in _OF_ALL and _is_of(n, last)]
-        if named:
-            return f"{parent}.{named[0]}" if parent else named[0]
+        siblings = self._found.get(parent, ())
+        scales = [n for n in siblings if n != last and n not in _OF_ALL and _is_of(n, last)]
+        if scales:
+            return f"{parent}.{scales[0]}" if parent else scales[0]
         if name in self._found:
             return f"{name}.{self._found[name][0]}"
         if last in _WEIGHTS and parent in self._below:
             return self._below[parent]
-        for own in (name, parent):
-            for key in (own, own.partition(".")[2]):
+        for path in (name, parent):
+            for key in (path, path.partition(".")[2]):
                 if key and key in self._listed:
                     return self._listed[key]
         for other in self._found.get(above, ()) if module and last in _WEIGHTS else ():

@@ -41,19 +41,19 @@ def find(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
     for name in names:
         entry = tensors[name]
         if name.endswith(_ROWS):
-            own = f"{name.removesuffix(_ROWS)}.weight"
-            values, form = tensors.get(own), tensors.get(f"{own}_format")
+            weight = f"{name.removesuffix(_ROWS)}.weight"
+            values, form = tensors.get(weight), tensors.get(f"{weight}_format")
             if values is not None and values.dtype.name == "int8":
                 about = () if form is None else (form,)
-                yield Quantized(_INT8, own, values, entry, _lay_out_rows, about=about)
+                yield Quantized(_INT8, weight, values, entry, _lay_out_rows, about=about)
             continue
-        own, _, code = name.rpartition(".quant_state.bitsandbytes__")
+        weight, _, code = name.rpartition(".quant_state.bitsandbytes__")
         parts = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-        scales, codes, *nested = (tensors.get(f"{own}.{part}") for part in parts)
-        values = tensors.get(own)
+        scales, codes, *nested = (tensors.get(f"{weight}.{part}") for part in parts)
+        values = tensors.get(weight)
         if values is not None and scales is not None and codes is not None:
-            others = (codes, *(part for part in nested if part is not None))
-            yield Quantized(_KINDS[code], own, values, scales, _lay_out_codes, others, (entry,))
+            extras = (codes, *(part for part in nested if part is not None))
+            yield Quantized(_KINDS[code], weight, values, scales, _lay_out_codes, extras, (entry,))
 
 
 def find_packed_codes(catalog: Catalog) -> set[str]:
@@ -77,7 +77,7 @@ def _lay_out_codes(pair: Quantized, around: Surroundings) -> TensorEntry:
         raise pair.unfit("its quant_state has no blocksize")
     count = math.prod(shape)
     nbytes = pair.values.elements * pair.values.dtype.itemsize
-    codes, *nested = pair.others
+    codes, *nested = pair.extras
     fits = nbytes == -(-count // 2) and pair.scales.elements == -(-count // size)
     if not fits or codes.shape != (_CODES,):
         raise pair.unfit(f"its parts do not match the shape {shape} of its quant_state")
@@ -113,31 +113,31 @@ def _lay_out_rows(pair: Quantized, around: Surroundings) -> TensorEntry:
     return pair.numbers(_compute_rows, around.dtype, shape, (1, shape[1]))
 
 
-def _compute_rows(gather: Gather, at: Computed, box: Box, wanted: Any) -> Any:
+def _compute_rows(gather: Gather, at: Computed, box: Box, dtype: Any) -> Any:
     """Multiply integers by the largest of their row and by 1 / 127, rounding each time."""
     scales = read_floats(gather, at.scales, Box(box.lo[:1], box.hi[:1])).unsqueeze(1)
-    return (read_floats(gather, at.values, box) * scales * _ROW_FACTOR).to(wanted)
+    return (read_floats(gather, at.values, box) * scales * _ROW_FACTOR).to(dtype)
 
 
 def _compute_codes(
-    gather: Gather, at: Computed, box: Box, wanted: Any, *, nested: tuple[int, float] | None
+    gather: Gather, at: Computed, box: Box, dtype: Any, *, nested: tuple[int, float] | None
 ) -> Any:
     """Look up codes of four bits, the upper half of a byte first, and multiply by their scales.
 
     Scales of a ``nested`` quantization are codes of eight bits, with a scale per block of its size;
     its offset is added to them.
     """
-    table, *others = at.others
+    table, *rest = at.extras
     pairs = _bytes_of(gather, at.values, box.lo[0] // 2, -(-box.hi[0] // 2))
     numbers = read_floats(gather, table)[split_bytes(pairs, box, upper_first=True)]
     grid = blocks_of(box, at.block)
     scales = _flat(gather, at.scales, grid)
     if nested is not None:
-        (of_all, table), (size, offset) = others, nested
-        outer = _flat(gather, of_all, blocks_of(grid, (size,)))
+        (of_all, table), (size, offset) = rest, nested
+        factors = _flat(gather, of_all, blocks_of(grid, (size,)))
         codes = read_floats(gather, table)[scales.long()]
-        scales = codes * spread(outer, (size,), grid) + offset
-    return (numbers * spread(scales, at.block, box)).to(wanted)
+        scales = codes * spread(factors, (size,), grid) + offset
+    return (numbers * spread(scales, at.block, box)).to(dtype)
 
 
 def _flat(gather: Gather, entry: TensorEntry, box: Box) -> Any:

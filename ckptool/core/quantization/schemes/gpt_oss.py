@@ -21,10 +21,10 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 def find(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
     """Yield blocks of floats of four bits with scales that are exponents."""
     for name in names:
-        own, scales = name.removesuffix(_SCALES), catalog.tensors[name]
-        values = catalog.tensors.get(own + _BLOCKS)
+        weight, scales = name.removesuffix(_SCALES), catalog.tensors[name]
+        values = catalog.tensors.get(weight + _BLOCKS)
         if values is not None and values.dtype.name == "uint8" and is_mx(scales):
-            yield Quantized(MXFP4, own, values, scales, _lay_out)
+            yield Quantized(MXFP4, weight, values, scales, _lay_out)
 
 
 def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
@@ -41,23 +41,23 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
     return permute(rows, (0, 2, 1)) if len(whole) == 3 else rows
 
 
-def _compute(gather: Gather, at: Computed, box: Box, wanted: Any) -> Any:
+def _compute(gather: Gather, at: Computed, box: Box, dtype: Any) -> Any:
     """Multiply two numbers per byte, the lower half first, by 2 ** (scale - 127), as requested."""
     import torch
 
     grid, size = blocks_of(box, at.block), at.block[-1]
     pairs = torch.from_numpy(gather(at.values, Box((*grid.lo, 0), (*grid.hi, size // 2))))
     # twice the values, since 2 ** 128 exceeds 32-bit floats, and half of it does not
-    table = torch.tensor([2 * number for number in (*FP4, *(-n for n in FP4))], dtype=wanted)
+    table = torch.tensor([2 * number for number in (*FP4, *(-n for n in FP4))], dtype=dtype)
     codes = torch.arange(256)
-    both = torch.stack((table[codes & 0x0F], table[codes >> 4]), -1)
-    words = both.view({2: torch.int32, 4: torch.int64, 8: torch.complex128}[wanted.itemsize])
-    numbers = words.flatten().index_select(0, pairs.flatten().to(torch.int32)).view(wanted)
+    by_byte = torch.stack((table[codes & 0x0F], table[codes >> 4]), -1)
+    words = by_byte.view({2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize])
+    numbers = words.flatten().index_select(0, pairs.flatten().to(torch.int32)).view(dtype)
     numbers = numbers.reshape(*grid.shape, size)
     exponents = torch.from_numpy(gather(at.scales, grid)).to(torch.int32) - 128
     factors = torch.pow(2.0, exponents).unsqueeze(-1)
     # float16 lacks some of these powers of two: the product is rounded, not the factor
-    numbers *= factors if wanted == torch.float16 else factors.to(wanted)
+    numbers *= factors if dtype == torch.float16 else factors.to(dtype)
     rows = numbers.reshape(*grid.shape[:-1], grid.shape[-1] * size)
     start = box.lo[-1] - grid.lo[-1] * size
     return rows[..., start : start + box.shape[-1]]

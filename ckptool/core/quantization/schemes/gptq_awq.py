@@ -45,12 +45,12 @@ def find(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
             continue
         if values.dtype.name != "int32" or len(values.shape) != 2:
             continue
-        own = f"{module}.weight"
+        weight = f"{module}.weight"
         if scales.shape[1] == values.shape[1]:
-            others = (zeros,) if order is None else (zeros, order)
-            yield Quantized(_GPTQ, own, values, scales, _lay_out_gptq, others)
+            extras = (zeros,) if order is None else (zeros, order)
+            yield Quantized(_GPTQ, weight, values, scales, _lay_out_gptq, extras)
         elif order is None:
-            yield Quantized(_AWQ, own, values, scales, _lay_out_awq, (zeros,))
+            yield Quantized(_AWQ, weight, values, scales, _lay_out_awq, (zeros,))
 
 
 def _require_layout(pair: Quantized, method: str, around: Surroundings) -> str | None:
@@ -80,7 +80,7 @@ def _lay_out_gptq(pair: Quantized, around: Surroundings) -> TensorEntry:
         raise pair.unfit(f"checkpoint_format {form} is not supported, only gptq and gptq_v2")
     pair.require_type(pair.scales, "float")
     (words, rows), groups = pair.values.shape, pair.scales.shape[0]
-    zeros, *order = pair.others
+    zeros, *order = pair.extras
     fits = [n for n in _GPTQ_BITS if zeros.shape == (groups, rows * n // 32) and not rows * n % 32]
     if len(fits) != 1 or zeros.dtype.name != "int32" or not groups or words * 32 % fits[0]:
         raise pair.unfit(f"scales {pair.scales.name} {list(pair.scales.shape)} do not match it")
@@ -97,9 +97,9 @@ def _lay_out_gptq(pair: Quantized, around: Surroundings) -> TensorEntry:
 
 def _group_size(pair: Quantized, fields: Mapping[str, Any], columns: int) -> int:
     """Return how many columns a group of GPTQ has; Unsupported if none or several would fit."""
-    recorded, own, groups = fields.get("group_size"), _of_modules(fields), pair.scales.shape[0]
+    recorded, is_mixed, groups = fields.get("group_size"), _of_modules(fields), pair.scales.shape[0]
     sizes = [recorded] if type(recorded) is int and recorded > 0 else []
-    if sizes and not own and -(-columns // sizes[0]) != groups:
+    if sizes and not is_mixed and -(-columns // sizes[0]) != groups:
         raise pair.unfit(
             f"quantization_config says group_size {recorded}, the tensors {columns // groups}"
         )
@@ -110,7 +110,7 @@ def _group_size(pair: Quantized, fields: Mapping[str, Any], columns: int) -> int
             f"scales {pair.scales.name} are of {groups} groups, not of {recorded} columns"
         )
     group, *another = may_be
-    if another and own and len(pair.others) == 1:
+    if another and is_mixed and len(pair.extras) == 1:
         raise pair.unfit(
             f"groups of {group} columns or of {another[0]}: quantization_config has settings of"
             f" some modules, and no {pair.module}.g_idx"
@@ -135,7 +135,7 @@ def _lay_out_awq(pair: Quantized, around: Surroundings) -> TensorEntry:
         raise pair.unfit(f"AWQ of version {form} is not supported, only gemm")
     pair.require_type(pair.scales, "float")
     (columns, words), (groups, rows) = pair.values.shape, pair.scales.shape
-    zeros = pair.others[0]
+    zeros = pair.extras[0]
     if rows != words * len(_AWQ_PLACES) or zeros.shape != (groups, words) or not groups:
         raise pair.unfit(f"scales {pair.scales.name} {list(pair.scales.shape)} do not match it")
     if columns % groups or zeros.dtype.name != "int32":
@@ -150,7 +150,7 @@ def _compute(
     gather: Gather,
     at: Computed,
     box: Box,
-    wanted: Any,
+    dtype: Any,
     *,
     bits: int,
     added: int = 0,
@@ -164,7 +164,7 @@ def _compute(
     """
     import torch
 
-    zeros, *order = at.others
+    zeros, *order = at.extras
     (first, start), (last, stop) = box.lo, box.hi
     stored, dim = Box((start, first), (stop, last)), 0 if places is None else 1
     numbers = unpack(gather, at.values, stored, dim, bits, places)
@@ -183,7 +183,7 @@ def _compute(
         )
     scales = read_floats(gather, at.scales, groups)
     result = (numbers - points[which - low]).to(torch.float32) * scales[which - low]
-    return result.T.to(wanted)
+    return result.T.to(dtype)
 
 
 def _groups(gather: Gather, order: TensorEntry, start: int, stop: int, at: Computed) -> Any:

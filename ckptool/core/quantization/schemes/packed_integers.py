@@ -34,13 +34,13 @@ def find(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
     """Yield integers in words, if all tensors that their numbers need exist."""
     tensors = catalog.tensors
     for name in names:
-        values, own = tensors[name], name.removesuffix("_packed")
+        values, weight = tensors[name], name.removesuffix("_packed")
         parts = ("scale", "shape", "zero_point", "g_idx")
-        scales, sizes, *others = (tensors.get(f"{own}_{part}") for part in parts)
+        scales, sizes, *rest = (tensors.get(f"{weight}_{part}") for part in parts)
         is_packed = values.dtype.name == "int32" and len(values.shape) > 1
         if is_packed and scales is not None and sizes is not None:
-            there = tuple(entry for entry in others if entry is not None)
-            yield Quantized(_KIND, own, values, scales, _lay_out, there, about=(sizes,))
+            extras = tuple(entry for entry in rest if entry is not None)
+            yield Quantized(_KIND, weight, values, scales, _lay_out, extras, about=(sizes,))
 
 
 def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
@@ -53,8 +53,8 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
     words, grid = pair.values.shape, pair.scales.shape
     group = around.config.group_of(pair.module)
     weights = group.weights
-    asked = weights.get("num_bits")
-    may_be = (asked,) if type(asked) is int and 1 < asked < 8 and asked not in _BITS else _BITS
+    bits = weights.get("num_bits")
+    may_be = (bits,) if type(bits) is int and 1 < bits < 8 and bits not in _BITS else _BITS
     fits = [n for n in may_be if shape and words == (*shape[:-1], -(-shape[-1] * n // 32))]
     if fits and 32 % fits[0] and 1 < words[-1] == -(-shape[-1] // (32 // fits[0])):
         raise pair.unfit("compressed-tensors before 0.13 has as many words, in another order")
@@ -64,15 +64,15 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
     bits, block = fits[0], part_of_row(shape, shape[-1] // columns)
     pair.require_settings(group, num_bits=bits, group_size=block[-1], type="int")
     pair.require_strategy(group, shape, block)
-    parts = {entry.name.removeprefix(f"{pair.name}_") for entry in pair.others}
+    parts = {entry.name.removeprefix(f"{pair.name}_") for entry in pair.extras}
     if weights.get("symmetric") is False and "zero_point" not in parts:
         raise pair.unfit(f"{group} says symmetric False, but no {pair.name}_zero_point")
     if str(weights.get("actorder")).lower() in _REORDERED and "g_idx" not in parts:
         raise pair.unfit(f"{group} says actorder {weights['actorder']}, but no {pair.name}_g_idx")
     zeros = (*shape[:-2], -(-shape[-2] * bits // 32), columns) if len(shape) > 1 else ()
-    for entry in pair.others:
-        wanted = (shape[-1],) if entry.name.endswith("_g_idx") else zeros
-        if entry.shape != wanted or entry.dtype.name != "int32":
+    for entry in pair.extras:
+        part_shape = (shape[-1],) if entry.name.endswith("_g_idx") else zeros
+        if entry.shape != part_shape or entry.dtype.name != "int32":
             raise pair.unfit()
     return pair.numbers(partial(_compute, bits=bits), around.dtype, shape, block)
 
@@ -86,7 +86,7 @@ def _shape(entry: TensorEntry, around: Surroundings) -> tuple[int, ...]:
     return tuple(int.from_bytes(stored[at : at + size], "little", signed=True) for at in starts)
 
 
-def _compute(gather: Gather, at: Computed, box: Box, wanted: Any, *, bits: int) -> Any:
+def _compute(gather: Gather, at: Computed, box: Box, dtype: Any, *, bits: int) -> Any:
     """Subtract the zero points of integers of ``bits``, if any, and multiply by scales, in 32 bits.
 
     Integers are packed along the columns, zero points along the rows. With an order of groups, a
@@ -96,8 +96,8 @@ def _compute(gather: Gather, at: Computed, box: Box, wanted: Any, *, bits: int) 
 
     half = 1 << (bits - 1)
     numbers = unpack(gather, at.values, box, -1, bits) - half
-    named = {entry.name.endswith("_g_idx"): entry for entry in at.others}
-    zeros, order = named.get(False), named.get(True)
+    extras = {entry.name.endswith("_g_idx"): entry for entry in at.extras}
+    zeros, order = extras.get(False), extras.get(True)
     rows, pick = blocks_of(box, at.block), partial(spread, block=at.block, box=box)
     which = None if order is None else _groups(gather, order, box.lo[-1], box.hi[-1], at)
     if which is not None:
@@ -106,7 +106,7 @@ def _compute(gather: Gather, at: Computed, box: Box, wanted: Any, *, bits: int) 
         pick = partial(torch.index_select, dim=len(rows.lo) - 1, index=which - low)
     if zeros is not None:
         numbers = numbers - pick(unpack(gather, zeros, rows, -2, bits) - half)
-    return (numbers.to(torch.float32) * pick(read_floats(gather, at.scales, rows))).to(wanted)
+    return (numbers.to(torch.float32) * pick(read_floats(gather, at.scales, rows))).to(dtype)
 
 
 def _groups(gather: Gather, order: TensorEntry, start: int, stop: int, at: Computed) -> Any:

@@ -30,19 +30,19 @@ _HALF = 16
 def find(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
     """Yield the integers under names of masters of which one weight is there, which stays."""
     masters = {name: catalog.tensors[name] for name in names}
-    found: dict[str, list[Mastered]] = defaultdict(list)
-    for each in mastered(masters, catalog.tensors, _STORED):
-        if each.weight.dtype.name == _WEIGHT:
-            found[each.master.name].append(each)
-    for name, (first, *others) in found.items():
-        if not others:
+    by_master: dict[str, list[Mastered]] = defaultdict(list)
+    for pair in mastered(masters, catalog.tensors, _STORED):
+        if pair.weight.dtype.name == _WEIGHT:
+            by_master[pair.master.name].append(pair)
+    for name, (first, *rest) in by_master.items():
+        if not rest:
             yield Quantized(
                 _KIND, name, first.master, _weight_of(first), _lay_out, keeps_scales=True
             )
 
 
-def _weight_of(found: Mastered) -> TensorEntry:
-    return replace(part_at(found.weight, found.at), name=found.weight.name)
+def _weight_of(pair: Mastered) -> TensorEntry:
+    return replace(part_at(pair.weight, pair.at), name=pair.weight.name)
 
 
 def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:

@@ -76,27 +76,27 @@ def find(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
     tensors = catalog.tensors
     for name in names:
         if name.endswith(_PACKED):
-            found = _of_packed(tensors, name)
+            quantized = _of_packed(tensors, name)
         else:
             end = next(filter(name.endswith, _SCALES))
-            own = name.removesuffix(end) + _SCALES[end]
+            weight = name.removesuffix(end) + _SCALES[end]
             of_scale = _of_block_scale if end in _IN_BLOCKS else _of_scale
-            found = of_scale(tensors, own, tensors[name]) if own in tensors else None
-        if found is not None:
-            yield found
+            quantized = of_scale(tensors, weight, tensors[name]) if weight in tensors else None
+        if quantized is not None:
+            yield quantized
 
 
 def _of_packed(tensors: Tensors, name: str) -> Quantized | None:
     """Return the floats of four bits in bytes, if they have scales."""
-    own, values = name.removesuffix("_packed"), tensors[name]
-    scales, of_all = tensors.get(f"{own}_scale"), tensors.get(f"{own}_global_scale")
+    weight, values = name.removesuffix("_packed"), tensors[name]
+    scales, of_all = tensors.get(f"{weight}_scale"), tensors.get(f"{weight}_global_scale")
     if values.dtype.name != "uint8" or scales is None:
         return None
     if of_all is not None:
-        return Quantized(_NVFP4, own, values, scales, _lay_out_fp4, (of_all,))
-    if not is_mx(scales) or f"{own}_shape" in tensors:
+        return Quantized(_NVFP4, weight, values, scales, _lay_out_fp4, (of_all,))
+    if not is_mx(scales) or f"{weight}_shape" in tensors:
         return None
-    return Quantized(MXFP4, own, values, _powers(scales), _lay_out_fp4)
+    return Quantized(MXFP4, weight, values, _powers(scales), _lay_out_fp4)
 
 
 def _of_block_scale(tensors: Tensors, name: str, scales: TensorEntry) -> Quantized | None:
@@ -121,8 +121,8 @@ def _of_scale(tensors: Tensors, name: str, scales: TensorEntry) -> Quantized | N
     is_integer = values.dtype.name == "int8"
     if not (values.dtype.is_float8 or is_integer) or order is not None or not values.shape:
         return None
-    others = () if zeros is None else (zeros,)
-    return Quantized(_INT8 if is_integer else _FP8, name, values, scales, _lay_out_scaled, others)
+    extras = () if zeros is None else (zeros,)
+    return Quantized(_INT8 if is_integer else _FP8, name, values, scales, _lay_out_scaled, extras)
 
 
 def is_mx(scales: TensorEntry) -> bool:
@@ -139,7 +139,7 @@ def _lay_out_scaled(pair: Quantized, around: Surroundings) -> TensorEntry:
     """Lay out numbers with one scale for all, per row, per group of a row, or per block."""
     pair.require_type(pair.scales, "float")
     shape, grid = pair.values.shape, pair.scales.shape
-    for entry in pair.others:
+    for entry in pair.extras:
         if entry.shape != grid or entry.dtype.kind != "int":
             raise pair.unfit(
                 f"zero points {entry.name} {list(entry.shape)} do not match its scales"
@@ -147,8 +147,8 @@ def _lay_out_scaled(pair: Quantized, around: Surroundings) -> TensorEntry:
     group = around.config.group_of(pair.module)
     bits = group.bits_in_bytes if pair.kind is _INT8 else 8
     pair.require_settings(group, num_bits=bits, type=pair.values.dtype.kind)
-    rows, said = shape[:-1], around.config.block_of(pair.module)
-    blocks = _blocks(shape, said) if said else 1
+    rows, recorded = shape[:-1], around.config.block_of(pair.module)
+    blocks = _blocks(shape, recorded) if recorded else 1
     if pair.scales.elements == 1 != blocks:
         raise pair.unfit(
             f"{pair.scales.name} is one scale, but quantization_config says {blocks:,} blocks"
@@ -156,26 +156,26 @@ def _lay_out_scaled(pair: Quantized, around: Surroundings) -> TensorEntry:
     if pair.scales.elements == 1 or (rows and grid in (rows, (*rows, 1))):
         block = shape if pair.scales.elements == 1 else part_of_row(shape, shape[-1])
         pair.require_strategy(group, shape, block)
-        scales, *others = (_with_dims(e, len(shape)) for e in (pair.scales, *pair.others))
-        pair = replace(pair, scales=scales, others=tuple(others))
+        scales, *zeros = (_with_dims(e, len(shape)) for e in (pair.scales, *pair.extras))
+        pair = replace(pair, scales=scales, extras=tuple(zeros))
         return pair.numbers(compute_scaled, around.dtype, shape, block)
-    block = (*(1 for _ in shape[2:]), *_sizes(pair, said))
+    block = (*(1 for _ in shape[2:]), *_sizes(pair, recorded))
     pair.require_strategy(group, shape, block)
     return pair.numbers(compute_scaled, around.dtype, shape, block)
 
 
-def _sizes(pair: Quantized, said: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the size of the blocks of a matrix; Unsupported if it is not the one that is said."""
+def _sizes(pair: Quantized, recorded: tuple[int, int] | None) -> tuple[int, int]:
+    """Return the size of the blocks of a matrix; Unsupported if it is not the recorded one."""
     shape, grid = pair.values.shape, pair.scales.shape
     if len(shape) != len(grid) or len(shape) < 2 or shape[:-2] != grid[:-2]:
         raise pair.unfit()
-    for sizes in [said] if said else [_BLOCK, _even(shape[-2:], grid[-2:])]:
+    for sizes in [recorded] if recorded else [_BLOCK, _even(shape[-2:], grid[-2:])]:
         if sizes and tuple(-(-n // b) for n, b in zip(shape[-2:], sizes, strict=True)) == grid[-2:]:
             return sizes
     raise pair.unfit(
-        f"scales {pair.scales.name} {list(grid)} do not match the blocks of {said[0]} x {said[1]}"
-        " that quantization_config says"
-        if said
+        f"scales {pair.scales.name} {list(grid)} do not match the blocks of {recorded[0]} x"
+        f" {recorded[1]} that quantization_config says"
+        if recorded
         else None
     )
 
@@ -210,16 +210,16 @@ def _lay_out_groups(
     compute: ComputeByTorch, bits: int, pair: Quantized, around: Surroundings
 ) -> TensorEntry:
     """Lay out floats with a scale per group of a row, MX or NVFP4, and one of all there."""
-    pair.require_type(pair.scales, "float8_e4m3fn" if pair.others else EXPONENTS)
-    for of_all in pair.others:
+    pair.require_type(pair.scales, "float8_e4m3fn" if pair.extras else EXPONENTS)
+    for of_all in pair.extras:
         pair.require_type(of_all, "float")
     shape = pair.unpacked_shape if bits == 4 else pair.values.shape
-    size = _NV_GROUP if pair.others else _MX_GROUP
+    size = _NV_GROUP if pair.extras else _MX_GROUP
     if (
         not shape
         or pair.scales.shape != (*shape[:-1], shape[-1] // size)
         or shape[-1] % size
-        or any(entry.elements != 1 for entry in pair.others)
+        or any(entry.elements != 1 for entry in pair.extras)
     ):
         raise pair.unfit()
     group, block = around.config.group_of(pair.module), part_of_row(shape, size)
@@ -228,16 +228,16 @@ def _lay_out_groups(
     return pair.numbers(compute, around.dtype, shape, block)
 
 
-def compute_scaled(gather: Gather, at: Computed, box: Box, wanted: Any) -> Any:
+def compute_scaled(gather: Gather, at: Computed, box: Box, dtype: Any) -> Any:
     """Multiply values, less the integer zero points of blocks if there are any, by scales."""
     numbers = read_floats(gather, at.values, box)
-    for zeros in at.others:
+    for zeros in at.extras:
         numbers = numbers - read_spread(gather, zeros, at.block, box)
-    return (numbers * read_spread(gather, at.scales, at.block, box)).to(wanted)
+    return (numbers * read_spread(gather, at.scales, at.block, box)).to(dtype)
 
 
 def _compute_fp4(
-    gather: Gather, at: Computed, box: Box, wanted: Any, *, divides: bool = True
+    gather: Gather, at: Computed, box: Box, dtype: Any, *, divides: bool = True
 ) -> Any:
     """Multiply floats of four bits by scales of 8 bits and one of all, in 32 bits.
 
@@ -250,10 +250,10 @@ def _compute_fp4(
     table = torch.tensor([*FP4, -0.0 if divides else 0.0, *(-n for n in FP4[1:])])
     numbers = table[read_codes(gather, at.values, box)]
     scales = read_floats(gather, at.scales, blocks_of(box, at.block))
-    for entry in at.others:
+    for entry in at.extras:
         of_all = read_floats(gather, entry).reshape(())
         scales = scales / of_all if divides else scales * of_all
-    return (numbers * spread(scales, at.block, box)).to(wanted)
+    return (numbers * spread(scales, at.block, box)).to(dtype)
 
 
 _lay_out_fp4 = partial(_lay_out_groups, _compute_fp4, 4)

@@ -42,10 +42,10 @@ def find(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
     for name in names:
         values = catalog.tensors[name]
         for suffix, inner in _VALUES.items():
-            own = name.removesuffix(suffix)
-            if own != name and f"{own}.block_size" in catalog.objects:
-                outer = own.removesuffix(_INNER)
-                yield from _of_parts(catalog, values, outer, f"{own}{inner}.", f"{outer}.")
+            base = name.removesuffix(suffix)
+            if base != name and f"{base}.block_size" in catalog.objects:
+                outer = base.removesuffix(_INNER)
+                yield from _of_parts(catalog, values, outer, f"{base}{inner}.", f"{outer}.")
         if match := _FLAT.fullmatch(name):
             head = f"{match[1]}._{match[2]}_"
             yield from _of_parts(catalog, values, f"{match[1]}.{match[2]}", head, head)
@@ -59,8 +59,8 @@ def _of_parts(
     scales, zeros = tensors.get(f"{head}scale"), tensors.get(f"{head}zero_point")
     if scales is None:
         return
-    others = () if zeros is None else (zeros,)
-    known = {values.name, scales.name, *(entry.name for entry in others)}
+    extras = () if zeros is None else (zeros,)
+    names = {values.name, scales.name, *(entry.name for entry in extras)}
     objects = {n: o.value for n, o in catalog.objects.items() if n.startswith(whole)}
     inside = {n.removeprefix(whole).removeprefix(f"{_INNER[1:]}."): v for n, v in objects.items()}
     yield Quantized(
@@ -69,8 +69,8 @@ def _of_parts(
         values,
         scales,
         _lay_out,
-        others,
-        about=tuple(e for n, e in tensors.items() if n.startswith(whole) and n not in known),
+        extras,
+        about=tuple(e for n, e in tensors.items() if n.startswith(whole) and n not in names),
         values_beside=inside,
         objects=tuple(objects),
     )
@@ -80,32 +80,32 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
     """Lay out numbers in blocks of the recorded size, each with a scale, and maybe a zero point."""
     if pair.about:
         raise pair.unfit(f"{pair.about[0].name} is not supported by --dequantize")
-    beside, shape = pair.values_beside, pair.values.shape
-    layout = getattr(beside.get("tensor_impl._layout"), "name", None)
+    settings, shape = pair.values_beside, pair.values.shape
+    layout = getattr(settings.get("tensor_impl._layout"), "name", None)
     kind = None if layout is None else str(layout).rpartition(".")[2]
     if kind is not None and kind not in _PLAIN:
         raise pair.unfit(f"torchao's {kind} is not supported, only {', '.join(_PLAIN)}")
-    if beside.get("tensor_impl.transposed"):
+    if settings.get("tensor_impl.transposed"):
         raise pair.unfit("it is stored transposed, which is not supported")
-    domain = getattr(beside.get("zero_point_domain"), "args", (_INTEGER_ZEROS,))
+    domain = getattr(settings.get("zero_point_domain"), "args", (_INTEGER_ZEROS,))
     if domain not in ((_INTEGER_ZEROS,), (_NO_ZEROS,)):
         raise pair.unfit("floating-point zero points are not supported")
-    integers = ("int8", "uint8") if beside else ("int8",)
+    integers = ("int8", "uint8") if settings else ("int8",)
     if not (pair.values.dtype.is_float8 or pair.values.dtype.name in integers):
         raise pair.unfit(f"torchao's {pair.values.dtype} is not supported, only int8 and float8")
-    block = _block(beside.get("block_size")) if beside else _even(shape, pair.scales.shape)
+    block = _block(settings.get("block_size")) if settings else _even(shape, pair.scales.shape)
     if len(block) != len(shape) or any(
         n < 1 or size % n for n, size in zip(block, shape, strict=False)
     ):
         raise pair.unfit("its block_size does not divide it")
     grid = tuple(size // n for size, n in zip(shape, block, strict=True))
     pair.require_type(pair.scales, "float")
-    has_domain = "zero_point_domain" in beside
-    if not has_domain and any(entry.dtype.kind != "int" for entry in pair.others):
+    has_domain = "zero_point_domain" in settings
+    if not has_domain and any(entry.dtype.kind != "int" for entry in pair.extras):
         raise pair.unfit("non-integer zero points are not supported")
     scales = _as_grid(pair, pair.scales, grid)
-    others = tuple(_as_grid(pair, entry, grid) for entry in pair.others)
-    return replace(pair, scales=scales, others=others).numbers(
+    zeros = tuple(_as_grid(pair, entry, grid) for entry in pair.extras)
+    return replace(pair, scales=scales, extras=zeros).numbers(
         compute_scaled, around.dtype, shape, block
     )
 

@@ -79,20 +79,19 @@ def _pair(
         values,
         values if scales is None else scales,
         _lay_out,
-        others=() if of_all is None else (of_all,),
+        extras=() if of_all is None else (of_all,),
         about=(*about, *(entry for entry in inputs if entry is not None)),
         values_beside={"marker": recorded, "rows": bias.shape[:1] if bias is not None else ()},
     )
 
 
 def _join_headers(texts: Iterable[str]) -> Any:
-    """Return the markers of several headers as those of one; what is not understood stays so."""
-    found = [parse_object(text.encode()).get("layers") for text in dict.fromkeys(texts)]
-    if len(found) == 1:
-        return found[0]
-    return {
-        name: said for layers in found if isinstance(layers, dict) for name, said in layers.items()
-    }
+    """Return the markers of several headers as those of one; of a single header even no dict."""
+    headers = [parse_object(text.encode()).get("layers") for text in dict.fromkeys(texts)]
+    if len(headers) == 1:
+        return headers[0]
+    tables = [layers for layers in headers if isinstance(layers, dict)]
+    return {name: marker for layers in tables for name, marker in layers.items()}
 
 
 def _layers(catalog: Catalog, headers: Iterable[str]) -> dict[str, Any]:
@@ -104,14 +103,14 @@ def _layers(catalog: Catalog, headers: Iterable[str]) -> dict[str, Any]:
     if not isinstance(layers, dict):
         return {}
     modules = [n.removesuffix(".weight") for n in catalog.tensors if n.endswith(".weight")]
-    named: dict[str, list[str]] = {}
+    by_end: dict[str, list[str]] = {}
     for module in modules:
         ends = [module[at + 1 :] for at, char in enumerate(module) if char == "."]
         for end in (module, *ends):
-            named.setdefault(end, []).append(module)
+            by_end.setdefault(end, []).append(module)
     exact = set(modules)
-    found = {name: [name] if name in exact else named.get(name, []) for name in layers}
-    return {some[0]: layers[name] for name, some in found.items() if len(some) == 1}
+    fits = {name: [name] if name in exact else by_end.get(name, []) for name in layers}
+    return {fit[0]: layers[name] for name, fit in fits.items() if len(fit) == 1}
 
 
 def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:

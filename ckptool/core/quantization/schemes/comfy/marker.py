@@ -26,8 +26,8 @@ def setting(marker: Marker, name: str, default: Any) -> Any:
     return marker.get(name, params.get(name, default) if isinstance(params, dict) else default)
 
 
-def computed_type(wanted: Any) -> Any:
+def computed_type(dtype: Any) -> Any:
     """Return the type in which comfy-kitchen computes: the requested one if it is common."""
     import torch
 
-    return wanted if wanted in (torch.bfloat16, torch.float16) else torch.float32
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32

@@ -40,7 +40,7 @@ def _scaled(pair: Quantized, compute: ComputeByTorch, around: Surroundings) -> T
     pair.require_type(pair.scales, "float")
     shape, grid = pair.values.shape, pair.scales.shape
     is_one = pair.scales.elements == 1 and len(grid) <= max(len(shape), 1)
-    if pair.others or not (is_one or (len(shape) == 2 and grid == (shape[0], 1))):
+    if pair.extras or not (is_one or (len(shape) == 2 and grid == (shape[0], 1))):
         raise pair.unfit()
     return pair.numbers(compute, around.dtype, shape, _whole(shape))
 
@@ -67,7 +67,7 @@ def lay_out_int4(pair: Quantized, marker: Marker, around: Surroundings) -> Tenso
     pair.require_type(pair.values, "int8")
     pair.require_type(pair.scales, "float")
     shape, size = pair.unpacked_shape, setting(marker, "quant_group_size", _INT4_GROUP)
-    if len(shape) != 2 or pair.scales.shape not in ((shape[0],), (shape[0], 1)) or pair.others:
+    if len(shape) != 2 or pair.scales.shape not in ((shape[0],), (shape[0], 1)) or pair.extras:
         raise pair.unfit()
     if size != _INT4_GROUP or shape[1] % _INT4_GROUP:
         raise pair.unfit(f"its groups are of {size} columns, only {_INT4_GROUP} are supported")
@@ -85,11 +85,11 @@ def _rotated_columns(pair: Quantized, marker: Marker, columns: tuple[int, ...]) 
     return int(size)
 
 
-def _compute_floats(gather: Gather, at: Computed, box: Box, wanted: Any) -> Any:
+def _compute_floats(gather: Gather, at: Computed, box: Box, dtype: Any) -> Any:
     """Multiply floats by their scale, both in the requested type."""
-    kind = computed_type(wanted)
+    kind = computed_type(dtype)
     numbers = read_floats(gather, at.values, box).to(kind)
-    return (numbers * _scales_of_rows(gather, at, box).to(kind)).to(wanted)
+    return (numbers * _scales_of_rows(gather, at, box).to(kind)).to(dtype)
 
 
 def _scales_of_rows(gather: Gather, at: Computed, box: Box) -> Any:
@@ -102,7 +102,7 @@ def _scales_of_rows(gather: Gather, at: Computed, box: Box) -> Any:
 
 
 def _compute_integers(
-    gather: Gather, at: Computed, box: Box, wanted: Any, *, rotated: int, bits: int = 8
+    gather: Gather, at: Computed, box: Box, dtype: Any, *, rotated: int, bits: int = 8
 ) -> Any:
     """Multiply integers by their scale, and rotate so many columns of them back, if any.
 
@@ -117,7 +117,7 @@ def _compute_integers(
         codes = read_codes(gather, at.values, wide)
         numbers = torch.where(codes >= 8, codes - 16, codes).to(torch.float32)
     numbers = numbers * _scales_of_rows(gather, at, box)
-    return (_rotate_back(numbers, rotated, box, wide) if rotated else numbers).to(wanted)
+    return (_rotate_back(numbers, rotated, box, wide) if rotated else numbers).to(dtype)
 
 
 def _whole_groups(box: Box, size: int) -> Box:

@@ -45,9 +45,9 @@ def lay_out_nvfp4(pair: Quantized, marker: Marker, around: Surroundings) -> Tens
     """Lay out floats of four bits, the first of two in the upper half of a byte."""
     require_known(pair, marker, "group_size")
     pair.require_type(pair.values, "uint8")
-    if len(pair.others) != 1 or pair.others[0].elements != 1:
+    if len(pair.extras) != 1 or pair.extras[0].elements != 1:
         raise pair.unfit(f"it has no {pair.name}_scale_2 of one element")
-    pair.require_type(pair.others[0], "float")
+    pair.require_type(pair.extras[0], "float")
     pair = replace(pair, scales=replace(pair.scales, dtype=BY_NAME["float8_e4m3fn"]))
     return _tiled(pair, marker, around, _compute_nvfp4, _NV_GROUP)
 
@@ -66,25 +66,25 @@ def _tiled(
     return pair.numbers(compute, around.dtype, shape, (1, group))
 
 
-def _compute_mxfp8(gather: Gather, at: Computed, box: Box, wanted: Any) -> Any:
+def _compute_mxfp8(gather: Gather, at: Computed, box: Box, dtype: Any) -> Any:
     """Multiply floats by powers of two, in 32 bits: an exponent of 0 is zero, of 255 infinity."""
     import torch
 
     bits = _untiled(gather, at, box).to(torch.int32) << 23
-    return (read_floats(gather, at.values, box) * bits.view(torch.float32)).to(wanted)
+    return (read_floats(gather, at.values, box) * bits.view(torch.float32)).to(dtype)
 
 
-def _compute_nvfp4(gather: Gather, at: Computed, box: Box, wanted: Any) -> Any:
+def _compute_nvfp4(gather: Gather, at: Computed, box: Box, dtype: Any) -> Any:
     """Multiply floats of four bits by the product of two scales, all in the requested type."""
     import torch
 
-    kind = computed_type(wanted)
+    kind = computed_type(dtype)
     table = torch.tensor(FP4, dtype=kind)
     codes = read_codes(gather, at.values, box, upper_first=True)
     numbers = torch.cat((table, -table))[codes]
-    of_all = read_floats(gather, at.others[0]).reshape(())
+    of_all = read_floats(gather, at.extras[0]).reshape(())
     scales = of_all.to(kind) * _untiled(gather, at, box).to(torch.float32).to(kind)
-    return (numbers * scales).to(wanted)
+    return (numbers * scales).to(dtype)
 
 
 def _untiled(gather: Gather, at: Computed, box: Box) -> Any:
@@ -99,5 +99,5 @@ def _untiled(gather: Gather, at: Computed, box: Box) -> Any:
     shape = (-1, width // _COLUMN_TILE, _TILE_PART, parts, _COLUMN_TILE)
     rows = stored.view(torch.uint8).reshape(shape).permute(0, 3, 2, 1, 4).reshape(-1, width)
     which = torch.arange(box.lo[1], box.hi[1]) // at.block[1]
-    wanted = rows[box.lo[0] - lo : box.hi[0] - lo].index_select(1, which)
-    return wanted.view(stored.dtype)
+    scales = rows[box.lo[0] - lo : box.hi[0] - lo].index_select(1, which)
+    return scales.view(stored.dtype)
