@@ -214,7 +214,7 @@ def pieces_of_runs(runs: Sequence[Sequence[PlacedRun]]) -> tuple[Piece, ...]:
 
 def along_dim(dim: int, at: int, dims: int) -> tuple[int, ...]:
     """Return an index, or a step, that is ``at`` in one dim and 0 in all others."""
-    return tuple(at if each == dim else 0 for each in range(dims))
+    return tuple(at if d == dim else 0 for d in range(dims))
 
 
 def without_dim(values: tuple[int, ...], dim: int) -> tuple[int, ...]:

@@ -96,15 +96,15 @@ def cast(catalog: Catalog, casts: Casts) -> CastResult:
     return CastResult(catalog.with_tensors(tensors), tuple(changed), notes)
 
 
-def require_scales(whole: Catalog, kept: Catalog, casts: Casts) -> None:
+def require_scales(whole: Catalog, selection: Catalog, casts: Casts) -> None:
     """Raise Unsupported if floats of 8 bits are to be cast without a scale that was excluded.
 
-    ``kept`` is what was selected of the ``whole``, maybe renamed: entries have the same chunks.
+    ``selection`` is what is left of the ``whole``, maybe renamed: entries have the same chunks.
     """
-    coarse = {n: e for n, e in kept.tensors.items() if can_cast(e) and is_coarse(e)}
+    coarse = {n: e for n, e in selection.tensors.items() if can_cast(e) and is_coarse(e)}
     if not coarse:
         return
-    quantized, dtypes = quantized_names(kept), casts.dtypes_for(coarse, kept.tensors)
+    quantized, dtypes = quantized_names(selection), casts.dtypes_for(coarse, selection.tensors)
     former, scales = {id(e.chunks): e for e in whole.tensors.values()}, Scales(whole.tensors)
     for name, entry in coarse.items():
         if name not in quantized and dtypes[name] not in (None, entry.dtype):
@@ -142,9 +142,9 @@ def can_cast(entry: TensorEntry) -> bool:
     return entry.dtype.kind == "float" and bool(entry.shape)
 
 
-def needs_torch(stored: DType, wanted: DType) -> bool:
+def needs_torch(stored: DType, target: DType) -> bool:
     """Return whether only torch can cast one floating type to the other: 8 bits or fewer."""
-    return stored != wanted and not (_is_wide(stored) and _is_wide(wanted))
+    return stored != target and not (_is_wide(stored) and _is_wide(target))
 
 
 def _is_wide(dtype: DType) -> bool:
@@ -208,25 +208,25 @@ def narrows(entry: TensorEntry) -> bool:
 
     Computed numbers mostly have 32 bits before the cast; bf16 then has the same range.
     """
-    wanted, single = entry.dtype.part.largest, BY_NAME["float32"]
+    largest, single = entry.dtype.part.largest, BY_NAME["float32"]
     types = [widest_type(at) for at in computed_places(entry)]
     if not types:
-        return wanted < entry.source_dtype.part.largest
-    return any(wanted < (BY_NAME["bfloat16"] if t == single else t).largest for t in types)
+        return largest < entry.source_dtype.part.largest
+    return any(largest < (BY_NAME["bfloat16"] if t == single else t).largest for t in types)
 
 
 def beyond_notes(counts: RangeCounts) -> list[str]:
     """Note how many numbers exceed the range of each type."""
     notes = []
-    for wanted, became in sorted({(wanted, became) for _, wanted, became in counts}):
-        names = sorted(name for name, *made in counts if made == [wanted, became])
-        total = sum(counts[name, wanted, became] for name in names)
-        was = "" if wanted == SATURATES else "finite before, "
-        narrow = BY_NAME[wanted].part.largest < BY_NAME["bfloat16"].largest
-        instead = "; --dtype bf16 keeps them finite" if narrow else ""
+    for target, outcome in sorted({(target, outcome) for _, target, outcome in counts}):
+        names = sorted(name for name, *rest in counts if rest == [target, outcome])
+        total = sum(counts[name, target, outcome] for name in names)
+        origin = "" if target == SATURATES else "finite before, "
+        narrow = BY_NAME[target].part.largest < BY_NAME["bfloat16"].largest
+        advice = "; --dtype bf16 keeps them finite" if narrow else ""
         notes.append(
-            f"{plural(total, 'value')} of {_summarize(names)} became {became} in {wanted}:"
-            f" {was}beyond its range{instead}"
+            f"{plural(total, 'value')} of {_summarize(names)} became {outcome} in {target}:"
+            f" {origin}beyond its range{advice}"
         )
     return notes
 
@@ -240,11 +240,11 @@ def uncounted_notes(entries: Iterable[TensorEntry]) -> list[str]:
     ]
 
 
-def beyond(wanted: str) -> str:
+def beyond(dtype: str) -> str:
     """Return what numbers beyond the range of a type become in it."""
-    if wanted == SATURATES:
+    if dtype == SATURATES:
         return "its largest or NaN"
-    return "infinite" if BY_NAME[wanted].largest else "NaN"
+    return "infinite" if BY_NAME[dtype].largest else "NaN"
 
 
 def _require_used(catalog: Catalog, casts: Casts, castable: Mapping[str, TensorEntry]) -> None:
@@ -267,14 +267,14 @@ def _uncast_notes(
     if casts.model is None:
         return ()
     floating = (e for e in catalog.tensors.values() if e.dtype.kind == "float")
-    others = [entry for entry in floating if entry.dtype != casts.model]
-    beside = [e.name for e in others if e.name in dtypes and dtypes[e.name] is None]
-    scalars = [e.name for e in others if not e.shape and state_category(e) == "model"]
+    entries = [entry for entry in floating if entry.dtype != casts.model]
+    names = [e.name for e in entries if e.name in dtypes and dtypes[e.name] is None]
+    scalars = [e.name for e in entries if not e.shape and state_category(e) == "model"]
     notes = []
-    if beside:
+    if names:
         notes.append(
             f"--dtype {casts.model} casts model weights only; not cast:"
-            f" {_summarize(beside)}; use --dtype 'NAME={casts.model}' to cast them"
+            f" {_summarize(names)}; use --dtype 'NAME={casts.model}' to cast them"
         )
     if scalars:
         notes.append(f"not cast (scalars): {_summarize(scalars)}")

@@ -25,11 +25,11 @@ class Spans(NamedTuple):
 
 
 class Chunks(Sequence[Chunk]):
-    """The chunks of a tensor, and what is asked of all of them, answered as it costs least.
+    """The chunks of a tensor, and answers about all of them, each in its cheapest way.
 
-    They are ``plain`` if it is known that they are stored as they are, without a codec or a copy;
-    ``bare`` if they have no record either, and are one, all of the tensor; ``alone`` if none shares
-    its record or item with another, or has a copy.
+    They are ``plain`` if they are known to be stored as they are, without a codec or a copy;
+    ``bare`` if, besides, there is only one, all of the tensor, without a record; ``alone`` if no
+    chunk shares its record or item with another, or has a copy.
     """
 
     __slots__ = ()
@@ -223,7 +223,7 @@ class RecordTable(ChunkTable, RunChunks):
         """Yield the file, the offset and the bytes of each chunk, and the record that it is."""
         columns = self.offsets, self.boxes.volumes * self.itemsize, self.crcs
         files = [*map(self.items.files.__getitem__, self.items.file_numbers.tolist())]
-        offsets, sizes, crcs = (each.tolist() for each in columns)
+        offsets, sizes, crcs = (column.tolist() for column in columns)
         return zip(files, offsets, sizes, map(Record, files, offsets, sizes, crcs), strict=True)
 
     def make(self, at: int) -> Chunk:
@@ -264,11 +264,11 @@ class LateChunks(ChunkTable):
 
     def make(self, at: int) -> Chunk:
         """Return the chunk of this number, opened; the same one to all threads."""
-        known = self._opened.get(at)
-        if known is None:
+        chunk = self._opened.get(at)
+        if chunk is None:
             at = range(len(self))[at]
-            known = self._opened.get(at)
-        return known or self._opened.setdefault(at, self.open_chunk(super().make(at)))
+            chunk = self._opened.get(at)
+        return chunk or self._opened.setdefault(at, self.open_chunk(super().make(at)))
 
     def __iter__(self) -> Iterator[Chunk]:
         return map(self.make, range(len(self)))

@@ -177,7 +177,7 @@ def parse_dtype(text: str) -> DType:
     name = text.lower().removeprefix("torch.")
     dtype = BY_NAME.get(SHORT_NAMES.get(name, name))
     if dtype is None or dtype.kind != "float":
-        floating = [known.name for known in BY_NAME.values() if known.kind == "float"]
+        floating = [candidate.name for candidate in BY_NAME.values() if candidate.kind == "float"]
         raise UsageError(
             f"invalid --dtype {text!r}: not a floating-point type",
             hint=one_of(text, floating),

@@ -48,12 +48,12 @@ def _only_piece(box: Box) -> tuple[Piece]:
 class Patch(NamedTuple):
     """Four bytes at ``at`` of a literal: the little-endian CRC-32 of another part of the file.
 
-    They are 0 in the literal. That part comes ``back`` parts before it: a store is written from
-    beginning to end, and the literals of archives that are alike are the same.
+    They are 0 in the literal. The other part comes ``distance`` parts before it: a store is written
+    from beginning to end, and the literals of archives that are alike are the same.
     """
 
     at: int
-    back: int
+    distance: int
 
 
 class Literal(Struct, frozen=True):
@@ -210,7 +210,7 @@ def tiles(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
 
 
 def _cut(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
-    """Yield such tiles of a box that is larger than one."""
+    """Yield the tiles of a box that is larger than one tile, as ``tiles`` does."""
     shape = box.shape
     dim, inner = _split_dim(shape, itemsize, limit)
     step = max(1, limit // inner) if dim < len(shape) else 1

@@ -48,25 +48,25 @@ def matching_names(names: Collection[str], pattern: str) -> list[str]:
     return [*filter(meant_by([pattern], names), names)]
 
 
-def is_used(pattern: str, names: Collection[str], others: Container[str] = ()) -> bool:
-    """Return whether a pattern means any of the names; ``others`` are those that it may be, too."""
-    known = others if pattern not in names and pattern in others else names
-    return any(map(meant_by([pattern], known), names))
+def is_used(pattern: str, names: Collection[str], former_names: Container[str] = ()) -> bool:
+    """Return whether a pattern means any of the names; it may also be a former name itself."""
+    is_former = pattern not in names and pattern in former_names
+    return any(map(meant_by([pattern], former_names if is_former else names), names))
 
 
-def closest_names(asked: str, names: Collection[str]) -> list[str]:
-    """Return up to three names most similar to ``asked``, those with all its steps first.
+def closest_names(query: str, names: Collection[str]) -> list[str]:
+    """Return up to three names most similar to ``query``, those with all its steps first.
 
-    If there is none, the step of names that is most similar.
+    If no name is similar, return the most similar step of a name.
     """
-    steps = [step for step in re.split(r"[.*{}]+", asked) if step]
+    steps = [step for step in re.split(r"[.*{}]+", query) if step]
     inside = sorted((name for name in names if all(step in name for step in steps)), key=len)
     if steps and inside:
         return inside[:3]
-    some = list(names)[:20_000]
-    parts = {part for name in some for part in name.split(".")}
-    close = get_close_matches(asked, some, n=3, cutoff=0.5)
-    return close or get_close_matches(asked, sorted(parts), n=1, cutoff=0.75)
+    sample = list(names)[:20_000]
+    parts = {part for name in sample for part in name.split(".")}
+    close = get_close_matches(query, sample, n=3, cutoff=0.5)
+    return close or get_close_matches(query, sorted(parts), n=1, cutoff=0.75)
 
 
 class Unmatched(UsageError):
@@ -87,13 +87,13 @@ def _unmatched(option: str, pattern: str, message: str, hint: str) -> Unmatched:
     return error
 
 
-def _hint_at_names(asked: str, names: Collection[str]) -> str:
-    """Return a hint at what matches, or else at the names most similar to ``asked``."""
-    inside = [name for name in names if asked in name] if asked else []
+def _hint_at_names(query: str, names: Collection[str]) -> str:
+    """Return a hint at what matches, or else at the names most similar to ``query``."""
+    inside = [name for name in names if query in name] if query else []
     if inside:
-        such = f"'*{asked}*' matches {len(inside):,}, such as {inside[0]}"
-        return f"a name, a glob, or a whole part between dots: {such}"
-    close = " or ".join(closest_names(asked, names))
+        example = f"'*{query}*' matches {len(inside):,}, such as {inside[0]}"
+        return f"a name, a glob, or a whole part between dots: {example}"
+    close = " or ".join(closest_names(query, names))
     return f"did you mean {close}?" if close else "`ckptool inspect CKPT --tensors '*'` lists all"
 
 
@@ -106,12 +106,12 @@ def tensors_named(catalog: Catalog, patterns: Sequence[str], option: str) -> lis
     return [*filter(meant_by(patterns, catalog.tensors), catalog.tensors)]
 
 
-def unknown_tensor(message: str, asked: str, catalog: Catalog) -> UsageError:
-    """Return an error with a hint at names; what was asked for may be the name of a value."""
-    if asked in catalog.objects:
+def unknown_tensor(message: str, name: str, catalog: Catalog) -> UsageError:
+    """Return an error with a hint at names; ``name`` may be that of a value."""
+    if name in catalog.objects:
         hint = "`ckptool inspect CKPT --values` shows it"
-        return UsageError(f"{asked!r}: not a tensor, but a value", hint=hint)
-    return UsageError(message, hint=_hint_at_names(asked, catalog.tensors))
+        return UsageError(f"{name!r}: not a tensor, but a value", hint=hint)
+    return UsageError(message, hint=_hint_at_names(name, catalog.tensors))
 
 
 def select(catalog: Catalog, patterns: Sequence[str]) -> Catalog:
@@ -119,12 +119,12 @@ def select(catalog: Catalog, patterns: Sequence[str]) -> Catalog:
     return keep_names(catalog, _chosen(catalog, patterns, (), "--select"))
 
 
-def drop(catalog: Catalog, patterns: Sequence[str], others: Container[str] = ()) -> Catalog:
+def drop(catalog: Catalog, patterns: Sequence[str], former_names: Container[str] = ()) -> Catalog:
     """Drop the tensors and values that are meant. UsageError if a pattern means nothing.
 
-    ``others`` are names that the catalog had before, which a pattern may be, too.
+    ``former_names`` are names that the catalog had before, which a pattern may be, too.
     """
-    return drop_names(catalog, _chosen(catalog, patterns, others, "--drop"))
+    return drop_names(catalog, _chosen(catalog, patterns, former_names, "--drop"))
 
 
 def drop_names(catalog: Catalog, names: Iterable[str]) -> Catalog:
@@ -133,13 +133,14 @@ def drop_names(catalog: Catalog, names: Iterable[str]) -> Catalog:
 
 
 def _chosen(
-    catalog: Catalog, patterns: Sequence[str], others: Container[str], option: str
+    catalog: Catalog, patterns: Sequence[str], former_names: Container[str], option: str
 ) -> set[str]:
-    known = names_of(catalog)
+    names = names_of(catalog)
     for pattern in patterns:
-        if not is_used(pattern, known, others):
-            raise unmatched(option, pattern, known)
-    return {*filter(meant_by(patterns, {p for p in patterns if p in known or p in others}), known)}
+        if not is_used(pattern, names, former_names):
+            raise unmatched(option, pattern, names)
+    literals = {pattern for pattern in patterns if pattern in names or pattern in former_names}
+    return {*filter(meant_by(patterns, literals), names)}
 
 
 def names_of(catalog: Catalog) -> Collection[str]:
@@ -172,17 +173,17 @@ def rename(catalog: Catalog, change: Callable[[str], str]) -> Catalog:
                 " '(a|b)=new.\\1'; or --drop one",
             )
         former[new] = name
-    named = zip(entries_of(catalog), former, strict=True)
-    return with_entries(catalog, (rename_entry(entry, new) for entry, new in named))
+    pairs = zip(entries_of(catalog), former, strict=True)
+    return with_entries(catalog, (rename_entry(entry, new) for entry, new in pairs))
 
 
 def with_entries(catalog: Catalog, entries: Iterable[AnyEntry]) -> Catalog:
-    """Replace all tensors and values by these, keyed by their names."""
-    found = [*entries]
+    """Replace all tensors and values of a catalog by ``entries``, keyed by their names."""
+    entries = [*entries]
     return replace(
         catalog,
-        tensors={entry.name: entry for entry in found if isinstance(entry, TensorEntry)},
-        objects={entry.name: entry for entry in found if isinstance(entry, ObjectEntry)},
+        tensors={entry.name: entry for entry in entries if isinstance(entry, TensorEntry)},
+        objects={entry.name: entry for entry in entries if isinstance(entry, ObjectEntry)},
     )
 
 
@@ -200,8 +201,8 @@ def without_rank(catalog: Catalog, names: set[str]) -> Catalog:
 
 
 def _without_rank(entry: AnyEntry) -> AnyEntry:
-    *outer, last = entry.path
-    path = (*outer, last.step) if isinstance(last, RankStep) else entry.path
+    *head, last = entry.path
+    path = (*head, last.step) if isinstance(last, RankStep) else entry.path
     return replace(entry, name=flat_name(path), path=path)
 
 
@@ -224,8 +225,8 @@ def renamed_path(path: Path, new: str) -> Path:
         rest == flat_name(path[tail - 1 :]) or rest.endswith("." + flat_name(path[tail - 1 :]))
     ):
         tail -= 1
-    kept = flat_name(path[tail:])
-    middle = rest[: len(rest) - len(kept)].rstrip(".") if kept else rest
+    suffix = flat_name(path[tail:])
+    middle = rest[: len(rest) - len(suffix)].rstrip(".") if suffix else rest
     return (*path[:head], *((middle,) if middle else ()), *path[tail:])
 
 
@@ -242,7 +243,7 @@ def with_loadable_paths(catalog: Catalog) -> Catalog:
         for at, step in enumerate(entry.path):
             if isinstance(step, Index):
                 positions.setdefault(entry.path[:at], set()).add(step.position)
-    broken = {head for head, seen in positions.items() if not head or seen != set(range(len(seen)))}
+    broken = {head for head, at in positions.items() if not head or at != set(range(len(at)))}
     if not broken and all(flat_name(entry.path) == entry.name for entry in entries):
         return catalog
     return with_entries(catalog, (_at_loadable_path(entry, broken) for entry in entries))
@@ -319,9 +320,9 @@ _SEARCHED = (
 
 def rename_by(catalog: Catalog, rule: str) -> Catalog:
     """Change the names that a ``--rename`` rule matches; UsageError also if it matches none."""
-    pattern, known = _parse_rule(rule)[0], names_of(catalog)
-    if not any(map(pattern.search, known)):
-        message = f"--rename {rule!r} matches none of {len(known):,} names"
+    pattern, names = _parse_rule(rule)[0], names_of(catalog)
+    if not any(map(pattern.search, names)):
+        message = f"--rename {rule!r} matches none of {len(names):,} names"
         raise _unmatched("--rename", rule, message, _SEARCHED)
     return rename(catalog, substitution(rule))
 

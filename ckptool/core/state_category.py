@@ -195,13 +195,13 @@ def _is_state(
         return True
     kinds = [kind for kind in (*groups, "model.module") if kind != head and _is_prefix(kind)]
     tails = (name[len(head) + 1 :] for name in names)
-    alike = (other for tail in tails for other in (tail, *(f"{kind}.{tail}" for kind in kinds)))
-    return any(other in catalog.tensors for other in alike)
+    names = [name for tail in tails for name in (tail, *(f"{kind}.{tail}" for kind in kinds))]
+    return any(name in catalog.tensors for name in names)
 
 
 def _is_prefix(step: str) -> bool:
-    known = _KINDS.fullmatch(step) or _WRAPPER.fullmatch(step) or step in _OF_A_MODULE
-    return bool(known) or step == "model.module"
+    match = _KINDS.fullmatch(step) or _WRAPPER.fullmatch(step) or step in _OF_A_MODULE
+    return bool(match) or step == "model.module"
 
 
 def optimizer_names(catalog: Catalog) -> set[str]:

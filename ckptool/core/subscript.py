@@ -60,9 +60,9 @@ def picks(name: str, shape: Sequence[int], subscript: Subscript) -> list[Pick]:
     is not positive.
     """
     called = f"{name} {list(shape)}"
-    given = [item for item in subscript if item is not ...]
-    missing = len(shape) - len(given)
-    if missing < 0 or len(subscript) - len(given) > 1:
+    count = sum(item is not ... for item in subscript)
+    missing = len(shape) - count
+    if missing < 0 or len(subscript) - count > 1:
         raise UsageError(
             f"{called}: {len(subscript)} subscripts for {len(shape)} dims",
             hint=f"at most one for each dim: '{name}[{', '.join(':' for _ in shape)}]'",
@@ -87,44 +87,44 @@ def _pick(called: str, item: int | slice | EllipsisType, size: int) -> Pick:
     return Pick(range(item % size, item % size + 1), is_one=True)
 
 
-def without_other_chunks(entry: TensorEntry, wanted: Sequence[Pick]) -> TensorEntry:
-    """Keep the chunks that contain any wanted element, completely, without replicas."""
-    kept = [chunk for chunk in entry.chunks if _common(chunk.box, wanted).volume]
-    chunks = kept or list(entry.chunks[:1])
+def without_other_chunks(entry: TensorEntry, picks: Sequence[Pick]) -> TensorEntry:
+    """Keep the chunks that contain any picked element, completely, without replicas."""
+    chunks = [chunk for chunk in entry.chunks if _common(chunk.box, picks).volume]
+    chunks = chunks or list(entry.chunks[:1])
     return replace(entry, chunks=tuple(replace(chunk, copies=()) for chunk in chunks))
 
 
-def take(entry: TensorEntry, wanted: Sequence[Pick]) -> TensorEntry:
-    """View the wanted elements of a tensor, as ``tensor[subscript]`` does; no byte is read.
+def take(entry: TensorEntry, picks: Sequence[Pick]) -> TensorEntry:
+    """View the picked elements of a tensor, as ``tensor[subscript]`` does; no byte is read.
 
-    A checksum stays only if everything that it covers is wanted. Replicas are dropped.
+    A checksum stays only if everything that it covers is picked. Replicas are dropped.
     """
-    shape = tuple(len(pick.indexes) for pick in wanted if not pick.is_one)
+    shape = tuple(len(pick.indexes) for pick in picks if not pick.is_one)
     chunks = []
     for chunk in entry.chunks:
-        common = _common(chunk.box, wanted)
+        common = _common(chunk.box, picks)
         if not common.volume:
             continue
-        part = _part(replace(chunk, copies=()), common, wanted)
+        part = _part(replace(chunk, copies=()), common, picks)
         whole = common.volume == chunk.box.volume
         chunks.append(part if whole else part.at_places([*map(_without_record, part.places)]))
     return with_chunks(entry, shape, chunks)
 
 
-def _common(box: Box, wanted: Sequence[Pick]) -> Box:
-    """Return which positions among the wanted indices are in a box."""
-    ends = [p.positions(lo, hi) for p, lo, hi in zip(wanted, box.lo, box.hi, strict=True)]
+def _common(box: Box, picks: Sequence[Pick]) -> Box:
+    """Return which positions among the picked indices are in a box."""
+    ends = [p.positions(lo, hi) for p, lo, hi in zip(picks, box.lo, box.hi, strict=True)]
     return Box(tuple(first for first, _ in ends), tuple(end for _, end in ends))
 
 
-def _part(chunk: Chunk, common: Box, wanted: Sequence[Pick]) -> Chunk:
+def _part(chunk: Chunk, common: Box, picks: Sequence[Pick]) -> Chunk:
     """Return the part of a chunk at these positions, without the dims indexed by one number."""
-    kept = [dim for dim, pick in enumerate(wanted) if not pick.is_one]
-    first = [p.indexes[at] - lo for p, at, lo in zip(wanted, common.lo, chunk.box.lo, strict=True)]
-    box = Box(tuple(common.lo[dim] for dim in kept), tuple(common.hi[dim] for dim in kept))
+    dims = [dim for dim, pick in enumerate(picks) if not pick.is_one]
+    first = [p.indexes[at] - lo for p, at, lo in zip(picks, common.lo, chunk.box.lo, strict=True)]
+    box = Box(tuple(common.lo[dim] for dim in dims), tuple(common.hi[dim] for dim in dims))
 
     def restride(strides: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(strides[dim] * wanted[dim].indexes.step for dim in kept)
+        return tuple(strides[dim] * picks[dim].indexes.step for dim in dims)
 
     return part_of_chunk(chunk, box, first, restride)
 

@@ -34,22 +34,22 @@ def list_some(names: Collection[str], most: int = 8) -> str:
     return f"{', '.join(islice(names, most))}{more}"
 
 
-def did_you_mean(word: str, known: Iterable[str], otherwise: str | None = None) -> str | None:
-    """Return the hint with the known word most similar to a misspelled one, or ``otherwise``."""
-    close = nearest(word, known)
+def did_you_mean(word: str, words: Iterable[str], otherwise: str | None = None) -> str | None:
+    """Return a hint at the one of ``words`` most similar to a misspelled one, or ``otherwise``."""
+    close = nearest(word, words)
     return otherwise if close is None else f"did you mean {close}?"
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word most similar to a misspelled one, None if none is similar."""
+def nearest(word: str, words: Iterable[str]) -> str | None:
+    """Return the one of ``words`` most similar to a misspelled one, None if none is similar."""
     from difflib import get_close_matches  # only errors need it
 
-    return next(iter(get_close_matches(word, list(known), n=1)), None)
+    return next(iter(get_close_matches(word, list(words), n=1)), None)
 
 
-def one_of(word: str, known: Collection[str]) -> str | None:
-    """Return the hint with the known word most similar to a misspelled one, or else all."""
-    return did_you_mean(word, known, f"one of {', '.join(known)}")
+def one_of(word: str, words: Collection[str]) -> str | None:
+    """Return a hint at the one of ``words`` most similar to a misspelled one, or else at all."""
+    return did_you_mean(word, words, f"one of {', '.join(words)}")
 
 
 def duration(seconds: float) -> str:

@@ -300,7 +300,7 @@ def _merge_pair(chunk: Chunk, dim: int, size: int) -> Iterator[Chunk]:
     even = len(outer) == 1 or (
         len(inner) == size and all(s[dim] == s[dim + 1] * size for s in strides)
     )
-    kept = dim if size == 1 else dim + 1
+    stride_dim = dim if size == 1 else dim + 1
     for index in outer[:1] if even or size == 1 else outer:
         stop = outer[-1] if even or size == 1 else index
         box = Box(
@@ -308,7 +308,7 @@ def _merge_pair(chunk: Chunk, dim: int, size: int) -> Iterator[Chunk]:
             _collapse(hi, dim, stop * size + inner.stop),
         )
         first = along_dim(dim, index - lo[dim], len(lo))
-        yield part_of_chunk(chunk, box, first, lambda s: _collapse(s, dim, s[kept]))
+        yield part_of_chunk(chunk, box, first, lambda s: _collapse(s, dim, s[stride_dim]))
 
 
 def _collapse(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:

@@ -52,8 +52,8 @@ def spots(transfer: Transfer[ConvertReport]) -> list[tuple[str, int]]:
             sums = {patch.at + n for patch in patches for n in range(4)}
             free = [n for n in range(min(part.nbytes, 99)) if n not in sums]
             found += [(file.path, offset + n) for n in free[:1]]
-            first = number - patches[0].back if patches and first is None else first
-            of_first = (patch for patch in patches if number - patch.back == first)
+            first = number - patches[0].distance if patches and first is None else first
+            of_first = (patch for patch in patches if number - patch.distance == first)
             found += [(file.path, offset + patch.at + 1) for patch in of_first]
             offset += part.nbytes
         found.append((file.path, offset - 1))

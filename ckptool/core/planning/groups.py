@@ -142,7 +142,7 @@ def group_parts(
 ) -> list[Group]:
     """Return a group for all parts that are cut out of the same chunks.
 
-    Or one for each part that has chunks of its own, or if a row of the chunks is more than a tile.
+    A part has its own group if it has chunks of its own, or a row of the chunks exceeds a tile.
     """
     computed = computed_places(entry)
     is_moved = entry.source_dtype == entry.dtype and not computed
@@ -151,35 +151,35 @@ def group_parts(
     most = min(4 * limit, _BAND) if is_moved else limit
     itemsize = max(entry.source_dtype.itemsize, entry.dtype.itemsize)
     groups = []
-    for some, band in _bands(places, index) if len(places) > 1 else [(places, None)]:
+    for parts, band in _bands(places, index) if len(places) > 1 else [(places, None)]:
         row = math.prod(band.shape[1:]) * itemsize if band is not None else 0
-        if len(some) > 1 and row <= most:
-            groups.append(Group(tuple(some), most // row, band))
+        if len(parts) > 1 and row <= most:
+            groups.append(Group(tuple(parts), most // row, band))
             continue
-        for place in some:
+        for place in parts:
             is_large = in_pieces or place.part.shape[1:] == straight
             groups.append(Group((place,), times=_LARGE if is_large else 1))
     return groups
 
 
 def _bands(places: list[LayoutPart], index: ChunkIndex) -> list[tuple[list[LayoutPart], Box]]:
-    """Separate parts of the same rows that have no chunk in common; return the band of each."""
-    found: list[tuple[set[int], Box, list[LayoutPart]]] = []
+    """Return parts of the same rows in sets that share no chunk, each with its band."""
+    bands: list[tuple[set[int], Box, list[LayoutPart]]] = []
     for place in places:
-        around, some, apart = _hull_of(place.part), [place], []
-        if around is None:
+        box, parts, rest = _hull_of(place.part), [place], []
+        if box is None:
             raise TypeError(f"{place.part.name}: a part of scattered rows")
-        chunks, band = index.band(around)
+        chunks, band = index.band(box)
         if index.whole_rows:
             return [(places, band)]
-        for known in found:
-            if chunks.isdisjoint(known[0]):
-                apart.append(known)
+        for other in bands:
+            if chunks.isdisjoint(other[0]):
+                rest.append(other)
                 continue
-            chunks, band = chunks | known[0], hull([band, known[1]])
-            some = known[2] + some
-        found = [*apart, (chunks, band, some)]
-    return [(some, band) for _, band, some in found]
+            chunks, band = chunks | other[0], hull([band, other[1]])
+            parts = other[2] + parts
+        bands = [*rest, (chunks, band, parts)]
+    return [(parts, band) for _, band, parts in bands]
 
 
 def _tiles_of_rows(group: Group, entry: TensorEntry, band: Box) -> Iterator[list[Tile]]:
@@ -211,11 +211,11 @@ def _pieces_of_rows(
 
     Cached, since the layers of a model are cut alike.
     """
-    found = []
+    result = []
     for (lo, hi), local in pieces:
         of_band = Box((0, *map(sub, lo[1:], low)), (rows, *map(sub, hi[1:], low)))
-        found.append(Piece(of_band, Box((0, *local.lo[1:]), (rows, *local.hi[1:]))))
-    return tuple(found)
+        result.append(Piece(of_band, Box((0, *local.lo[1:]), (rows, *local.hi[1:]))))
+    return tuple(result)
 
 
 def _tiles_of(
@@ -244,7 +244,7 @@ def _sources(
         common = local.intersect(inner) if local.lo else inner
         if common is None:
             continue
-        wanted = Box(tuple(map(add, common.lo, shift)), tuple(map(add, common.hi, shift)))
+        global_box = Box(tuple(map(add, common.lo, shift)), tuple(map(add, common.hi, shift)))
         origin = tuple(map(add, local.lo, shift))
-        for chunk, box, inside, _ in index.find(wanted):
+        for chunk, box, inside, _ in index.find(global_box):
             yield Overlap(chunk, box, inside, box.relative_to(origin))

@@ -76,8 +76,8 @@ class Plan:
     @property
     def read_bytes(self) -> int:
         """Bytes of all tensors, once, in the source's types."""
-        stored = (each for entry in self.entries for each in stored_tensors(entry))
-        return sum(each.elements * each.source_dtype.itemsize for each in stored)
+        stored = (tensor for entry in self.entries for tensor in stored_tensors(entry))
+        return sum(tensor.elements * tensor.source_dtype.itemsize for tensor in stored)
 
     @property
     def compared_bytes(self) -> int:
@@ -98,8 +98,8 @@ class Plan:
         Those that are made of the same rows are in one batch.
         """
         batch: list[int] = []
-        for _, some in groupby(numbers, lambda number: self.layout.files[number].unit):
-            unit = [*some]
+        for _, group in groupby(numbers, lambda number: self.layout.files[number].unit):
+            unit = [*group]
             if batch and len(batch) + len(unit) > _BATCH:
                 yield batch
                 batch = []
@@ -146,8 +146,8 @@ class Plan:
             by_rows.setdefault(shared, []).append(place)
         return [
             group
-            for some in by_rows.values()
-            for group in self._groups(some, limit, at_once=at_once)
+            for places in by_rows.values()
+            for group in self._groups(places, limit, at_once=at_once)
         ]
 
     @cached_property
@@ -172,7 +172,7 @@ class Plan:
             by_rows.setdefault(rows_of(place), []).append(place)
         index = self.index(entry)
         return [
-            group for some in by_rows.values() for group in group_parts(some, entry, index, limit)
+            group for parts in by_rows.values() for group in group_parts(parts, entry, index, limit)
         ]
 
     def jobs(self, group: Group, limit: int) -> Iterator[list[Tile]]:
@@ -189,19 +189,19 @@ class Plan:
     ) -> Iterator[tuple[TensorEntry, Chunk]]:
         """Yield the chunks, with their tensors, that some parts of files are made from.
 
-        Of all tensors, or those of ``names``.
+        With ``names`` only the chunks of these tensors.
         """
         for part in parts:
             if isinstance(part, Data) and (names is None or part.name in names):
                 entry = self.catalog.tensors[part.name]
                 index = self.index(entry)
                 yield from (
-                    (entry, found.chunk) for box, _ in part.pieces for found in index.find(box)
+                    (entry, overlap.chunk) for box, _ in part.pieces for overlap in index.find(box)
                 )
 
     def files_with(self, entry: TensorEntry, box: Box) -> list[int]:
         """Return the files, by index in the layout, that contain part of a box."""
-        written = (found.chunk.at for found in self._cut_of(entry).find(box))
+        written = (overlap.chunk.at for overlap in self._cut_of(entry).find(box))
         return sorted({self.numbers[at.file] for place in written for at in stored_places(place)})
 
     def is_cut_in_runs(self, entry: TensorEntry, box: Box) -> bool:
@@ -252,21 +252,22 @@ class _Memory(NamedTuple):
 
 
 def _memory_of_tensor(entry: TensorEntry) -> _Memory:
-    """Return what any chunk of a tensor takes at most."""
+    """Return the memory that reading any chunk of a tensor takes at most."""
     chunks = chunks_of(entry)
-    found = () if chunks.plain else [_memory_of(chunk.at) for chunk in chunks.opened]
-    return _Memory(*map(max, zip(*found, strict=True)))
+    memories = () if chunks.plain else [_memory_of(chunk.at) for chunk in chunks.opened]
+    return _Memory(*map(max, zip(*memories, strict=True)))
 
 
 def _memory_of(at: Place) -> _Memory:
-    """Return what reading elements of a place takes: decoded blobs, one of each stored tensor.
+    """Return the memory that reading elements of a place takes.
 
-    And what computing them keeps.
+    It is a decoded blob of each stored tensor, and what computing the elements keeps.
     """
     if isinstance(at, EncodedBlob):
         return _Memory(at.size, at.nbytes)
     if isinstance(at, Computed):
-        found = [_memory_of_tensor(entry) for entry in at.stored]
-        own = at.kept + (_PIECES if at.in_pieces else 0)
-        return _Memory(own + sum(one.kept for one in found), max(one.packed for one in found))
+        memories = [_memory_of_tensor(entry) for entry in at.stored]
+        nbytes = at.kept + (_PIECES if at.in_pieces else 0)
+        kept, packed = zip(*memories, strict=True)
+        return _Memory(nbytes + sum(kept), max(packed))
     return _Memory()

@@ -18,10 +18,10 @@ _GAP = "chunk-gap"
 def coverage_problems(entries: Collection[TensorEntry]) -> list[Problem]:
     """Return why tensors are not tiled; one problem if one rank alone saved its shards."""
     problems = [problem for problem in map(coverage_problem, entries) if problem is not None]
-    alone = lone_rank_problem(entries, problems) if problems else None
-    if alone is None:
+    cause = lone_rank_problem(entries, problems) if problems else None
+    if cause is None:
         return problems
-    return [alone, *(problem for problem in problems if problem.code != _GAP)]
+    return [cause, *(problem for problem in problems if problem.code != _GAP)]
 
 
 def lone_rank_problem(
@@ -39,12 +39,12 @@ def lone_rank_problem(
     if len(ranks) != 1 or None in ranks:
         return None
     parts = [entry for entry in larger if entry.name in lacking]
-    held = sum(chunk.box.volume for entry in parts for chunk in entry.chunks)
-    whole = sum(entry.elements for entry in parts)
+    elements = sum(chunk.box.volume for entry in parts for chunk in entry.chunks)
+    total = sum(entry.elements for entry in parts)
     rank = ranks.pop()
     message = (
-        f"only rank {rank} saved its shards: {plural(len(lacking), 'tensor')} hold {held:,} of"
-        f" {whole:,} elements, such as {next(p for p in problems if p.tensor in lacking)}"
+        f"only rank {rank} saved its shards: {plural(len(lacking), 'tensor')} hold {elements:,} of"
+        f" {total:,} elements, such as {next(p for p in problems if p.tensor in lacking)}"
     )
     return Problem(message, "rank-missing").with_hint(
         "use a checkpoint that all ranks saved: each has to call the save, or to take part in"
@@ -55,7 +55,7 @@ def lone_rank_problem(
 def coverage_problem(entry: TensorEntry) -> Problem | None:
     """Return why the chunks do not tile the tensor exactly, in numbers; None if they do.
 
-    Nor those of what it is computed of.
+    Also why the chunks of the tensors that it is computed of do not.
     """
     chunks = chunks_of(entry)
     if chunks.bare:
@@ -68,7 +68,7 @@ def coverage_problem(entry: TensorEntry) -> Problem | None:
 
 
 def _tiling_problem(entry: TensorEntry, boxes: Sequence[Box]) -> Problem | None:
-    """Return the same for boxes that form no grid."""
+    """Return why boxes that form no grid do not tile the tensor; None if they do."""
     whole = Box.whole(entry.shape)
     for box in boxes:
         if len(box.lo) != len(entry.shape) or not whole.contains(box):

@@ -101,10 +101,10 @@ def shard_at(
 ) -> LocalShard:
     """Return the shard of row-major ``position`` alone, as ``local_shards`` does for all.
 
-    Of the local shapes only the position's own is known.
+    ``local_shape`` is that of this position; those of the others are unknown.
     """
-    known = {position: local_shape}
-    reading = _decide(shape, mesh_shape, placements, known, shard_order)
+    local_shapes = {position: local_shape}
+    reading = _decide(shape, mesh_shape, placements, local_shapes, shard_order)
     return reading.shard(reading.runs_at(position))
 
 
@@ -147,13 +147,13 @@ class _Reading(Struct, frozen=True):
 @lru_cache(maxsize=32)
 def _every_shard(reading: _Reading) -> tuple[LocalShard, ...]:
     """Return the shards of all positions. Positions with the same runs share one object."""
-    known: dict[tuple[Runs, ...], LocalShard] = {}
+    by_runs: dict[tuple[Runs, ...], LocalShard] = {}
     shards = []
     for position in range(math.prod(reading.mesh_shape)):
         runs = reading.runs_at(position)
-        if runs not in known:
-            known[runs] = reading.shard(runs)
-        shards.append(known[runs])
+        if runs not in by_runs:
+            by_runs[runs] = reading.shard(runs)
+        shards.append(by_runs[runs])
     return tuple(shards)
 
 

@@ -29,9 +29,9 @@ class SharedBox(NamedTuple):
 
 
 class BoxIndex:
-    """Finds those of some boxes that share elements with another.
+    """Finds the boxes, of many, that share elements with a given one.
 
-    They have ``whole_rows`` if they are cut along the first dim only.
+    ``whole_rows`` says that they are cut along the first dim only.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
@@ -50,16 +50,16 @@ class BoxIndex:
         self._room = _FEW
 
     def find(self, box: Box) -> Iterable[SharedBox]:
-        """Return what each shares with ``box``; for few boxes the result is cached."""
+        """Return what each box of the index shares with ``box``; of few boxes it is cached."""
         if len(self.boxes) > _FEW:
             return self._find(box)
-        known = self._known.get(box)
-        if known is None:
-            known = list(self._find(box))
-            self._room -= 1 + len(known)
+        overlaps = self._known.get(box)
+        if overlaps is None:
+            overlaps = list(self._find(box))
+            self._room -= 1 + len(overlaps)
             if self._room >= 0:
-                self._known[box] = known
-        return known
+                self._known[box] = overlaps
+        return overlaps
 
     def _find(self, box: Box) -> Iterator[SharedBox]:
         first, last = 0, len(self._order)
@@ -67,10 +67,10 @@ class BoxIndex:
             first = bisect_right(self._ends_so_far, box.lo[self._dim])
             last = bisect_left(self._starts, box.hi[self._dim])
         for at in self._order[first:last]:
-            own = self.boxes[at]
-            common = own.intersect(box)
+            candidate = self.boxes[at]
+            common = candidate.intersect(box)
             if common is not None:
-                local, where = common.relative_to(own.lo), common.relative_to(box.lo)
+                local, where = common.relative_to(candidate.lo), common.relative_to(box.lo)
                 yield SharedBox(at, common, local, where)
 
 
@@ -102,8 +102,8 @@ class ChunkIndex:
 
     def __init__(self, entry: TensorEntry) -> None:
         boxes = chunks_of(entry).boxes
-        few = len(boxes) <= _FEW
-        self._boxes = _shared_index(as_key(boxes)) if few else BoxIndex(boxes)
+        is_small = len(boxes) <= _FEW
+        self._boxes = _shared_index(as_key(boxes)) if is_small else BoxIndex(boxes)
         self.whole_rows = self._boxes.whole_rows
         self._chunks = entry.chunks
         self._found: dict[int, Chunk] = {}

@@ -58,11 +58,11 @@ def infer(tensors: Iterable[TensorEntry], world_size: int) -> Inference:
     by chance.
     """
     signatures = {entry.name: (entry.shape, chunks_of(entry).spans) for entry in tensors}
-    known = {signature: _evidence(*signature) for signature in set(signatures.values())}
-    grids = {signature: grid for signature, grid in known.items() if grid is not None}
-    world = _world(known, world_size)
+    evidence = {signature: _evidence(*signature) for signature in set(signatures.values())}
+    grids = {signature: grid for signature, grid in evidence.items() if grid is not None}
+    world = _world(evidence, world_size)
     search = _Search(set(grids.values()))
-    explicable = len(grids) == len(known) and world <= _MOST_RANKS
+    explicable = len(grids) == len(evidence) and world <= _MOST_RANKS
     shapes = search.shapes(world) if explicable else ()
     if len(shapes) != 1:
         return Inference(None, {}, shapes, explicable and not shapes)
@@ -70,9 +70,9 @@ def infer(tensors: Iterable[TensorEntry], world_size: int) -> Inference:
     return Inference(Mesh.of(shapes[0]), {name: fits[s] for name, s in signatures.items()})
 
 
-def _world(signatures: Iterable[_Signature], seen: int) -> int:
+def _world(signatures: Iterable[_Signature], world_size: int) -> int:
     writers = (rank for _, stored in signatures for rank in stored.ranks if rank is not None)
-    return max(seen, 1 + max(writers, default=0))
+    return max(world_size, 1 + max(writers, default=0))
 
 
 _Shape = tuple[int, ...]
@@ -281,11 +281,11 @@ def _undetermined(inference: Inference) -> Iterator[str]:
     """Yield why tensors get no placements: other ranks could have written the same chunks."""
     several = {name: fits for name, fits in inference.placements.items() if len(fits) > 1}
     for name, fits in itertools.islice(several.items(), 1):
-        either = " or ".join(" ".join(map(str, placements)) for placements in fits)
+        alternatives = " or ".join(" ".join(map(str, placements)) for placements in fits)
         yield (
             f"the placements of {plural(len(several), 'tensor')} are ambiguous: the ranks that"
             f" wrote {name} hold its chunks"
-            f" with {either}"
+            f" with {alternatives}"
         )
 
 

@@ -38,8 +38,8 @@ def overlapping_pair(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
 def _projected_pairs(boxes: list[Box], dim: int) -> int:
     """Count the pairs that share an index of ``dim``."""
     ends = sorted(box.hi[dim] for box in boxes)
-    apart = sum(bisect_right(ends, box.lo[dim]) for box in boxes)
-    return len(boxes) * (len(boxes) - 1) // 2 - apart
+    disjoint_pairs = sum(bisect_right(ends, box.lo[dim]) for box in boxes)
+    return len(boxes) * (len(boxes) - 1) // 2 - disjoint_pairs
 
 
 def _one_way(spans: list[Box], starts: list[Box], dim: int) -> tuple[Box, Box] | None:
@@ -100,10 +100,8 @@ def _clash(
     )
 
 
-def _either_way(
-    some: list[Box], others: list[Box], dims: tuple[int, ...]
-) -> tuple[Box, Box] | None:
+def _either_way(one: list[Box], other: list[Box], dims: tuple[int, ...]) -> tuple[Box, Box] | None:
     """Find an overlapping pair of the two lists, whichever of the two begins first."""
-    return _clash(some, others, dims, -math.inf, math.inf) or _clash(
-        others, some, dims, -math.inf, math.inf
+    return _clash(one, other, dims, -math.inf, math.inf) or _clash(
+        other, one, dims, -math.inf, math.inf
     )

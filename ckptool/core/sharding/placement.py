@@ -47,9 +47,9 @@ class Choice(Struct, frozen=True):
 
 def parse_mesh(text: str) -> Mesh:
     """Return the mesh of ``2x4``, ``8`` or ``dp=2,tp=4``; UsageError if it is invalid."""
-    named = [part.partition("=") for part in text.split(",")] if "=" in text else []
-    names = [name.strip() for name, _, _ in named] or None
-    sizes = [size.strip() for _, _, size in named] or text.strip().lower().split("x")
+    fields = [part.partition("=") for part in text.split(",")] if "=" in text else []
+    names = [name.strip() for name, _, _ in fields] or None
+    sizes = [size.strip() for _, _, size in fields] or text.strip().lower().split("x")
     problem = _mesh_problem(names, sizes)
     if problem is not None:
         raise UsageError(f"invalid mesh {text.strip()!r}: {problem}", hint=_MESHES)
@@ -150,9 +150,9 @@ class Placer(Struct, frozen=True):
             return Choice(replicate(entry, self.mesh), "plain, the same on every rank")
         if self.policy is not None:
             return Choice(POLICIES[self.policy](entry, self.mesh), f"policy {self.policy}")
-        kept = self._kept(entry, catalog)
-        if kept is not None:
-            return Choice(kept, "kept from the source")
+        placements = self._kept(entry, catalog)
+        if placements is not None:
+            return Choice(placements, "kept from the source")
         if is_conventional(self.mesh):
             return Choice(self._by_dim_names(entry), "mesh dim names")
         return Choice(fsdp(entry, self.mesh), "policy fsdp, the default")
@@ -315,8 +315,8 @@ def fsdp_last(placements: Placements, mesh: Mesh, first: set[int]) -> Placements
 
 def is_conventional(mesh: Mesh) -> bool:
     """Return whether all of the mesh's dims have names that say what they do."""
-    known = (*_REPLICATING_DIMS, *_SHARDING_DIMS, "tp", "ep")
-    return mesh.names is not None and all(name in known for name in mesh.names)
+    names = (*_REPLICATING_DIMS, *_SHARDING_DIMS, "tp", "ep")
+    return mesh.names is not None and all(name in names for name in mesh.names)
 
 
 def by_dim_name(name: str, entry: TensorEntry) -> Placement:

@@ -182,8 +182,8 @@ def _fit(local: Shape, blocks: Mapping[int, Sequence[Block]]) -> Fit:
     whole, runs = list(local), [[(0, 0, size)] for size in local]
     for dim, along in blocks.items():
         whole[dim], runs[dim], at = 0, [], 0
-        for size, before, total in along:
-            runs[dim].append((whole[dim] + before, at, size))
+        for size, offset, total in along:
+            runs[dim].append((whole[dim] + offset, at, size))
             whole[dim], at = whole[dim] + total, at + size
     return Fit(local, tuple(whole), pieces_of_runs(runs))
 
@@ -229,9 +229,9 @@ def fit_blocks(shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]
     The blocks follow one another along ``dim``; ``widths`` are the sizes along it by block and
     rank. Raises Undetermined if shards of these shapes are not made so.
     """
-    others = {without_dim(shape, dim) for shape in shapes}
+    cross_sections = {without_dim(shape, dim) for shape in shapes}
     sums = [sum(block[rank] for block in widths) for rank in range(len(shapes))]
-    if len(others) != 1 or sums != [sum(shape[dim : dim + 1]) for shape in shapes]:
+    if len(cross_sections) != 1 or sums != [sum(shape[dim : dim + 1]) for shape in shapes]:
         raise _refuse_misfit(TpRule(dim, (1,) * len(widths)), shapes)
     placed = [(block, [0, *accumulate(block)]) for block in widths]
     return [
@@ -246,7 +246,7 @@ def _refuse_misfit(rule: TpRule, shapes: Sequence[Shape]) -> Undetermined:
 
 def list_shapes(shapes: Sequence[Shape]) -> str:
     """Return the shapes of all ranks in order; consecutive equal ones once."""
-    runs = [(list(shape), len(list(alike))) for shape, alike in groupby(shapes)]
+    runs = [(list(shape), len(list(group))) for shape, group in groupby(shapes)]
     return ", ".join(
         f"{shape} on {count} ranks" if count > 1 else f"{shape}" for shape, count in runs
     )
@@ -294,16 +294,16 @@ def merge_ranks(
     ordered = [parts[rank] for rank in range(world)]
     first, dim = ordered[0], rule.dim
     for rank, part in enumerate(ordered):
-        others = [p.shape if dim is None else without_dim(p.shape, dim) for p in (part, first)]
-        if part.dtype != first.dtype or others[0] != others[1]:
+        shapes = [p.shape if dim is None else without_dim(p.shape, dim) for p in (part, first)]
+        if part.dtype != first.dtype or shapes[0] != shapes[1]:
             message = f"{name}: rank 0 holds {first.dtype} {list(first.shape)},"
             message += f" rank {rank} {part.dtype} {list(part.shape)}"
             message += "" if dim is None else f"; sharded along dim {dim}, only that may differ"
             raise Damaged(message, "ranks-disagree", tensor=name)
     entry = merge_shards(name, path, ordered, fit_ranks([part.shape for part in ordered], rule))
     placement = Replicate() if dim is None else Shard(dim)
-    known = (placement,) if len(rule.blocks) == 1 else None
-    return replace(entry, placements=known, mesh=tp_mesh(world))
+    placements = (placement,) if len(rule.blocks) == 1 else None
+    return replace(entry, placements=placements, mesh=tp_mesh(world))
 
 
 def tp_mesh(world: int) -> Mesh:

@@ -49,7 +49,7 @@ def written(state: dict[str, Any], root: str = "archive") -> bytes:
         if isinstance(part, Literal):
             data = bytearray(part.data)
             for patch in part.patches:
-                crc = zlib.crc32(pieces[number - patch.back])
+                crc = zlib.crc32(pieces[number - patch.distance])
                 data[patch.at : patch.at + 4] = struct.pack("<L", crc)
             pieces[number] = bytes(data)
     return b"".join(pieces)
