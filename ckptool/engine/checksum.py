@@ -41,12 +41,12 @@ def join_crcs(pieces: list[CrcPiece]) -> int:
 
 
 def _join_adjoining(pieces: Mapping[int, tuple[int, int]]) -> list[CrcPiece]:
-    """Return pieces, by their offsets, with those that adjoin as one."""
+    """Return the pieces by their offsets, adjoining pieces joined to one."""
     joined: list[CrcPiece] = []
     for offset, (nbytes, crc) in sorted(pieces.items()):
-        start, known, total = joined[-1] if joined else (offset, 0, 0)
-        if start + known == offset:
-            joined[-1:] = [(start, known + nbytes, crc32_combine(total, crc, nbytes))]
+        start, length, total = joined[-1] if joined else (offset, 0, 0)
+        if start + length == offset:
+            joined[-1:] = [(start, length + nbytes, crc32_combine(total, crc, nbytes))]
         else:
             joined.append((offset, nbytes, crc))
     return joined

@@ -44,8 +44,8 @@ def _missing(plan: Plan, unwritten: Sequence[TensorEntry]) -> list[str]:
     if not names:
         return []
     groups = [tied for tied in tied_names(plan.catalog) if not names.isdisjoint(tied)]
-    others = {n: plan.catalog.tensors[n] for tied in groups for n in tied if n not in names}
-    stored = written_entries(plan.layout, others) if others else {}
+    twins = {n: plan.catalog.tensors[n] for tied in groups for n in tied if n not in names}
+    stored = written_entries(plan.layout, twins) if twins else {}
     names -= {n for tied in groups if not stored.keys().isdisjoint(tied) for n in tied}
     return [entry.name for entry in unwritten if entry.name in names]
 

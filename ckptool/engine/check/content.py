@@ -121,11 +121,11 @@ def _check_tile(
     span: ByteSpan, tile: SpanTile, report: ContentReport, pieces: list[CrcPiece]
 ) -> None:
     """Look for values that are odd, and note the checksum of a tile or its last nonzero byte."""
-    known = _is_of_one_type(span) and all_finite(tile.data, span.views[0].dtype)
+    is_finite = _is_of_one_type(span) and all_finite(tile.data, span.views[0].dtype)
     for view in span.views:
         start = view.start - span.offset - tile.start
         data = tile.data[max(0, start) : max(0, start + view.nbytes)]
-        if not known and not all_finite(data, view.dtype):
+        if not is_finite and not all_finite(data, view.dtype):
             report.not_finite.add(view.tensor)
         if data and view.probe is not None and view.part is not None:
             view.probe.take(data, view.part, max(0, -start) // view.dtype.itemsize)

@@ -78,11 +78,11 @@ class DifferingTensor(Struct, frozen=True):
         return Problem(message, "tensor-differs", file=self.a.file, tensor=self.name)
 
 
-def differing_tensor(pair: TensorPair, found: Difference) -> DifferingTensor:
+def differing_tensor(pair: TensorPair, difference: Difference) -> DifferingTensor:
     """Return the difference of a pair, with the holders of its first element."""
-    one, sides = pair.one, []
-    for entry, value in zip((one, pair.other), found.values, strict=True):
-        chunk = next(ChunkIndex(entry).find(Box.at(found.first, (1,) * len(found.first)))).chunk
+    one, first, sides = pair.one, difference.first, []
+    for entry, value in zip((one, pair.other), difference.values, strict=True):
+        chunk = next(ChunkIndex(entry).find(Box.at(first, (1,) * len(first)))).chunk
         sides.append(DifferingElement(value, chunk.at.file, chunk.rank))
-    counts = one.elements, found.elements
-    return DifferingTensor(one.name, one.shape, *counts, found.first, found.largest, *sides)
+    counts = one.elements, difference.elements
+    return DifferingTensor(one.name, one.shape, *counts, first, difference.largest, *sides)

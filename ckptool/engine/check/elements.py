@@ -25,21 +25,22 @@ def find_difference(
     pair, *stored = tile.require()
     (one, other), types = stored, (pair.one.dtype, pair.other.dtype)
     if pair.is_cast:
-        wanted = coarser(*types)
-        one, other = cast(one, types[0], wanted), cast(other, types[1], wanted)
-        ranges.note(pair.one.name, stored[0], types[0], one, wanted)
-        ranges.note(pair.one.name, stored[1], types[1], other, wanted)
-        types = (wanted, wanted)
+        target = coarser(*types)
+        one, other = cast(one, types[0], target), cast(other, types[1], target)
+        ranges.note(pair.one.name, stored[0], types[0], one, target)
+        ranges.note(pair.one.name, stored[1], types[1], other, target)
+        types = (target, target)
     if types[0] == types[1] and same_bits(one, other):
         return None
-    found = None
+    difference: Difference | None = None
     for start in range(0, one.size, _AT_ONCE):
         part = slice(start, start + _AT_ONCE)
         flat = one.reshape(-1)[part], other.reshape(-1)[part]
         differ = _differ(flat, types, tolerance, is_cast=pair.is_cast)
-        part_found = _describe(flat, types, differ, tile.box, start)
-        found = found.plus(part_found) if found and part_found else found or part_found
-    return found
+        part_difference = _describe(flat, types, differ, tile.box, start)
+        if part_difference is not None:
+            difference = difference.plus(part_difference) if difference else part_difference
+    return difference
 
 
 def _differ(
@@ -50,7 +51,7 @@ def _differ(
     is_cast: bool,
 ) -> Array:
     """Return whether each element of two flat arrays differs."""
-    if tolerance is not None and all(each.is_numeric for each in types):
+    if tolerance is not None and all(dtype.is_numeric for dtype in types):
         one, other = _numbers(flat, types)
         return are_apart(one, other, tolerance)
     differ = _bits(*flat)
@@ -90,7 +91,7 @@ def _describe(
         element_text(side[at : at + 1], dtype) for side, dtype in zip(flat, types, strict=True)
     ]
     largest = None
-    if all(each.is_numeric for each in types):
+    if all(dtype.is_numeric for dtype in types):
         largest = largest_gap(*_numbers((flat[0][differ], flat[1][differ]), types))
     return Difference(count, first, (values[0], values[1]), largest)
 
@@ -133,8 +134,8 @@ def _distance(one: Array, other: Array) -> Array:
 def largest_gap(one: Array, other: Array) -> float | None:
     """Return the largest difference of two numbers; None if no number meets a number."""
     gaps = _distance(one, other)
-    known = gaps[~_is_nan(gaps)]
-    return known.max().item() if known.size else None
+    numbers = gaps[~_is_nan(gaps)]
+    return numbers.max().item() if numbers.size else None
 
 
 def element_text(element: Array, dtype: DType) -> str:

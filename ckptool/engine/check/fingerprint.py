@@ -59,9 +59,9 @@ class Printer:
         bits = np.frombuffer(data, f"u{part.dtype.itemsize}")
         units = self._rounded.itemsize // _UNIT
         rounded = cast(bits, part.dtype, self._rounded).view(np.uint16)
-        found = Fingerprint(_sum(rounded, first * units, part, units) & _MASK, bits.size)
+        fingerprint = Fingerprint(_sum(rounded, first * units, part, units) & _MASK, bits.size)
         with self._lock:
-            self.found.add(found)
+            self.found.add(fingerprint)
 
 
 class RunPrinter:
@@ -131,15 +131,15 @@ def _sum_rows(units: Array, row: int, column: int, part: Part, rows: int = 1) ->
 
 def _rows_of(part: Part, start: int, count: int) -> Array:
     """Return the numbers that rows of a box have in the whole tensor, all dims but the last."""
-    outer, inside = part.shape[:-1], part.box.shape[:-1]
+    dims, box_dims = part.shape[:-1], part.box.shape[:-1]
     rows = np.arange(start, start + count, dtype=np.int64)
-    if not outer:
+    if not dims:
         return rows
-    if outer[1:] == inside[1:]:
-        return rows + part.box.lo[0] * math.prod(outer[1:])
-    indexes = np.unravel_index(rows, inside)
+    if dims[1:] == box_dims[1:]:
+        return rows + part.box.lo[0] * math.prod(dims[1:])
+    indexes = np.unravel_index(rows, box_dims)
     moved = [index + low for index, low in zip(indexes, part.box.lo[:-1], strict=True)]
-    return np.ravel_multi_index(moved, outer)
+    return np.ravel_multi_index(moved, dims)
 
 
 def _of_units(start: int, count: int) -> Array:
@@ -148,8 +148,8 @@ def _of_units(start: int, count: int) -> Array:
     shifts = columns % np.uint64(_WORD) * np.uint64(8 * _UNIT)
     first = start // _WORD
     weights = _of_words(first, (start + count - 1) // _WORD - first + 1)
-    found: Array = weights[columns // np.uint64(_WORD) - np.uint64(first)] << shifts
-    return found
+    result: Array = weights[columns // np.uint64(_WORD) - np.uint64(first)] << shifts
+    return result
 
 
 def _of_words(start: int, count: int) -> Array:

@@ -77,8 +77,8 @@ class _Run(Struct, frozen=True):
         """The elements as boxes of the tensor, in order."""
         if self.stop - self.start == self.box.volume:
             return [self.box]
-        found = flat_range(self.box.shape, self.start, self.stop)
-        return [Box(*(tuple(map(add, self.box.lo, side)) for side in box)) for box in found]
+        local = flat_range(self.box.shape, self.start, self.stop)
+        return [Box(*(tuple(map(add, self.box.lo, side)) for side in box)) for box in local]
 
 
 class _Task(NamedTuple):
@@ -185,29 +185,29 @@ def _chunks_of_small(pair: TensorPair) -> list[ReadSpan] | None:
 
 
 def _extents_of(pair: TensorPair, run: _Run, written: Sequence[Segment]) -> list[ReadSpan] | None:
-    """Return the extents of the output that a run is in, in order; None if it is in no such."""
+    """Return the extents of the output that hold a run, in order; None if none do."""
     size, shape, box = pair.one.dtype.itemsize, pair.one.shape, run.box
     skip = 0 if box.shape == shape else skips_in(shape, size)(box)
     if skip is None:
         return None
-    found = cut_out(written, skip + run.start * size, _nbytes(pair, run))
-    return [segment[:3] for segment in found]
+    segments = cut_out(written, skip + run.start * size, _nbytes(pair, run))
+    return [segment[:3] for segment in segments]
 
 
 def _bands(pair: TensorPair, runs: Iterable[_Run]) -> Iterator[_Task]:
-    """Yield the tasks of runs that are scattered: what is between those of the same rows is one.
+    """Yield the tasks of scattered runs, one for all runs of the same rows.
 
-    Such are the columns of rows, each in a chunk of its own, of which the output has others. So is
-    all of a small tensor.
+    Runs are scattered if source and output cut rows at different columns. All runs of a small
+    tensor are one task.
     """
-    placed = sorted(((run.boxes, run) for run in runs), key=lambda each: each[0][0].lo)
+    placed = sorted(((run.boxes, run) for run in runs), key=lambda item: item[0][0].lo)
     is_small = pair.one.nbytes < LARGE
     rows, band, nbytes = None, list[_Run](), 0
     for boxes, run in placed:
-        around = () if is_small else _rows_of(boxes)
-        if rows != around or nbytes >= _BAND:
+        key = () if is_small else _rows_of(boxes)
+        if rows != key or nbytes >= _BAND:
             yield from _tasks_of_band(pair, band)
-            rows, band, nbytes = around, [], 0
+            rows, band, nbytes = key, [], 0
         band.append(run)
         nbytes += _nbytes(pair, run)
     yield from _tasks_of_band(pair, band)
@@ -229,13 +229,13 @@ def _tasks_of_band(pair: TensorPair, runs: Sequence[_Run]) -> Iterator[_Task]:
 
 
 def _runs_read(pair: TensorPair, sums: ReadSums) -> list[_Run] | None:
-    """Return runs that were read of a tensor: all of what is written, else None."""
+    """Return the runs that were read of a tensor; None unless they are all that is written."""
     chunks, size = _chunks_of(pair), pair.one.dtype.itemsize
-    runs = runs_of_chunks(chunks, size)
-    if runs is None:
+    chunk_runs = runs_of_chunks(chunks, size)
+    if chunk_runs is None:
         return None
-    found, covered = list[_Run](), 0
-    for box, (file, begin, length, _) in zip(chunks.boxes, runs, strict=True):
+    runs, covered = list[_Run](), 0
+    for box, (file, begin, length, _) in zip(chunks.boxes, chunk_runs, strict=True):
         reached = begin
         for offset, nbytes, read in sums.runs(file, begin, begin + length):
             if offset + nbytes <= reached:
@@ -245,46 +245,46 @@ def _runs_read(pair: TensorPair, sums: ReadSums) -> list[_Run] | None:
                 return None
             covered += offset + nbytes - max(reached, offset)
             reached = offset + nbytes
-            found.append(_Run(file, offset, box, start, start + nbytes // size, read))
-    is_all = covered == pair.elements * size and (not pair.boxes or _are_written(pair, found))
-    return found if is_all else None
+            runs.append(_Run(file, offset, box, start, start + nbytes // size, read))
+    is_all = covered == pair.elements * size and (not pair.boxes or _are_written(pair, runs))
+    return runs if is_all else None
 
 
 def _runs_made(pair: TensorPair, sums: ReadSums, beyond: RangeCheck) -> list[_Run] | None:
-    """Return what a tensor was cast or computed to: all of what is written, else None."""
-    made = [each for each in sums.made(pair.one.name, pair.one.ndim) if each.box.volume]
-    boxes = [each.box for each in made]
+    """Return what a tensor was cast or computed to; None unless it is all that is written."""
+    results = [result for result in sums.made(pair.one.name, pair.one.ndim) if result.box.volume]
+    boxes = [result.box for result in results]
     if sum(box.volume for box in boxes) != pair.elements or overlapping_pair(boxes) is not None:
         return None
-    found = [_Run("", 0, box, 0, box.volume, read) for box, read, _ in made]
-    if pair.other.source_dtype != pair.one.dtype or not _are_written(pair, found):
+    runs = [_Run("", 0, box, 0, box.volume, read) for box, read, _ in results]
+    if pair.other.source_dtype != pair.one.dtype or not _are_written(pair, runs):
         return None
-    for each in made:
-        beyond.add(pair.one.name, pair.one.dtype, each.lost)
-    return found
+    for result in results:
+        beyond.add(pair.one.name, pair.one.dtype, result.losses)
+    return runs
 
 
 def _chunks_of(pair: TensorPair) -> Chunks:
-    """Return the chunks of the tensor that was read which have something of what is written."""
+    """Return the chunks of the tensor that was read that hold elements to be written."""
     if not pair.boxes:
         return chunks_of(pair.one)
     index = ChunkIndex(pair.one)
-    found = (each.chunk for box in pair.boxes for each in index.find(box))
-    return PlainChunks({id(chunk): chunk for chunk in found}.values())
+    chunks = (overlap.chunk for box in pair.boxes for overlap in index.find(box))
+    return PlainChunks({id(chunk): chunk for chunk in chunks}.values())
 
 
 def _are_written(pair: TensorPair, runs: Iterable[_Run]) -> bool:
     """Return whether the chunks of the written tensor contain all elements of some runs."""
     index = ChunkIndex(pair.other)
     return all(
-        sum(each.box.volume for each in index.find(box)) == box.volume
+        sum(overlap.box.volume for overlap in index.find(box)) == box.volume
         for run in runs
         for box in run.boxes
     )
 
 
 def _prove(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[PairTile]:
-    """Prove runs: those of bytes, of which many are read together, then the others."""
+    """Prove tasks: first those of runs of bytes, many of which are read together, then the rest."""
     straight = [task for task in tasks if task.extents]
     elements = [task for task in tasks if not task.extents]
     try:
@@ -292,7 +292,7 @@ def _prove(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[PairTile]:
     except CkptoolError:
         straight, unequal, elements = [], [], [*tasks]
     nbytes = sum([task.nbytes for task in straight])
-    yield PairTile(2 * (nbytes - sum([_nbytes(*found) for found in unequal])))
+    yield PairTile(2 * (nbytes - sum([_nbytes(pair, run) for pair, run in unequal])))
     for task in elements:
         try:
             wrong = _unequal(task, readers)
@@ -306,7 +306,7 @@ def _prove(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[PairTile]:
         yield from _difference(pair, run, readers)
 
 
-_Found = tuple[TensorPair, _Run]
+_UnequalRun = tuple[TensorPair, _Run]
 """A run that the output has otherwise."""
 _Read = tuple[_Task, Sequence[memoryview]]
 """A task, and the bytes of each of its extents."""
@@ -318,27 +318,27 @@ def _read_back(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[_Read]:
     return ((task, [*islice(read, len(task.extents))]) for task in tasks)
 
 
-def _unequal_runs(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_Found]:
-    """Yield the runs that the output has otherwise, of those whose extents follow each other."""
+def _unequal_runs(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_UnequalRun]:
+    """Yield the runs whose bytes the output has otherwise, of tasks without boxes."""
     for (pair, (run,), _, _), parts in _read_back([t for t in tasks if not t.boxes], readers):
         if checksum(join(parts)) != run.checksum:
             yield pair, run
 
 
-def _unequal_stacks(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_Found]:
-    """Yield the same of small tensors: those that are written alike are one array."""
-    alike = dict[object, list[_Read]]()
+def _unequal_stacks(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_UnequalRun]:
+    """Yield the runs of small tensors that the output has otherwise; stacks tensors cut alike."""
+    reads_by_cut = dict[object, list[_Read]]()
     for task, parts in _read_back([task for task in tasks if task.boxes], readers):
         other = task.pair.other
         key = chunks_of(other).cut, other.shape, other.dtype
-        alike.setdefault(key, []).append((task, parts))
-    for some in alike.values():
+        reads_by_cut.setdefault(key, []).append((task, parts))
+    for reads in reads_by_cut.values():
         from ckptool.engine.read.gather import stacked
         from ckptool.engine.read.numbers import part_of
 
-        other = some[0][0].pair.other
-        stack = stacked([parts for _, parts in some], chunks_of(other).boxes, other)
-        for (task, _), values in zip(some, stack, strict=True):
+        other = reads[0][0].pair.other
+        stack = stacked([parts for _, parts in reads], chunks_of(other).boxes, other)
+        for (task, _), values in zip(reads, stack, strict=True):
             for run in task.runs:
                 data = b"".join([part_of(values, box).tobytes() for box in run.boxes])
                 if checksum(data) != run.checksum:

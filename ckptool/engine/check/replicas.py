@@ -41,14 +41,14 @@ def differing_replicas(
 ) -> list[Problem]:
     """Return a problem for each replica whose values differ from the first rank's.
 
-    Of a computed tensor those of what it is computed of count. Copies whose recorded checksums
-    prove them equal are not read.
+    Replicas of a computed tensor are those of the tensors it is computed of. Copies whose recorded
+    checksums prove them equal are not read.
     """
     replicas = [
         (entry, chunk, copy)
-        for each in entries
-        if not chunks_of(each).alone
-        for entry in stored_tensors(each)
+        for tensor in entries
+        if not chunks_of(tensor).alone
+        for entry in stored_tensors(tensor)
         if not chunks_of(entry).alone
         for chunk in entry.chunks
         for copy in chunk.copies
@@ -119,12 +119,12 @@ def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
     entries = catalog.tensors.values()
     if source.policy.by_request or not any(chunks_of(entry).located for entry in entries):
         return
-    alike = _with_equal_ends(catalog.files, source)
+    groups = _with_equal_ends(catalog.files, source)
     located = (entry for entry in entries if chunks_of(entry).located)
-    files = _shards_by_file(located) if alike else {}
-    for names in alike:
-        first, *others = [name for name in names if name in files] or [""]
-        for other in others:
+    files = _shards_by_file(located) if groups else {}
+    for names in groups:
+        first, *rest = [name for name in names if name in files] or [""]
+        for other in rest:
             if (
                 _are_elsewhere(files[first], files[other])
                 and not all(_is_constant(*shard, source) for shard in files[first].values())
@@ -135,18 +135,18 @@ def copied_files(catalog: Catalog, source: Files) -> Iterator[Problem]:
 
 
 def _with_equal_ends(files: Iterable[str], source: Files) -> list[list[str]]:
-    """Return files of one size with the same first and last bytes, if there are two."""
-    sizes: dict[int, list[str]] = defaultdict(list)
+    """Return groups of two files and more that have the same size, first and last bytes."""
+    by_size: dict[int, list[str]] = defaultdict(list)
     for name in files:
         if name in source.files:  # other ranks' memory cannot be read
-            sizes[source.files[name]].append(name)
-    alike: dict[object, list[str]] = defaultdict(list)
-    for size, names in sizes.items():
+            by_size[source.files[name]].append(name)
+    by_ends: dict[object, list[str]] = defaultdict(list)
+    for size, names in by_size.items():
         nbytes = min(_SAMPLE, size)
         for name in names if len(names) > 1 and size else ():
             ends = (source.read(name, at, nbytes) for at in (0, size - nbytes))
-            alike[size, *ends].append(name)
-    return [names for names in alike.values() if len(names) > 1]
+            by_ends[size, *ends].append(name)
+    return [names for names in by_ends.values() if len(names) > 1]
 
 
 def _shards_by_file(entries: Iterable[TensorEntry]) -> dict[str, _Shards]:
@@ -171,8 +171,8 @@ def _is_constant(entry: TensorEntry, chunk: Chunk, source: Files) -> bool:
 
 def _are_elsewhere(one: _Shards, other: _Shards) -> bool:
     """Return whether two files hold shards of different places of each tensor that both hold."""
-    both = one.keys() & other.keys()
-    return bool(both) and all(one[name][1].box != other[name][1].box for name in both)
+    names = one.keys() & other.keys()
+    return bool(names) and all(one[name][1].box != other[name][1].box for name in names)
 
 
 def _are_equal(one: str, other: str, source: Files) -> bool:

@@ -31,16 +31,16 @@ _Sum = tuple[int, int]
 class RestRun(Struct, frozen=True):
     """Non-tensor bytes of a file, and small tensors between them.
 
-    ``made`` is what they should be; for a store, its digest. ``holes`` are the offsets and sizes of
-    the tensors, which count as zeros. ``sums`` are the offsets of tensors' checksums, and the part
-    of each. They are known once that is written, and count as zeros: all of one part must be the
-    same.
+    ``expected`` is what they should be; for a store, its digest. ``holes`` are the offsets and
+    sizes of the tensors, which count as zeros. ``sums`` are the offsets of tensors' checksums, with
+    the part of each. They are known once the part is written, and count as zeros: all of one part
+    must be the same.
     """
 
     file: str
     offset: int
     nbytes: int
-    made: bytes | bytearray
+    expected: bytes | bytearray
     sums: tuple[_Sum, ...]
     holes: tuple[tuple[int, int], ...]
 
@@ -159,8 +159,8 @@ class Rest:
             nbytes = part.nbytes
             if isinstance(part, Literal):
                 run.go_on_at(offset)
-                for at, back in part.patches:
-                    run.sums.append((offset + at, number - back))
+                for at, distance in part.patches:
+                    run.sums.append((offset + at, number - distance))
                 for at in range(0, nbytes, tile):
                     if len(run.data) >= tile:
                         yield self._run(run)
@@ -183,11 +183,11 @@ class Rest:
     def _run(self, rest: _Rest) -> RestRun:
         """Return the run that ends here; the next one begins there."""
         data, start, end = rest.data, rest.start, rest.end
-        made = _digest(data) if self._written.policy.by_request else data
-        sums = tuple([each for each in rest.sums if start - _SUM < each[0] < end])
-        run = RestRun(rest.file, start, len(data), made, sums, tuple(rest.holes))
+        expected = _digest(data) if self._written.policy.by_request else data
+        sums = tuple([place for place in rest.sums if start - _SUM < place[0] < end])
+        run = RestRun(rest.file, start, len(data), expected, sums, tuple(rest.holes))
         rest.start, rest.data, rest.holes = end, bytearray(), []
-        rest.sums = [each for each in rest.sums if each[0] + _SUM > end]
+        rest.sums = [place for place in rest.sums if place[0] + _SUM > end]
         return run
 
     def _job_of(self, one: RestRun | _Copy) -> PairJob:
@@ -204,7 +204,7 @@ class Rest:
         """
         for one in rest:
             try:
-                is_equal = self._is_as_made(one, readers)
+                is_equal = self._is_as_expected(one, readers)
             except _Unreadable as error:
                 self._problems.append(f"{one.file} cannot be read back: {error}")
                 return
@@ -216,16 +216,16 @@ class Rest:
     def _take_sums(self, run: RestRun, data: memoryview) -> None:
         """Note the checksums in a run, which may be truncated, and replace them with zeros.
 
-        Equal ones leave 0.
+        All checksums of one part are combined by XOR: an even number of equal ones leaves 0.
         """
         values: dict[int, int] = {}
         for at, number in run.sums:
             start = at - run.offset
             low = max(0, start)
-            found = data[low : start + _SUM]
-            value = int.from_bytes(found, "little") << 8 * (low - start)
+            view = data[low : start + _SUM]
+            value = int.from_bytes(view, "little") << 8 * (low - start)
             values[number] = values.get(number, 0) ^ value
-            found[:] = bytes(len(found))
+            view[:] = bytes(len(view))
         for number, value in values.items():
             if value:
                 with self._lock:
@@ -233,14 +233,14 @@ class Rest:
                     if value:
                         self._unequal[run.file, number] = value
 
-    def _is_as_made(self, one: RestRun | _Copy, readers: SideReaders) -> bool:
+    def _is_as_expected(self, one: RestRun | _Copy, readers: SideReaders) -> bool:
         if isinstance(one, RestRun):
             data = _read_back(readers, one.file, one.offset, one.nbytes)
             self._take_sums(one, data)
             for at, nbytes in one.holes:
                 low = at - one.offset
                 data[low : low + nbytes] = bytes(nbytes)
-            return one.made == (_digest(data) if self._written.policy.by_request else data)
+            return one.expected == (_digest(data) if self._written.policy.by_request else data)
         for run in one.runs:
             data = _read_back(readers, one.file, one.offset + run.offset, run.nbytes)
             if checksum(data) != run.checksum:

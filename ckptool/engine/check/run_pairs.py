@@ -35,20 +35,20 @@ def run_jobs(pairs: Iterable[TensorPair], sides: tuple[Files, Files]) -> Iterato
     if any(files.policy.by_request for files in sides):
         yield from pair_jobs(pairs)
         return
-    some, nbytes, chunks = list[TensorPair](), 0, 0
+    batch, nbytes, chunks = list[TensorPair](), 0, 0
     for pair in pairs:
         size = pair.one.elements * pair.one.source_dtype.itemsize
         if pair.boxes or not 0 < size <= _SMALL or not _is_unchanged(pair):
             yield from pair_jobs([pair])
             continue
-        some.append(pair)
+        batch.append(pair)
         nbytes += size
         chunks += max(len(pair.one.chunks), len(pair.other.chunks))
         if nbytes >= TILE or chunks >= _MOST:
-            yield Job(None, partial(_compare_small, some), nbytes=LARGE - 1)
-            some, nbytes, chunks = [], 0, 0
-    if some:
-        yield Job(None, partial(_compare_small, some), nbytes=LARGE - 1)
+            yield Job(None, partial(_compare_small, batch), nbytes=LARGE - 1)
+            batch, nbytes, chunks = [], 0, 0
+    if batch:
+        yield Job(None, partial(_compare_small, batch), nbytes=LARGE - 1)
 
 
 def _is_unchanged(pair: TensorPair) -> bool:
@@ -58,21 +58,21 @@ def _is_unchanged(pair: TensorPair) -> bool:
 
 
 def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterator[PairTile]:
-    """Compare pairs as runs of bytes, and those that differ, or are no such, as elements."""
-    found = [(pair, _rows(pair)) for pair in pairs]
-    left = [pair for pair, rows in found if rows is None]
-    both = [(pair, *rows) for pair, rows in found if rows is not None]
+    """Compare pairs as runs of bytes; those that differ, or are no runs, as elements."""
+    rows = [(pair, _rows(pair)) for pair in pairs]
+    rest = [pair for pair, sides in rows if sides is None]
+    runs = [(pair, *sides) for pair, sides in rows if sides is not None]
     try:
-        ones = iter(readers.one.read_close(run[:3] for _, one, _ in both for run in one))
-        others = iter(readers.other.read_close(run[:3] for _, _, other in both for run in other))
-        for pair, one, other in both:
-            bytes_of_one = b"".join(islice(ones, len(one)))
-            if bytes_of_one != b"".join(islice(others, len(other))):
-                left.append(pair)
+        data_of_one = iter(readers.one.read_close(run[:3] for _, one, _ in runs for run in one))
+        data = iter(readers.other.read_close(run[:3] for _, _, other in runs for run in other))
+        for pair, one, other in runs:
+            joined = b"".join(islice(data_of_one, len(one)))
+            if joined != b"".join(islice(data, len(other))):
+                rest.append(pair)
     except CkptoolError:
-        left = [*pairs]
-    yield PairTile(sum([pair.nbytes for pair in pairs]) - sum([pair.nbytes for pair in left]))
-    for pair in left:
+        rest = [*pairs]
+    yield PairTile(sum([pair.nbytes for pair in pairs]) - sum([pair.nbytes for pair in rest]))
+    for pair in rest:
         for boxes in tiles_of_jobs(pair):
             yield from read_both(pair, boxes, readers)
 

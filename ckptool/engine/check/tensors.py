@@ -17,11 +17,11 @@ from ckptool.engine.read.tiles import read_tiles
 
 
 class TensorComparison(Struct):
-    """What was found of pairs of tensors, by the first one's name, on any of several threads.
+    """The results of comparing pairs of tensors, by the first one's name; several threads add them.
 
-    Bits are compared, or numbers within a ``tolerance``. ``unreadable`` are those of which a side
-    cannot be read. ``ranges`` counts numbers that casts changed to infinity, or saturated: the same
-    on both sides.
+    Bits are compared, or numbers within a ``tolerance``. ``unreadable`` has the pairs of which a
+    side cannot be read. ``ranges`` counts numbers that casts changed to infinity, or saturated: the
+    same on both sides.
     """
 
     tolerance: Tolerance | None = None
@@ -44,8 +44,8 @@ class TensorComparison(Struct):
                 self.unreadable.setdefault(name, tile.failure)
         elif (difference := find_difference(tile, self.tolerance, self.ranges)) is not None:
             with self._lock:
-                known = self.differences.get(name)
-                self.differences[name] = known.plus(difference) if known else difference
+                total = self.differences.get(name)
+                self.differences[name] = total.plus(difference) if total else difference
 
 
 def compare(
@@ -61,7 +61,7 @@ def compare(
     any NaN equals any other. With one, NaN equals NaN. The chunks of every tensor must tile it
     exactly. Raises Unsupported if a cast needs torch and torch is missing.
     """
-    found = TensorComparison(tolerance)
+    comparison = TensorComparison(tolerance)
     source = PairSource(*reads)
-    read_tiles(source, run_jobs(pairs, source.sides), found.look, workers, progress)
-    return found
+    read_tiles(source, run_jobs(pairs, source.sides), comparison.look, workers, progress)
+    return comparison

@@ -56,21 +56,21 @@ def require_written(
         for entry in entries
         if (other := written.get(entry.name)) is not None
     ]
-    found = TensorComparison()
+    comparison = TensorComparison()
     beyond = RangeCheck()
     source = PairSource(TensorSource(sides[0], beyond), TensorSource(sides[1]))
     rest = Rest(layout.files, source.sides, sums)
     jobs = rest.jobs(proof_jobs(pairs, sums, source.sides, beyond))
-    read_tiles(source, jobs, found.look, *how)
-    unreadable = (pair.one.name for pair in pairs if pair.one.name in found.unreadable)
+    read_tiles(source, jobs, comparison.look, *how)
+    unreadable = (pair.one.name for pair in pairs if pair.one.name in comparison.unreadable)
     for name in unreadable:  # in the order of the tensors, not that of the threads
-        side, error = found.unreadable[name]
+        side, error = comparison.unreadable[name]
         if side == 1 and isinstance(error, SourceError | Changed):
             raise not_verified(f"{name} cannot be read back: {error.message}") from error
         raise error.within(sides[0].root) if isinstance(error, Changed) else error
-    differing = [pair for pair in pairs if pair.one.name in found.differences]
+    differing = [pair for pair in pairs if pair.one.name in comparison.differences]
     if differing:
-        first = differing_tensor(differing[0], found.differences[differing[0].one.name])
+        first = differing_tensor(differing[0], comparison.differences[differing[0].one.name])
         count = f"{len(differing):,} of {plural(len(pairs), 'tensor')}"
         raise not_verified(f"{count} differ between source (A) and output (B): {first.problem}")
     try:

@@ -84,15 +84,15 @@ class Step(Struct, frozen=True):
 
 
 class KeptChanges(threading.local):
-    """What a thread computed last, and how far the changes of that tensor are.
+    """The box that a thread computed last, and how far the changes of its tensor have been applied.
 
-    The next box mostly follows, or is the same again in another type.
+    The next box mostly follows it, or is the same box in another type.
     """
 
     owner: object = None
     changes: Sequence[Change] = ()
-    made: tuple[object, Box, Array] | None = None
-    """Whose box was made, and its bits."""
+    result: tuple[object, Box, Array] | None = None
+    """The last box: the ``ChangedBits`` that computed it, the box, its bits."""
 
 
 class ChangedBits:
@@ -103,8 +103,8 @@ class ChangedBits:
     have passed a box begin anew.
     """
 
-    def __init__(self, steps: Sequence[Step], kept: KeptChanges) -> None:
-        self._steps, self._kept = steps, kept
+    def __init__(self, steps: Sequence[Step], cache: KeptChanges) -> None:
+        self._steps, self._kept = steps, cache
         self._lock, self._is_checked = threading.Lock(), False
 
     @property
@@ -115,36 +115,36 @@ class ChangedBits:
     def __call__(self, gather: Gather, at: Computed, box: Box, dtype: DType) -> Array:
         """Compute a box of the changed tensor, as bits of a type."""
         self._require_recorded(gather, at)
-        made = self._kept.made
-        if made is None or made[:2] != (self, box):
-            made = self._kept.made = self, box, self._compute(gather, at, box)
-        return cast(made[2], at.stored[0].source_dtype, dtype)
+        result = self._kept.result
+        if result is None or result[:2] != (self, box):
+            result = self._kept.result = self, box, self._compute(gather, at, box)
+        return cast(result[2], at.stored[0].source_dtype, dtype)
 
     def _compute(self, gather: Gather, at: Computed, box: Box) -> Array:
         """Return the stored bits of a box of the changed tensor."""
         base = at.stored[0]
         bits: Array = gather(base, box)
-        made = np.empty_like(bits)
+        result = np.empty_like(bits)
         strides = row_major_strides(base.shape, bits.itemsize)
         memory: Array = np.empty(max(_SPAN, bits.itemsize), "u1")
         for tile, part in _tiles_around(box, base.shape, bits.itemsize):
             first = sum(i * stride for i, stride in zip(tile.lo, strides, strict=True))
             data = memory[: tile.volume * bits.itemsize]
             values = data.view(bits.dtype).reshape(tile.shape)
-            inside, own = part.relative_to(tile.lo), part.relative_to(box.lo)
-            part_of(values, inside)[...] = part_of(bits, own)
+            in_tile, in_box = part.relative_to(tile.lo), part.relative_to(box.lo)
+            part_of(values, in_tile)[...] = part_of(bits, in_box)
             for change in self._changes_from(first, at):
                 change.apply(gather, first, data)
-            part_of(made, own)[...] = part_of(values, inside)
-        return made
+            part_of(result, in_box)[...] = part_of(values, in_tile)
+        return result
 
     def _changes_from(self, first: int, at: Computed) -> Sequence[Change]:
         """Return the changes of the tensor, which have not passed its byte ``first``."""
-        kept = self._kept
-        if kept.owner is not self or any(change.reached > first for change in kept.changes):
-            kept.changes = ()  # two at once would take twice the memory
-            kept.owner, kept.changes = self, self._begin(at)
-        return kept.changes
+        cache = self._kept
+        if cache.owner is not self or any(change.reached > first for change in cache.changes):
+            cache.changes = ()  # two at once would take twice the memory
+            cache.owner, cache.changes = self, self._begin(at)
+        return cache.changes
 
     def _begin(self, at: Computed) -> list[Change]:
         base, *payloads = at.stored
@@ -173,9 +173,9 @@ class ChangedBits:
             first += data.size
         for step, change, hasher in zip(self._steps, changes, hashers, strict=True):
             change.finish(gather)
-            if (found := hasher.hexdigest()) != step.digest:
+            if (digest := hasher.hexdigest()) != step.digest:
                 raise Damaged(
-                    f"{step.what}: after it the tensor has {step.checksum} {found}, recorded"
+                    f"{step.what}: after it the tensor has {step.checksum} {digest}, recorded"
                     f" {step.digest}",
                     tensor=base.name,
                     hint="it was made on other weights than those that it is applied to, or is"

@@ -179,9 +179,9 @@ class OverwriteChange:
         steps = np.diff(at.astype("i8"), prepend=self._last)
         wrong = np.flatnonzero(steps <= 0)
         if wrong.size:
-            here = int(at[wrong[0]])
+            position = int(at[wrong[0]])
             raise Damaged(
-                f"{self._what}: position {here:,} is after {here - int(steps[wrong[0]]):,}:"
+                f"{self._what}: position {position:,} is after {position - int(steps[wrong[0]]):,}:"
                 " twice, or out of order"
             )
         if int(at[-1]) >= self._nbytes:

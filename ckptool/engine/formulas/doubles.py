@@ -23,10 +23,10 @@ def as_doubles(bits: Array, stored: DType) -> Array:
     return as_floats(bits, stored).astype("f8", copy=False)
 
 
-def from_doubles(numbers: Array, wanted: DType) -> Array:
+def from_doubles(numbers: Array, dtype: DType) -> Array:
     """Return a few floats of 64 bits as bits of a type, cast once, as torch casts.
 
     The bits may be the lower ones of larger words.
     """
     flat = np.ascontiguousarray(numbers).reshape(-1)
-    return cast_few(flat.view("u8"), DOUBLE, wanted).reshape(numbers.shape)
+    return cast_few(flat.view("u8"), DOUBLE, dtype).reshape(numbers.shape)

@@ -52,18 +52,18 @@ class LowRank(Struct, frozen=True):
         return result
 
     def numbers(
-        self, gather: Gather, at: Computed, box: Box, wanted: DType
+        self, gather: Gather, at: Computed, box: Box, dtype: DType
     ) -> Iterator[tuple[Inside, Array]]:
         """Yield the parts of a box, in one order, with the doubles of each."""
         weight = at.stored[0]
         bits = gather(weight, box)
         for index in np.ndindex(*box.shape[:-2]):
-            outer = tuple(map(add, box.lo, index))
-            for part, product in _products(gather, at, outer, box, is_exact=wanted.itemsize > 2):
+            matrix = tuple(map(add, box.lo, index))
+            for part, product in _products(gather, at, matrix, box, is_exact=dtype.itemsize > 2):
                 inside = (*index, *part)
-                own = as_doubles(bits[inside], weight.source_dtype)
+                weights = as_doubles(bits[inside], weight.source_dtype)
                 product *= self.scale
-                yield inside, np.add(own, product, out=product)
+                yield inside, np.add(weights, product, out=product)
 
 
 class Magnitudes(Struct, frozen=True):
@@ -88,26 +88,26 @@ class Magnitudes(Struct, frozen=True):
                 result[inside] = from_doubles(factors[inside[0], None] * numbers, dtype)
         return result
 
-    def _lengths_of(self, gather: Gather, at: Computed, box: Box, wanted: DType) -> Array:
+    def _lengths_of(self, gather: Gather, at: Computed, box: Box, dtype: DType) -> Array:
         """Return the lengths of some rows."""
         height, (most, columns) = rows_of_cell(at.stored[1].shape[-1]), at.part.shape
         (start,), (stop,) = box
         first, last = _aligned(start, stop, height, most)
-        tops, size = range(first, last, height), wanted.itemsize
+        tops, size = range(first, last, height), dtype.itemsize
         step = max(1, _WHOLE_ROWS // (height * columns))
-        for some in (tops[n : n + step] for n in range(0, len(tops), step)):
-            if any((top, size) not in self.lengths for top in some):
-                rows = Box((some[0], 0), (min(some[-1] + height, most), columns))
-                lengths = self._compute_lengths(gather, at, rows, wanted)
-                for top in some:
-                    self.lengths[top, size] = lengths[top - some[0] :][:height]
-        known = np.concatenate([self.lengths[top, size] for top in tops])
-        return known[start - first : stop - first]
+        for cells in (tops[n : n + step] for n in range(0, len(tops), step)):
+            if any((top, size) not in self.lengths for top in cells):
+                rows = Box((cells[0], 0), (min(cells[-1] + height, most), columns))
+                lengths = self._compute_lengths(gather, at, rows, dtype)
+                for top in cells:
+                    self.lengths[top, size] = lengths[top - cells[0] :][:height]
+        result = np.concatenate([self.lengths[top, size] for top in tops])
+        return result[start - first : stop - first]
 
-    def _compute_lengths(self, gather: Gather, at: Computed, rows: Box, wanted: DType) -> Array:
+    def _compute_lengths(self, gather: Gather, at: Computed, rows: Box, dtype: DType) -> Array:
         """Return the lengths of whole rows."""
         squares = np.zeros(rows.shape[0])
-        for inside, numbers in self.sums.numbers(gather, at, rows, wanted):
+        for inside, numbers in self.sums.numbers(gather, at, rows, dtype):
             squares[inside[0]] += np.square(numbers).sum(axis=1)
         return np.sqrt(squares)
 
@@ -115,12 +115,12 @@ class Magnitudes(Struct, frozen=True):
 def low_rank_reads(at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:
     """Yield that a box of a sum is computed of the same box, its rows of B and its columns of A."""
     weight, left, right = at.stored[:3]
-    height, outer = rows_of_cell(left.shape[-1]), (box.lo[:-2], box.hi[:-2])
+    height, matrices = rows_of_cell(left.shape[-1]), (box.lo[:-2], box.hi[:-2])
     rows = _aligned(box.lo[-2], box.hi[-2], height, weight.shape[-2])
     columns = _aligned(box.lo[-1], box.hi[-1], columns_of_band(left.shape[-1]), weight.shape[-1])
     yield weight, box
-    yield left, Box((*outer[0], rows[0], 0), (*outer[1], rows[1], left.shape[-1]))
-    yield right, Box((*outer[0], 0, columns[0]), (*outer[1], right.shape[-2], columns[1]))
+    yield left, Box((*matrices[0], rows[0], 0), (*matrices[1], rows[1], left.shape[-1]))
+    yield right, Box((*matrices[0], 0, columns[0]), (*matrices[1], right.shape[-2], columns[1]))
 
 
 def magnitude_reads(at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:
@@ -153,7 +153,7 @@ def columns_of_band(rank: int) -> int:
 
 
 def _products(
-    gather: Gather, at: Computed, outer: tuple[int, ...], box: Box, *, is_exact: bool
+    gather: Gather, at: Computed, matrix: tuple[int, ...], box: Box, *, is_exact: bool
 ) -> Iterator[tuple[tuple[slice, slice], Array]]:
     """Yield the parts that a box has of one matrix, with their products, in bands of columns."""
     factor = split if is_exact else _whole
@@ -163,7 +163,7 @@ def _products(
     top, bottom = _aligned(box.lo[-2], box.hi[-2], height, most_rows)
 
     def rows_of(first: int, last: int) -> Array:
-        bits: Array = gather(left, _within(outer, (first, 0), (last, rank)))
+        bits: Array = gather(left, _within(matrix, (first, 0), (last, rank)))
         return bits.reshape(last - first, rank)
 
     is_small = (bottom - top) * rank <= _WHOLE_ROWS
@@ -171,7 +171,7 @@ def _products(
     for start in range(box.lo[-1] // width * width, box.hi[-1], width):
         stop = min(start + width, most_columns)
         columns, own_columns = _common(start, stop, box.lo[-1], box.hi[-1])
-        bits = gather(right, _within(outer, (0, start), (rank, stop))).reshape(rank, stop - start)
+        bits = gather(right, _within(matrix, (0, start), (rank, stop))).reshape(rank, stop - start)
         of_cells = factor(_in_cells(as_doubles(bits, right.source_dtype), cell), 1)
         most = height if is_exact else _PART // max(len(of_cells.high) * cell, rank)
         for row, count in _rows_at_once(top, bottom, height, most):
@@ -210,9 +210,9 @@ def _whole(matrix: Array, rank_dim: int) -> Factor:
     return Factor(matrix)
 
 
-def _within(outer: tuple[int, ...], low: tuple[int, int], high: tuple[int, int]) -> Box:
-    """Return the box of a part of one matrix, which may be one of several along a first dim."""
-    return Box((*outer, *low), (*(n + 1 for n in outer), *high))
+def _within(matrix: tuple[int, ...], low: tuple[int, int], high: tuple[int, int]) -> Box:
+    """Return the box of a part of one matrix; ``matrix`` is its index if there are several."""
+    return Box((*matrix, *low), (*(n + 1 for n in matrix), *high))
 
 
 def _aligned(start: int, stop: int, step: int, most: int) -> tuple[int, int]:

@@ -65,13 +65,13 @@ class MoreRows:
     def __call__(self, gather: Gather, at: Computed, box: Box, dtype: DType) -> Array:
         """Compute a box of all rows, as bits of a type."""
         base = at.stored[0]
-        made: Array = np.empty(box.shape, unit(dtype.itemsize))
-        kept = _rows_of(base, box)
-        if kept.volume:
-            made[: kept.shape[0]] = cast(gather(base, kept), base.source_dtype, dtype)
+        result: Array = np.empty(box.shape, unit(dtype.itemsize))
+        base_box = _rows_of(base, box)
+        if base_box.volume:
+            result[: base_box.shape[0]] = cast(gather(base, base_box), base.source_dtype, dtype)
         if box.hi[0] > base.shape[0]:
-            made[kept.shape[0] :] = self._new_row(gather, base, box, dtype)
-        return made
+            result[base_box.shape[0] :] = self._new_row(gather, base, box, dtype)
+        return result
 
     def reads(self, at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:
         """Yield which of the rows there are a box is computed of."""

@@ -43,24 +43,24 @@ class WeightedSum(Struct, frozen=True):
     def __call__(self, gather: Gather, at: Computed, box: Box, dtype: DType) -> Array:
         """Compute a box of the sum, as bits of a type, a part of it at a time."""
         result: Array = np.empty(box.volume, unit(dtype.itemsize))
-        left = result.view(f"u{dtype.part.itemsize}")
+        rest = result.view(f"u{dtype.part.itemsize}")
         for part in tiles(box, sum(entry.source_dtype.itemsize for entry in at.stored), _MOST):
             terms = [_numbers_of(entry, gather(entry, part)) for entry in at.stored]
             count = terms[0][0].size
-            made, left = left[:count], left[count:]
+            out, rest = rest[:count], rest[count:]
             for piece in pieces(count):
-                few = [(bits[piece], stored) for bits, stored in terms]
-                self._sum(few, made[piece], dtype.part)
+                piece_terms = [(bits[piece], stored) for bits, stored in terms]
+                self._sum(piece_terms, out[piece], dtype.part)
         return result
 
-    def _sum(self, terms: Terms, made: Array, wanted: DType) -> None:
+    def _sum(self, terms: Terms, out: Array, dtype: DType) -> None:
         """Fill an array with the sum of some numbers, cast once."""
         with np.errstate(all="ignore"):  # what is not finite stays so
-            if self._is_rounded_once and all(t.itemsize <= 4 for t in (wanted, *_types(terms))):
-                made[...] = cast_few(self._total(terms, "f4").view("u4"), SINGLE, wanted)
-                if not may_have_lost(made, wanted):
+            if self._is_rounded_once and all(t.itemsize <= 4 for t in (dtype, *_types(terms))):
+                out[...] = cast_few(self._total(terms, "f4").view("u4"), SINGLE, dtype)
+                if not may_have_lost(out, dtype):
                     return
-            made[...] = from_doubles(self._total(terms, "f8"), wanted)
+            out[...] = from_doubles(self._total(terms, "f8"), dtype)
 
     @property
     def _is_rounded_once(self) -> bool:

@@ -27,11 +27,11 @@ def open_chunk(chunk: Chunk) -> Chunk:
     return chunk if at is chunk.at else replace(chunk, at=at)
 
 
-def opened(found: Sequence[Overlap]) -> Sequence[Overlap]:
-    """Return parts of chunks whose elements can be read."""
-    if not any(isinstance(each.chunk.at, Container) for each in found):
-        return found
-    return [each._replace(chunk=open_chunk(each.chunk)) for each in found]
+def open_overlaps(overlaps: Sequence[Overlap]) -> Sequence[Overlap]:
+    """Return the same overlaps, of chunks whose elements can be read."""
+    if not any(isinstance(overlap.chunk.at, Container) for overlap in overlaps):
+        return overlaps
+    return [overlap._replace(chunk=open_chunk(overlap.chunk)) for overlap in overlaps]
 
 
 def likely_place(at: Place, itemsize: int) -> Place:

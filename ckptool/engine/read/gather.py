@@ -26,7 +26,7 @@ from ckptool.core.planning.groups import Tile
 from ckptool.core.sharding.index import ChunkIndex, Overlap
 from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.computed import fill_computed, tensors_behind
-from ckptool.engine.read.containers import opened
+from ckptool.engine.read.containers import open_overlaps
 from ckptool.engine.read.kept import Blobs, Windows
 from ckptool.engine.read.numbers import part_of
 from ckptool.engine.read.range_check import RangeCheck
@@ -98,13 +98,13 @@ def cut(values: Array, tile: Tile, buffer: memoryview) -> memoryview:
 
 
 def stacked(
-    tensors: Sequence[Sequence[memoryview]], boxes: Sequence[Box], like: TensorEntry
+    tensors: Sequence[Sequence[memoryview]], boxes: Sequence[Box], entry: TensorEntry
 ) -> Array:
     """Return an array of tensors, along its first dim, from the bytes of each of their boxes."""
-    whole = array((len(tensors), *like.shape), like.dtype, memoryview(b""))
-    for box, each in zip(boxes, zip(*tensors, strict=True), strict=True):
+    whole = array((len(tensors), *entry.shape), entry.dtype, memoryview(b""))
+    for box, pieces in zip(boxes, zip(*tensors, strict=True), strict=True):
         part = part_of(whole, box)
-        part[...] = np.frombuffer(b"".join(each), whole.dtype).reshape(part.shape)
+        part[...] = np.frombuffer(b"".join(pieces), whole.dtype).reshape(part.shape)
     return whole
 
 
@@ -126,12 +126,12 @@ class Gatherer:
         self._windows = Windows()
 
     def find(self, entry: TensorEntry, box: Box) -> Sequence[Overlap]:
-        """Return what the chunks of a tensor have of a box, opened."""
-        return opened(list(self._index(entry).find(box)))
+        """Return the parts of a box that a tensor's chunks hold; opens the chunks."""
+        return open_overlaps(list(self._index(entry).find(box)))
 
-    def fill(self, values: Array, entry: TensorEntry, found: Iterable[Overlap]) -> None:
-        """Copy what chunks have of some elements, as stored, into an array of these."""
-        for chunk, _, local, where in found:
+    def fill(self, values: Array, entry: TensorEntry, overlaps: Iterable[Overlap]) -> None:
+        """Copy the elements that chunks hold, as stored, into an array of a tensor's box."""
+        for chunk, _, local, where in overlaps:
             view = values if where.shape == values.shape else part_of(values, where)
             self.fill_from(chunk.at, view, local, entry.source_dtype, entry)
             if self._beyond is not None and isinstance(chunk.at, Computed):
@@ -196,10 +196,10 @@ class Gatherer:
     def convert(self, entry: TensorEntry, stored: Array) -> Array:
         """Return elements of a tensor in the type that a rewrite requests, given as stored."""
         types = entry.source_dtype, entry.dtype
-        made = cast(stored, *types)
+        result = cast(stored, *types)
         if self._beyond is not None and types[0] != types[1]:
-            self._beyond.note(entry.name, stored, types[0], made, types[1])
-        return made
+            self._beyond.note(entry.name, stored, types[0], result, types[1])
+        return result
 
     def gather_into(self, values: Array, entry: TensorEntry, box: Box) -> None:
         """Read the same as ``gather`` into an array of the box's shape."""
@@ -217,13 +217,13 @@ class Gatherer:
             self._windows.read_by_turns(len(entries))
 
     def _count_computed(
-        self, beyond: RangeCheck, entry: TensorEntry, at: Computed, made: tuple[Array, Box]
+        self, beyond: RangeCheck, entry: TensorEntry, at: Computed, part: tuple[Array, Box]
     ) -> None:
         """Count the computed numbers that exceed the range of their type; complex ones by parts.
 
         They are computed again, in the widest type, a part of the box at a time.
         """
-        (values, local), is_complex = made, entry.source_dtype.kind == "complex"
+        (values, local), is_complex = part, entry.source_dtype.kind == "complex"
         dtype, wide = entry.source_dtype.part, widest_type(at)
         pair = BY_NAME["complex128"] if is_complex else wide
         if dtype.kind != "float" or not may_have_lost(_as_floats(values, dtype), dtype):
@@ -252,16 +252,16 @@ class Gatherer:
             self._reader.note(at.record, start, data)
 
     def _index(self, entry: TensorEntry) -> ChunkIndex:
-        """Return the index of a tensor's chunks; those of the last few tensors are kept.
+        """Return the index of a tensor's chunks.
 
-        Also those of all that are read by turns.
+        The indexes of the last few tensors are kept, and those of all that are read by turns.
         """
-        known = self._indexes.get(id(entry))
-        if known is None:
-            others = _FEW - 1 + len(self._by_turns)
-            self._indexes = dict(list(self._indexes.items())[-others:])
-            known = self._indexes[id(entry)] = (entry, ChunkIndex(entry))
-        return known[1]
+        item = self._indexes.get(id(entry))
+        if item is None:
+            count = _FEW - 1 + len(self._by_turns)
+            self._indexes = dict(list(self._indexes.items())[-count:])
+            item = self._indexes[id(entry)] = (entry, ChunkIndex(entry))
+        return item[1]
 
     def _read_strided(self, out: Array, file: str, start: int, strides: tuple[int, ...]) -> None:
         """Read elements that are strided in a file, in the file's order, directly if possible."""

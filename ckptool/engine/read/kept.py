@@ -32,17 +32,17 @@ class Blobs:
     def read_by_turns(self, entries: Iterable[TensorEntry]) -> None:
         """Keep a blob of each of some tensors from now on, and none of others."""
         self._by_turns = frozenset(map(id, entries))
-        self._kept = {key: kept for key, kept in self._kept.items() if key in self._by_turns}
+        self._kept = {key: blob for key, blob in self._kept.items() if key in self._by_turns}
 
     def decoded(self, at: EncodedBlob, entry: TensorEntry | None) -> Bytes:
-        """Return the decoded bytes of a blob of a tensor; Damaged if they are not what they were.
+        """Return the decoded bytes of a tensor's blob; Damaged if they are not as written.
 
-        What would take their place is forgotten before they are read.
+        The bytes whose place they take are dropped before they are read.
         """
         key = id(entry)
         if key not in self._kept or self._kept[key][0] != at:
-            kept = self._kept if key in self._by_turns else {}
-            self._kept = {other: each for other, each in kept.items() if other != key}
+            blobs = self._kept if key in self._by_turns else {}
+            self._kept = {other: blob for other, blob in blobs.items() if other != key}
             self._kept[key] = at, self._decode(at)
         return self._kept[key][1]
 
@@ -88,14 +88,14 @@ class Windows:
         dim = _cut_dim(entry, box)
         if dim is None:
             return read(entry, box)
-        kept = self._kept.get(id(entry))
-        if kept is None or not kept[1].contains(box):
-            wide = box if kept is None else _widened(entry, box, dim, SPAN // self._most)
-            others = [item for item in self._kept.values() if item[0] is not entry]
-            kept = entry, wide, read(entry, wide)
-            self._kept = {id(item[0]): item for item in (*others[1 - self._most :], kept)}
-        where = box.relative_to(kept[1].lo)
-        return np.ascontiguousarray(part_of(kept[2], where))
+        window = self._kept.get(id(entry))
+        if window is None or not window[1].contains(box):
+            wide = box if window is None else _widened(entry, box, dim, SPAN // self._most)
+            windows = [item for item in self._kept.values() if item[0] is not entry]
+            window = entry, wide, read(entry, wide)
+            self._kept = {id(item[0]): item for item in (*windows[1 - self._most :], window)}
+        where = box.relative_to(window[1].lo)
+        return np.ascontiguousarray(part_of(window[2], where))
 
 
 def _cut_dim(entry: TensorEntry, box: Box) -> int | None:
@@ -107,6 +107,6 @@ def _cut_dim(entry: TensorEntry, box: Box) -> int | None:
 
 def _widened(entry: TensorEntry, box: Box, dim: int, most: int) -> Box:
     """Return a box that goes on along a dim until it has so many bytes."""
-    each = box.volume // max(1, box.shape[dim]) * entry.source_dtype.itemsize
-    stop = max(box.hi[dim], box.lo[dim] + most // max(1, each))
+    nbytes = box.volume // max(1, box.shape[dim]) * entry.source_dtype.itemsize
+    stop = max(box.hi[dim], box.lo[dim] + most // max(1, nbytes))
     return Box(box.lo, (*box.hi[:dim], min(stop, entry.shape[dim]), *box.hi[dim + 1 :]))

@@ -18,7 +18,7 @@ from ckptool.core.planning.groups import Tile, are_small
 from ckptool.core.sharding.index import Overlap
 from ckptool.engine.checksum import RecordCheck, crc32, crc32_combine
 from ckptool.engine.read.byte_reader import join
-from ckptool.engine.read.containers import open_chunk, opened
+from ckptool.engine.read.containers import open_chunk, open_overlaps
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.segments import Segment, segments_of, segments_of_tensor, tile_needs
 from ckptool.engine.read.sums import ReadSums
@@ -84,15 +84,15 @@ class PlanReader(TensorReader):
                 yield PlannedPiece(tile, 0, data, crc32(data))
             return
         for tile in tiles:
-            entry, found = tile.entry, opened(tile.sources)
+            entry, overlaps = tile.entry, open_overlaps(tile.sources)
             segments = None
             if entry.source_dtype == entry.dtype:
-                segments = segments_of(found, tile.shape, entry.dtype.itemsize)
+                segments = segments_of(overlaps, tile.shape, entry.dtype.itemsize)
             if segments is None:
-                data = self._data(tile, found)
+                data = self._data(tile, overlaps)
                 yield PlannedPiece(tile, 0, data, crc32(data))
                 continue
-            self._touch(entry, found)
+            self._touch(entry, overlaps)
             for segment in segments:
                 yield from self._copy(tile, segment)
 
@@ -100,17 +100,17 @@ class PlanReader(TensorReader):
         """Return the bytes of a tile in the form to be written, valid until the next call."""
         if tile.band is not None:
             return next(self._cut([tile], tile.band))[1]
-        return self._data(tile, opened(tile.sources))
+        return self._data(tile, open_overlaps(tile.sources))
 
     def _cut(self, tiles: Sequence[Tile], band: Box) -> Iterator[tuple[Tile, memoryview]]:
         """Read a band of a tensor, and cut tiles from it, each valid until the next."""
         from ckptool.engine.read.gather import cut
 
         entry = tiles[0].entry
-        found = self.elements.find(entry, band)
-        if sum(each.box.volume for each in found) != band.volume:
+        overlaps = self.elements.find(entry, band)
+        if sum(overlap.box.volume for overlap in overlaps) != band.volume:
             raise Damaged(f"{entry.name}: {band} is not covered")
-        values = self._gather(entry, band.shape, found)
+        values = self._gather(entry, band.shape, overlaps)
         self._note_made(entry, [(band, values)])
         for tile in tiles:
             yield tile, cut(values, tile, self._tile_memory(tile.nbytes))
@@ -118,30 +118,30 @@ class PlanReader(TensorReader):
     def _small(self, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, memoryview]]:
         """Read small tensors, and cut tiles from each, each valid until the next.
 
-        Those that are stored as rows of the type to be written are read together, and cut together
-        if their tiles are the same parts of them.
+        Tensors that are stored as rows of the type to be written are read together, and cut
+        together if their tiles are the same parts of them.
         """
-        straight, others = list[tuple[list[Tile], list[Segment]]](), list[list[Tile]]()
-        for some in (list(of_one) for _, of_one in groupby(tiles, _NAME_OF)):
-            entry = some[0].entry
+        straight, scattered = list[tuple[list[Tile], list[Segment]]](), list[list[Tile]]()
+        for group in (list(of_one) for _, of_one in groupby(tiles, _NAME_OF)):
+            entry = group[0].entry
             rows = segments_of_tensor(entry) if entry.source_dtype is entry.dtype else None
             if rows is None:
-                others.append(some)
+                scattered.append(group)
             else:
-                straight.append((some, rows))
+                straight.append((group, rows))
         read = iter(self.read_close(row[:3] for _, rows in straight for row in rows))
-        alike = dict[object, list[tuple[list[Tile], memoryview]]]()
-        for some, rows in straight:
-            entry, parts = some[0].entry, [*islice(read, len(rows))]
+        by_kind = dict[object, list[tuple[list[Tile], memoryview]]]()
+        for group, rows in straight:
+            entry, parts = group[0].entry, [*islice(read, len(rows))]
             for (_, offset, _, record, _), data in zip(rows, parts, strict=True):
                 if record is not None:
                     self._records.read(record, entry.name, offset, data)
-            kind = entry.shape, entry.dtype.name, *(id(tile.pieces) for tile in some)
-            alike.setdefault(kind, []).append((some, join(parts)))
-        found = chain.from_iterable(map(_cut_alike, alike.values()))
-        yield from sorted(found, key=lambda each: (each[0].file, each[0].part))
-        for some in others:
-            yield from self._cut(some, Box.whole(some[0].entry.shape))
+            kind = entry.shape, entry.dtype.name, *(id(tile.pieces) for tile in group)
+            by_kind.setdefault(kind, []).append((group, join(parts)))
+        pieces = chain.from_iterable(map(_cut_alike, by_kind.values()))
+        yield from sorted(pieces, key=lambda piece: (piece[0].file, piece[0].part))
+        for group in scattered:
+            yield from self._cut(group, Box.whole(group[0].entry.shape))
 
     def _tile_memory(self, nbytes: int) -> memoryview:
         """Return memory for a tile, which the next call may return again."""
@@ -149,10 +149,10 @@ class PlanReader(TensorReader):
             self._tile = memoryview(bytearray(nbytes))
         return self._tile
 
-    def _touch(self, entry: TensorEntry, found: Iterable[Overlap]) -> None:
-        """Note the records of what chunks of a tensor, which are open, have of something."""
-        for each in found:
-            touch(self._records, entry, each.chunk)
+    def _touch(self, entry: TensorEntry, overlaps: Iterable[Overlap]) -> None:
+        """Note the records that a tensor's opened chunks are made from."""
+        for overlap in overlaps:
+            touch(self._records, entry, overlap.chunk)
 
     def _copy(self, tile: Tile, segment: Segment) -> Iterator[PlannedPiece]:
         """Read a segment in pieces that fit the processor's cache."""
@@ -168,25 +168,26 @@ class PlanReader(TensorReader):
         if record is not None:
             self._records.piece(record, offset, nbytes, total)
 
-    def _data(self, tile: Tile, found: Sequence[Overlap]) -> memoryview:
+    def _data(self, tile: Tile, overlaps: Sequence[Overlap]) -> memoryview:
         """Return the bytes of a tile in the form to be written."""
         from ckptool.engine.read.gather import raw
         from ckptool.engine.read.numbers import part_of
 
-        made = self._gather(tile.entry, tile.shape, found)
-        self._note_made(tile.entry, ((each.box, part_of(made, each.where)) for each in found))
-        return raw(made)
+        values = self._gather(tile.entry, tile.shape, overlaps)
+        boxes = ((overlap.box, part_of(values, overlap.where)) for overlap in overlaps)
+        self._note_made(tile.entry, boxes)
+        return raw(values)
 
     def _gather(
-        self, entry: TensorEntry, shape: tuple[int, ...], found: Sequence[Overlap]
+        self, entry: TensorEntry, shape: tuple[int, ...], overlaps: Sequence[Overlap]
     ) -> Array:
-        """Return an array of what chunks have of it, in the type to be written."""
+        """Return an array of the elements that chunks hold, in the type to be written."""
         from ckptool.engine.read.gather import array
 
-        self._touch(entry, found)
+        self._touch(entry, overlaps)
         stored = entry.source_dtype
         values = array(shape, stored, self.memory(math.prod(shape) * stored.itemsize))
-        self.elements.fill(values, entry, found)
+        self.elements.fill(values, entry, overlaps)
         return self.elements.convert(entry, values)
 
     def _note_made(self, entry: TensorEntry, boxes: Iterable[tuple[Box, Array]]) -> None:
@@ -197,10 +198,10 @@ class PlanReader(TensorReader):
             return
         from ckptool.engine.read.gather import bits_of
 
-        lost = self._beyond.take()
+        losses = self._beyond.take()
         for box, values in boxes:
-            self._sums.note_made(entry.name, box, bits_of(values), lost)
-            lost = ()
+            self._sums.note_made(entry.name, box, bits_of(values), losses)
+            losses = ()
 
 
 def _cut_alike(

@@ -21,22 +21,22 @@ class RangeCheck:
         self._lock = threading.Lock()
         self.counts: RangeCounts = Counter()
 
-    def note(self, name: str, values: Array, stored: DType, made: Array, wanted: DType) -> None:
-        """Count those of one tensor in some values, as stored and as cast."""
+    def note(self, name: str, values: Array, stored: DType, result: Array, target: DType) -> None:
+        """Count the numbers of a tensor that a cast lost, given values as stored and as cast."""
         from ckptool.engine.read.rounding import count_lost
 
-        count, became = count_lost(values, stored, made, wanted)
+        count, outcome = count_lost(values, stored, result, target)
         if count:
-            self.add(name, wanted, [(became, count)])
+            self.add(name, target, [(outcome, count)])
 
-    def add(self, name: str, wanted: DType, lost: Iterable[tuple[str, int]]) -> None:
-        """Count what was counted before."""
+    def add(self, name: str, target: DType, losses: Iterable[tuple[str, int]]) -> None:
+        """Add numbers that were counted before: what they became, and how many."""
         with self._lock:
-            for became, count in lost:
-                self.counts[name, wanted.name, became] += count
+            for outcome, count in losses:
+                self.counts[name, target.name, outcome] += count
 
     def take(self) -> tuple[tuple[str, int], ...]:
-        """Return what was counted of a tensor, and begin again."""
-        lost = tuple((became, count) for (_, _, became), count in self.counts.items())
+        """Return the losses counted since the last call, all of one tensor, and begin again."""
+        losses = tuple((outcome, count) for (_, _, outcome), count in self.counts.items())
         self.counts.clear()
-        return lost
+        return losses

@@ -28,18 +28,18 @@ _LEAST_HALF, _BEYOND_HALF = np.uint32(113 << 23), np.uint32(143 << 23)
 """The smallest normal half, and the smallest number whose exponent exceeds those of halves."""
 
 
-def cast(values: Array, stored: DType, wanted: DType) -> Array:
+def cast(values: Array, stored: DType, target: DType) -> Array:
     """Return the numbers in another element type, rounded to nearest even as torch does.
 
     ``values`` are stored bits of any shape, and so is the result. Raises Unsupported if only torch
     can, and torch is missing.
     """
-    if stored == wanted:
+    if stored == target:
         return values
     flat = np.ascontiguousarray(values).reshape(-1)
-    result: Array = np.empty(flat.size, f"u{wanted.itemsize}")
+    result: Array = np.empty(flat.size, f"u{target.itemsize}")
     for piece in pieces(flat.size):
-        result[piece] = cast_few(flat[piece], stored, wanted)
+        result[piece] = cast_few(flat[piece], stored, target)
     return result.reshape(values.shape)
 
 
@@ -48,49 +48,48 @@ def pieces(count: int) -> Iterator[slice]:
     return (slice(start, start + _PIECE) for start in range(0, count, _PIECE))
 
 
-def cast_few(flat: Array, stored: DType, wanted: DType) -> Array:
-    """Return the same as ``cast`` of no more numbers than are computed at a time.
+def cast_few(flat: Array, stored: DType, target: DType) -> Array:
+    """Cast as ``cast`` does, but no more numbers than are computed at a time.
 
     The bits may be the lower ones of larger words, without a copy: to assign them cuts these.
     """
-    if stored == wanted:
+    if stored == target:
         return flat
-    if needs_torch(stored, wanted):
-        return _cast_by_torch(flat, stored, wanted)
+    if needs_torch(stored, target):
+        return _cast_by_torch(flat, stored, target)
     with np.errstate(all="ignore"):
-        if stored.itemsize == 2 and "float16" in (stored.name, wanted.name):
-            every = _every_cast(stored.name, wanted.name)
+        if stored.itemsize == 2 and "float16" in (stored.name, target.name):
+            every = _every_cast(stored.name, target.name)
             return every.take(flat.astype(np.intp))  # faster than by 16 bits
-        return _round(flat, stored.name, wanted.name)
+        return _round(flat, stored.name, target.name)
 
 
-def may_have_lost(made: Array, wanted: DType) -> bool:
+def may_have_lost(values: Array, dtype: DType) -> bool:
     """Return whether some values are what numbers beyond the range of their type become."""
-    flat, limit = made.reshape(-1), _least_limit(wanted)
+    flat, limit = values.reshape(-1), _least_limit(dtype)
     if limit is None or not flat.size:
-        return bool(_is_limit(flat, wanted).any())
-    lowest = limit | 1 << (8 * wanted.itemsize - 1)
-    signed = flat.view(f"i{wanted.itemsize}")
+        return bool(_is_limit(flat, dtype).any())
+    lowest = limit | 1 << (8 * dtype.itemsize - 1)
+    signed = flat.view(f"i{dtype.itemsize}")
     return bool(flat.max() >= lowest or signed.max() >= limit)  # negative codes are the largest
 
 
-def count_lost(values: Array, stored: DType, made: Array, wanted: DType) -> tuple[int, str]:
-    """Return how many values, as stored and as cast, were beyond the type's range.
+def count_lost(values: Array, stored: DType, result: Array, target: DType) -> tuple[int, str]:
+    """Return how many values, as stored and as cast, were beyond the type's range, and the outcome.
 
-    And what these became. A number that is stored as non-finite does not count, unless it becomes
-    finite.
+    A number that is stored as non-finite does not count, unless it becomes finite.
     """
-    if not may_have_lost(made, wanted):
+    if not may_have_lost(result, target):
         return 0, ""
-    limits = _is_limit(made.reshape(-1), wanted)
-    before, after = values.reshape(-1)[limits], made.reshape(-1)[limits]
-    lost = is_finite(before, stored)
-    if wanted.name == SATURATES:
-        lost = _is_beyond(before, stored) & (lost | is_finite(after, wanted))
-    if not lost.any():
+    limits = _is_limit(result.reshape(-1), target)
+    before, after = values.reshape(-1)[limits], result.reshape(-1)[limits]
+    is_lost = is_finite(before, stored)
+    if target.name == SATURATES:
+        is_lost = _is_beyond(before, stored) & (is_lost | is_finite(after, target))
+    if not is_lost.any():
         return 0, ""
-    numbers = wanted.name == SATURATES and bool(is_finite(after[lost], wanted).any())
-    return int(np.count_nonzero(lost)), "its largest" if numbers else beyond(wanted.name)
+    numbers = target.name == SATURATES and bool(is_finite(after[is_lost], target).any())
+    return int(np.count_nonzero(is_lost)), "its largest" if numbers else beyond(target.name)
 
 
 def _is_limit(bits: Array, dtype: DType) -> Array:
@@ -102,7 +101,7 @@ def _is_limit(bits: Array, dtype: DType) -> Array:
 
 
 def _least_limit(dtype: DType) -> int | None:
-    """Return the least positive code of such a value; None if it is one code, whatever its sign."""
+    """Return the least positive code that is a limit; None if it is one code, whatever its sign."""
     special = dtype.first_special
     return special - (dtype.name == SATURATES) if special else None
 
@@ -115,12 +114,12 @@ def _is_beyond(bits: Array, dtype: DType) -> Array:
 
 
 @lru_cache
-def _every_cast(stored: str, wanted: str) -> Array:
+def _every_cast(stored: str, target: str) -> Array:
     """Return what each of the 65,536 floats of 16 bits becomes."""
-    return _round(np.arange(1 << 16, dtype=np.uint16), stored, wanted)
+    return _round(np.arange(1 << 16, dtype=np.uint16), stored, target)
 
 
-def _round(bits: Array, stored: str, wanted: str) -> Array:
+def _round(bits: Array, stored: str, target: str) -> Array:
     """Return the bits in the other, different type; every cast goes through float32."""
     if stored == "float64":
         single = bits.view(np.float64).astype(np.float32).view(np.uint32)
@@ -131,11 +130,11 @@ def _round(bits: Array, stored: str, wanted: str) -> Array:
         single[_is_nan(single)] |= _QUIET
     else:
         single = bits.view(np.uint32)
-    if wanted == "float64":
+    if target == "float64":
         return single.view(np.float32).astype(np.float64).view(np.uint64)
-    if wanted == "bfloat16":
+    if target == "bfloat16":
         return _to_bfloat16(single, _NAN_OF_HALF if stored == "float16" else _NAN)
-    return _to_half(single) if wanted == "float16" else single
+    return _to_half(single) if target == "float16" else single
 
 
 def _to_bfloat16(single: Array, quiet: int) -> Array:
@@ -180,14 +179,14 @@ def _is_nan(single: Array) -> Array:
     return (single & _SIZE) > _INFINITY
 
 
-def _cast_by_torch(flat: Array, stored: DType, wanted: DType) -> Array:
+def _cast_by_torch(flat: Array, stored: DType, target: DType) -> Array:
     try:
         import torch
     except ImportError:
         raise Unsupported(
-            f"a cast of {stored} to {wanted} needs torch", hint="pip install 'ckptool[torch]'"
+            f"a cast of {stored} to {target} needs torch", hint="pip install 'ckptool[torch]'"
         ) from None
     bits = torch.from_numpy(flat.view("u1"))
-    typed = bits.view(getattr(torch, stored.name)).to(getattr(torch, wanted.name))
-    result: Array = typed.view(torch.uint8).numpy().view(f"u{wanted.itemsize}")
+    typed = bits.view(getattr(torch, stored.name)).to(getattr(torch, target.name))
+    result: Array = typed.view(torch.uint8).numpy().view(f"u{target.itemsize}")
     return result

@@ -84,14 +84,14 @@ def skips_in(shape: tuple[int, ...], itemsize: int) -> Callable[[Box], int | Non
 
 
 def segments_of(
-    found: Iterable[Overlap], shape: tuple[int, ...], itemsize: int
+    overlaps: Iterable[Overlap], shape: tuple[int, ...], itemsize: int
 ) -> list[Segment] | None:
     """Return the segments that fill an array of ``shape``, one for each opened chunk in its box.
 
-    None if any of them is none.
+    None if a chunk's part of the box is no run of bytes.
     """
     segments, skip_to = [], skips_in(shape, itemsize)
-    for chunk, _, local, where in found:
+    for chunk, _, local, where in overlaps:
         at, skip = chunk.at, skip_to(where)
         start = None if skip is None else run_at(at, local, itemsize)
         if start is None or skip is None or not isinstance(at, Extent):
@@ -211,7 +211,7 @@ def _cut_reads(
     block: int,
     most: tuple[float, float],
 ) -> Iterator[StridedRead]:
-    shape = tuple(each.stop - each.start for each in dims)
+    shape = tuple(indices.stop - indices.start for indices in dims)
     nbytes, span = math.prod(shape) * itemsize, span_of(shape, strides, itemsize)
     worth = worth_a_span(shape, strides, itemsize, block)
     if contiguous(strides, shape, itemsize) and nbytes <= most[1]:
@@ -282,10 +282,10 @@ def entry_needs(entry: TensorEntry, boxes: Iterable[Box], block: int) -> Iterato
 
 
 def _needs(
-    found: Iterable[Overlap], itemsize: int, block: int, blobs: set[Place]
+    overlaps: Iterable[Overlap], itemsize: int, block: int, blobs: set[Place]
 ) -> Iterator[Need]:
-    """Yield what is read for what chunks have of a box; ``blobs`` are those that are decoded."""
-    for chunk, _, local, _ in found:
+    """Yield the reads for the parts of a box that chunks hold; packed ``blobs`` are read once."""
+    for chunk, _, local, _ in overlaps:
         if isinstance(chunk.at, EncodedBlob):
             if chunk.at in blobs:
                 continue

@@ -17,7 +17,7 @@ from ckptool.core.box import Box
 
 __all__ = ["MadeBox", "ReadRun", "ReadSums", "checksum"]
 
-Lost = tuple[tuple[str, int], ...]
+Losses = tuple[tuple[str, int], ...]
 _NOTE = Struct(">QQQ")
 """Offset, number of bytes, checksum: as bytes they sort as the numbers do."""
 
@@ -33,12 +33,12 @@ class ReadRun(NamedTuple):
 class MadeBox(NamedTuple):
     """A box of a tensor whose elements were cast or computed, and the XXH3 of what they became.
 
-    ``lost`` says how many were beyond the range of their type, and what these became.
+    ``losses`` say how many were beyond the range of their type, and what these became.
     """
 
     box: Box
     checksum: int
-    lost: Lost = ()
+    losses: Losses = ()
 
 
 class ReadSums:
@@ -55,19 +55,19 @@ class ReadSums:
         self._made: dict[str, bytearray] = {}
         self._lossy: dict[str, list[MadeBox]] = {}
 
-    def note_made(self, name: str, box: Box, data: bytes | memoryview, lost: Lost = ()) -> None:
+    def note_made(self, name: str, box: Box, data: bytes | memoryview, losses: Losses = ()) -> None:
         """Note elements of a box of a tensor as they are to be written."""
-        if lost:
-            self._lossy.setdefault(name, []).append(MadeBox(box, checksum(data), lost))
+        if losses:
+            self._lossy.setdefault(name, []).append(MadeBox(box, checksum(data), losses))
         else:
             note = _note_of_box(len(box.lo)).pack(*box.lo, *box.hi, checksum(data))
             self._made.setdefault(name, bytearray()).extend(note)
 
     def made(self, name: str, dims: int) -> list[MadeBox]:
-        """Return what was noted of a tensor of so many dims, the same only once."""
+        """Return the boxes that were noted of a tensor of so many dims, each once."""
         notes = _note_of_box(dims).iter_unpack(self._made.get(name, b""))
-        found = [MadeBox(Box(note[:dims], note[dims:-1]), note[-1]) for note in notes]
-        return list(dict.fromkeys([*found, *self._lossy.get(name, ())]))
+        boxes = [MadeBox(Box(note[:dims], note[dims:-1]), note[-1]) for note in notes]
+        return list(dict.fromkeys([*boxes, *self._lossy.get(name, ())]))
 
     def note(self, file: str, offset: int, data: memoryview) -> None:
         """Note bytes that were read, before anything is done with them."""

@@ -248,8 +248,8 @@ def _exhaust(request: FillRequest, filled: Iterator[TensorTile]) -> None:
 def _first_spot(request: FillRequest) -> tuple[str, int]:
     """Return where the first bytes of a box are: file and offset."""
     spots = [
-        (found.chunk.at.file, found.chunk.at.offset)
-        for found in ChunkIndex(request.entry).find(request.box)
+        (overlap.chunk.at.file, overlap.chunk.at.offset)
+        for overlap in ChunkIndex(request.entry).find(request.box)
     ]
     return min(spots, default=("", 0))
 

@@ -137,7 +137,7 @@ class _Turns:
 
 def read_tiles(
     source: ReadSource[Reader],
-    wanted: Iterable[Job[Subject, Reader, TileOut]],
+    jobs: Iterable[Job[Subject, Reader, TileOut]],
     sink: Callable[[Subject, Iterator[TileOut]], None],
     workers: int,
     progress: Progress = UNWATCHED,
@@ -150,9 +150,9 @@ def read_tiles(
     """
     stop, lock, turns = threading.Event(), threading.Lock(), _Turns()
     plans: deque[Callable[[], None]] = deque()
-    jobs, sides, large = iter(wanted), source.sides, LARGE
+    queue, sides, large = iter(jobs), source.sides, LARGE
     if any(files.policy.by_request for files in sides):
-        jobs, large = _announced(sides, jobs, workers, plans), 0
+        queue, large = _announced(sides, queue, workers, plans), 0
 
     def counted(tiles: Iterator[TileOut]) -> Iterator[TileOut]:
         for tile in tiles:
@@ -161,15 +161,15 @@ def read_tiles(
             if stop.is_set():
                 raise Cancelled
 
-    def do(some: list[Job[Subject, Reader, TileOut]], reader: Reader) -> None:
-        for job in some:
+    def do(batch: list[Job[Subject, Reader, TileOut]], reader: Reader) -> None:
+        for job in batch:
             sink(job.subject, counted(job.read(reader)))
 
     def read_jobs() -> None:
         with closing(source.reader()) as reader:
             while not stop.is_set():
                 with lock:
-                    small, last = _next_jobs(jobs, large)
+                    small, last = _next_jobs(queue, large)
                 if not small and not last:
                     return
                 with turns.take(len(small)):
@@ -230,8 +230,8 @@ def _window(
     """
     count = 0
     for job in islice(jobs, _MOST_JOBS):
-        known = job.runs or [known_runs() for _ in sides]
-        needs = (of(files.policy.block) for of, files in zip(known, sides, strict=True))
+        queries = job.runs or [known_runs() for _ in sides]
+        needs = (query(files.policy.block) for query, files in zip(queries, sides, strict=True))
         runs = [list(runs_of(of_side, opened)) for of_side in needs]
         yield job, runs
         count += sum(map(len, runs))
