@@ -81,20 +81,20 @@ def checked_chunks(
     ``cut``, if there is one, gets the chunks that several files need a run each of, instead:
     nobody has to read their records whole if each writer notes the CRC-32 of its run.
     """
-    seen: set[object] = set()
-    mine, shared = frozenset(numbers), _shared_places(plan)
+    first_ids: set[object] = set()
+    own_numbers, shared = frozenset(numbers), _shared_places(plan)
     names = {entry.name for entry in plan.entries if not chunks_of(entry).bare}
     for entry, chunk in plan.chunks(parts_of(plan, numbers), names):
         place = _place(chunk.at)
-        some = shared.get(place, [(entry, chunk)])
-        first = some[0]
-        if place is None or id(first[1]) in seen:
+        chunks = shared.get(place, [(entry, chunk)])
+        first = chunks[0]
+        if place is None or id(first[1]) in first_ids:
             continue
-        seen.add(id(first[1]))
-        files = sorted({n for each, part in some for n in plan.files_with(each, part.box)})
-        if cut is not None and len(files) > 1 and _is_read_in_runs(plan, some):
+        first_ids.add(id(first[1]))
+        files = sorted({n for tensor, part in chunks for n in plan.files_with(tensor, part.box)})
+        if cut is not None and len(files) > 1 and _is_read_in_runs(plan, chunks):
             cut.append(first)
-        elif files[zlib.crc32(first[0].name.encode(errors="replace")) % len(files)] in mine:
+        elif files[zlib.crc32(first[0].name.encode(errors="replace")) % len(files)] in own_numbers:
             yield first
 
 
@@ -104,9 +104,9 @@ def _place(at: Place) -> object:
 
 
 def _shared_places(plan: Plan) -> dict[object, CutChunks]:
-    """Return the chunks of each place that several are in, of tensors that are written.
+    """Return the chunks, of tensors that are written, by the place that several of them share.
 
-    Chunks of tables, and those that are opened late, are in records of their own.
+    Chunks of tables, and chunks that are opened late, are in records of their own.
     """
     places: dict[object, CutChunks] = {None: []}
     for entry in plan.entries:
@@ -114,27 +114,27 @@ def _shared_places(plan: Plan) -> dict[object, CutChunks]:
             for chunk in entry.chunks:
                 places.setdefault(_place(chunk.at), []).append((entry, chunk))
     del places[None]
-    shared = {place: some for place, some in places.items() if len(some) > 1}
+    shared = {place: chunks for place, chunks in places.items() if len(chunks) > 1}
     return {
-        place: [(entry, chunk) for entry, chunk in some if entry.name in plan.written]
-        for place, some in shared.items()
+        place: [(entry, chunk) for entry, chunk in chunks if entry.name in plan.written]
+        for place, chunks in shared.items()
     }
 
 
-def _is_read_in_runs(plan: Plan, some: CutChunks) -> bool:
-    """Return whether the files together read all of a record that some chunks are in, in runs.
+def _is_read_in_runs(plan: Plan, chunks: CutChunks) -> bool:
+    """Return whether the files together read all of the record that the chunks share, in runs.
 
-    Only of a chunk that is one run as stored, with its values unchanged, are runs noted.
+    Runs are only noted of a chunk that is one run as stored, with its values unchanged.
     """
-    found = nbytes = 0
-    for entry, chunk in some:
+    run_bytes = nbytes = 0
+    for entry, chunk in chunks:
         itemsize, shape = entry.source_dtype.itemsize, chunk.box.shape
         at = likely_place(chunk.at, itemsize)
         if not is_run(at, shape, itemsize):
             return False
         nbytes = 0 if at.record is None else at.record.nbytes
-        found += chunk.box.volume * itemsize
-    return found >= nbytes and all(plan.is_cut_in_runs(e, chunk.box) for e, chunk in some)
+        run_bytes += chunk.box.volume * itemsize
+    return run_bytes >= nbytes and all(plan.is_cut_in_runs(e, chunk.box) for e, chunk in chunks)
 
 
 def _assign(sizes: Sequence[int], count: int) -> list[int]:

@@ -250,7 +250,7 @@ class FileCommit:
 
     def _require_known(self, note: CommitNote) -> None:
         """Raise Committed if a file that was not noted would be removed or moved."""
-        known = (
+        expected = (
             {}
             if self._side is None
             else {
@@ -260,7 +260,7 @@ class FileCommit:
         )
         for name in sorted(os.listdir(self._staged)):
             path = self._staged / name
-            if name not in known or stamp(path) != known[name]:
+            if name not in expected or stamp(path) != expected[name]:
                 raise Committed(
                     f"{self._target}: the new one is in place, but {path} is not what was recorded;"
                     " nothing was removed",
@@ -282,9 +282,9 @@ class FileCommit:
             os.rename(self._side, self._staged / OLD_SIDE)
 
     def _put_side_back(self) -> None:
-        away = self._staged / OLD_SIDE
-        if self._side is not None and os.path.lexists(away):
-            rename_new(away, self._side)
+        old_side = self._staged / OLD_SIDE
+        if self._side is not None and os.path.lexists(old_side):
+            rename_new(old_side, self._side)
 
 
 Commit = FolderCommit | FileCommit

@@ -23,17 +23,17 @@ def bytes_to_read(plan: Plan, source: Files) -> int:
     More than the tensors hold if a gap costs less than another read, or if several files need one
     chunk that must be decoded completely. From a store each byte is read once for some files.
     """
-    total, known = 0, dict[object, int]()
+    total, cache = 0, dict[object, int]()
     opened: set[Opening] = set()
     tables = plan.layout.tables
     if not source.policy.by_request and tables is not None:
         tile = source.policy.tile
-        return sum(_table_bytes(plan, name, tables[name], tile, known, opened) for name in tables)
+        return sum(_table_bytes(plan, name, tables[name], tile, cache, opened) for name in tables)
     for batch in plan.batches(range(len(plan.layout.files))):
         parts = {number: plan.layout.files[number].parts for number in batch}
         groups = plan.groups(parts, source.policy.tile)
         if not source.policy.by_request:
-            total += sum(_group_bytes(plan, group, known, opened) for group in groups)
+            total += sum(_group_bytes(plan, group, cache, opened) for group in groups)
         else:
             needs = chain.from_iterable(
                 _group_runs(plan, group, source.policy.block) for group in groups
@@ -48,19 +48,19 @@ def _table_bytes(
     name: str,
     table: WrittenChunks,
     limit: int,
-    known: dict[object, int],
+    cache: dict[object, int],
     opened: set[Opening],
 ) -> int:
     """Return the bytes of a disk that are read for a tensor, computed once for similar ones."""
     entry = plan.catalog.tensors[name]
     stored = _stored(entry)
     kind = table.cut, table.itemsize, entry.source_dtype, stored
-    if stored is not None and kind in known:
-        return known[kind]
+    if stored is not None and kind in cache:
+        return cache[kind]
     groups = plan.groups_of(name, table, limit)
-    total = sum(_group_bytes(plan, group, known, opened) for group in groups)
+    total = sum(_group_bytes(plan, group, cache, opened) for group in groups)
     if stored is not None:
-        known[kind] = total
+        cache[kind] = total
     return total
 
 
@@ -77,8 +77,8 @@ def _stored(entry: TensorEntry) -> object:
     return stored if len(stored) == len(entry.chunks) else None
 
 
-def _group_bytes(plan: Plan, group: Group, known: dict[object, int], opened: set[Opening]) -> int:
-    """Return the bytes of a disk that a group reads; ``known`` are those of similar groups.
+def _group_bytes(plan: Plan, group: Group, cache: dict[object, int], opened: set[Opening]) -> int:
+    """Return the bytes of a disk that a group reads; ``cache`` has those of similar groups.
 
     Groups are similar if their parts are at the same places, and their chunks have the same boxes
     and strides.
@@ -87,16 +87,16 @@ def _group_bytes(plan: Plan, group: Group, known: dict[object, int], opened: set
     stored = _stored(entry)
     parts = tuple(astuple(spot.part)[1:] for spot in group.parts)
     kind = group.band, entry.source_dtype, parts, stored
-    if stored is not None and kind in known:
-        return known[kind]
+    if stored is not None and kind in cache:
+        return cache[kind]
     total = sum(nbytes for _, _, nbytes in runs_of(_group_runs(plan, group, 1), opened))
     if stored is not None:
-        known[kind] = total
+        cache[kind] = total
     return total
 
 
 def _group_runs(plan: Plan, group: Group, block: int) -> list[Need]:
-    """Return what is read for parts; the band that some share is read once."""
+    """Return the reads for the parts of a group; a band that they share is read once."""
     entry = plan.catalog.tensors[group.parts[0].part.name]
     if group.band is not None:
         return list(entry_needs(entry, [group.band], block))
@@ -105,6 +105,6 @@ def _group_runs(plan: Plan, group: Group, block: int) -> list[Need]:
         need
         for spot in group.parts
         for whole, _ in spot.part.pieces
-        for found in index.find(whole)
-        for need in place_needs(found.chunk.at, found.local, itemsize, block)
+        for overlap in index.find(whole)
+        for need in place_needs(overlap.chunk.at, overlap.local, itemsize, block)
     ]

@@ -102,13 +102,13 @@ class DiskTarget(Target):
 
     def _require_ours(self) -> None:
         """Raise Unsupported if a needed name is too long, or not ckptool's."""
-        folder, beside = self.path.parent, f"{self._note.path.name}.new"
+        folder, new_note = self.path.parent, f"{self._note.path.name}.new"
         hint = "shorten the target's name: this name is derived from it"
-        require_short_names(folder, [beside], hint)
+        require_short_names(folder, [new_note], hint)
         require_short_names(folder, self._sizes, "--rename or --drop the tensors named so")
         self._journals.require_ours()
         if os.path.lexists(self.folder):
-            if not self._journals.there():
+            if not self._journals.find():
                 raise in_the_way(self.folder)
             require_own_folder(self.folder)
         if os.path.lexists(aside_of(self.path)):
@@ -128,7 +128,7 @@ class DiskTarget(Target):
 
     def hold_parts(self) -> None:
         """Keep all parts from writing on; Unsupported if one is being written."""
-        for number in self._journals.there():
+        for number in self._journals.find():
             self._journals.hold(number)
 
     def claim(self) -> None:
@@ -158,7 +158,7 @@ class DiskTarget(Target):
         """Remove what an earlier run staged, and make the folder."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         journals, first = self._journals, self._journals.hold(0)
-        earlier = journals.there()
+        earlier = journals.find()
         journals.require_idle()
         if is_real_folder(self.folder):
             remove_staged(self.folder, journals.noted_sizes(self._sizes))
@@ -175,9 +175,9 @@ class DiskTarget(Target):
         journals, state = self._journals, self._options.source_state
         journals.require_idle()
         if not self._options.verify:
-            journals.require_untouched(state, journals.there())
+            journals.require_untouched(state, journals.find())
         head = self._first_head()
-        journals.hold(0).resume(head, journals.there().values())
+        journals.hold(0).resume(head, journals.find().values())
         journals.require_idle()  # no part begins from here on
         self._require_no_link()
         require_no_foreign(self.folder, self._sizes)
@@ -204,15 +204,15 @@ class DiskTarget(Target):
             return
         self._journal = journals.hold(rank)
         if self._options.resume:
-            self._journal.resume(self._head(), journals.there().values())
+            self._journal.resume(self._head(), journals.find().values())
         else:
             self._journal.begin(self._head())
 
     def _first_head(self, **more: Any) -> JournalHead:
         """Return the first line of the journal of a run's first process, or of a part."""
         options = self._options
-        old, own = self._old() if options.overwrite else (None, {})
-        more |= {"overwrite": options.overwrite, "old": old, "own": own}
+        old, old_files = self._old() if options.overwrite else (None, {})
+        more |= {"overwrite": options.overwrite, "old": old, "own": old_files}
         return self._head(files=self._sizes, state=options.source_state, **more)
 
     def _head(self, **more: Any) -> JournalHead:
@@ -249,17 +249,17 @@ class DiskTarget(Target):
 
     def parts(self) -> Mapping[int, PartState]:
         """Return the notes of parts, by their numbers."""
-        noted = self._journals.read()
-        return {n: PartState(each.head, each.end) for n, each in noted.items() if each.head}
+        notes = self._journals.read()
+        return {n: PartState(note.head, note.end) for n, note in notes.items() if note.head}
 
     def marks(self, names: Iterable[str]) -> dict[str, FileMark]:
-        """Return sizes and times, including that of the last change of anything.
+        """Return the sizes and times of files, including the time of the last change of anything.
 
-        That one nothing sets back. Inodes are left out: sshfs and other file systems in user space
+        Nothing sets that time back. Inodes are left out: sshfs and other file systems in user space
         renumber them on each machine.
         """
-        found = {n: FileStatus.of(status) for n, status in statuses(self.folder, names).items()}
-        return {name: (now.nbytes, now.modified, now.changed) for name, now in found.items()}
+        files = {n: FileStatus.of(status) for n, status in statuses(self.folder, names).items()}
+        return {name: (now.nbytes, now.modified, now.changed) for name, now in files.items()}
 
     def seal(self, names: Sequence[str]) -> dict[str, FileMark]:
         """Sync the folders of files that are written; TransferError if one is lost."""
@@ -313,9 +313,11 @@ class DiskTarget(Target):
     def _new_note(self) -> CommitNote:
         options, names = self._options, list(self._sizes)
         staged = self.folder if self._layout.folder else self.folder / names[-1]
-        new, (old, own) = identity(staged) or 0, self._old()
+        new, (old, old_files) = identity(staged) or 0, self._old()
         files = stamps(self.folder, names)
-        return CommitNote(options.plan, options.source, self._layout.folder, new, old, own, files)
+        return CommitNote(
+            options.plan, options.source, self._layout.folder, new, old, old_files, files
+        )
 
     def finish_earlier(self) -> bool:
         """Finish the commit in which an earlier run was killed.
@@ -343,8 +345,8 @@ class DiskTarget(Target):
             raise left_behind(self.path, error, self._options, done=done) from None
         finally:
             first.close()
-        asked = (self._options.plan, self._options.source)
-        return done and self._options.resume and (note.plan, note.source) == asked
+        this_run = (self._options.plan, self._options.source)
+        return done and self._options.resume and (note.plan, note.source) == this_run
 
     def _is_gone(self) -> bool:
         """Return whether the target was removed after it was put in place: nothing is left of it.
@@ -359,7 +361,7 @@ class DiskTarget(Target):
 
     def is_partial(self) -> bool:
         """Return whether there is something that another run continues."""
-        left = self._journals.there()
+        left = self._journals.find()
         return bool(left and self._journals.held if self._role.finishes else left)
 
     def discard(self, names: Sequence[str]) -> None:
@@ -375,7 +377,7 @@ class DiskTarget(Target):
             elif self._journal is not None and self._journal.is_open:
                 remove_own(self.folder, names)
                 self._journal.path.unlink()
-                if not self._journals.there():
+                if not self._journals.find():
                     self.folder.rmdir()
 
     def _forget(self) -> None:

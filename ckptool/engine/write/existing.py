@@ -38,13 +38,13 @@ def stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp]:
 
 
 def statuses(folder: Path, names: Iterable[str]) -> dict[str, os.stat_result]:
-    """Return what is at some names below a folder, in their order; no link is followed."""
+    """Return the statuses of names below a folder, in their order; no link is followed."""
     names = list(names)
-    found = {}
+    result = {}
     for name, inner, leaf in _each_below(folder, names):
         with suppress(FileNotFoundError):
-            found[name] = os.stat(leaf, dir_fd=inner, follow_symlinks=False)
-    return {name: found[name] for name in names if name in found}
+            result[name] = os.stat(leaf, dir_fd=inner, follow_symlinks=False)
+    return {name: result[name] for name in names if name in result}
 
 
 def _each_below(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, int, str]]:
@@ -104,22 +104,22 @@ def require_no_foreign(folder: Path, sizes: Mapping[str, int]) -> None:
 def require_whole(folder: Path, sizes: Mapping[str, int]) -> None:
     """Raise TransferError if a file that was written is gone, or has another size in bytes."""
     now = {name: nbytes for name, (nbytes, _) in stamps(folder, sizes).items()}
-    lost = [name for name, nbytes in sizes.items() if now.get(name) != nbytes]
-    if lost:
-        raise TransferError(f"{list_some(lost)}: removed or cut short after it was written")
+    missing = [name for name, nbytes in sizes.items() if now.get(name) != nbytes]
+    if missing:
+        raise TransferError(f"{list_some(missing)}: removed or cut short after it was written")
 
 
-def require_space(folder: Path, needed: int, staged: Path, sizes: Mapping[str, int]) -> None:
+def require_space(folder: Path, nbytes: int, staged: Path, sizes: Mapping[str, int]) -> None:
     """Raise Unsupported if the disk of a folder lacks room for what is to be written into it.
 
     Files with these ``sizes`` that are already ``staged`` need none.
     """
     free = shutil.disk_usage(nearest_folder(folder)).free
     free += sum(512 * status.st_blocks for status in _written_files(staged, sizes).values())
-    if needed > free:
+    if nbytes > free:
         raise Unsupported(
-            f"{folder}: {needed:,} bytes are needed, {free:,} are free",
-            hint=f"free {needed - free:,} bytes, or write to another disk",
+            f"{folder}: {nbytes:,} bytes are needed, {free:,} are free",
+            hint=f"free {nbytes - free:,} bytes, or write to another disk",
         )
 
 
@@ -151,26 +151,26 @@ _STAYS = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR))
 """Why a folder is not removed: something else is in it, it is a link, or it is gone."""
 
 
-def kept_entries(folder: Path, own: Collection[str]) -> list[str]:
-    """List what in a folder is not among the files ``own``; whole folders end with ``/``.
+def kept_entries(folder: Path, own_files: Collection[str]) -> list[str]:
+    """List the entries of a folder beside the checkpoint's ``own_files``; folders end with ``/``.
 
-    Links are entries like files. A folder that contains one of the ``own`` is not one entry.
+    Links are entries like files. A folder that contains one of the ``own_files`` is not one entry.
     """
-    return sorted(_walk_kept(folder, "", frozenset(own), _parents(own)))
+    return sorted(_walk_kept(folder, "", frozenset(own_files), _parents(own_files)))
 
 
 def _walk_kept(
-    folder: Path, head: str, own: frozenset[str], parents: frozenset[str]
+    folder: Path, head: str, own_files: frozenset[str], parents: frozenset[str]
 ) -> Iterable[str]:
     with os.scandir(folder / head) as entries:
         for entry in entries:
             name = head + entry.name
-            if name in own:
+            if name in own_files:
                 continue
             if not entry.is_dir(follow_symlinks=False):
                 yield name
             elif name in parents:
-                yield from _walk_kept(folder, name + "/", own, parents)
+                yield from _walk_kept(folder, name + "/", own_files, parents)
             else:
                 yield name + "/"
 
@@ -180,18 +180,18 @@ def _parents(files: Iterable[str]) -> frozenset[str]:
     return frozenset(str(parent) for file in files for parent in PurePosixPath(file).parents)
 
 
-def in_conflict(folder: Path, own: Collection[str], new: Iterable[str]) -> list[str]:
-    """List what in a folder is not ``own``, but is in the place of one of the ``new`` files."""
-    names = {_obstacle(folder, frozenset(own), name) for name in new}
+def in_conflict(folder: Path, own_files: Collection[str], new: Iterable[str]) -> list[str]:
+    """List the entries of a folder beside ``own_files`` that are in the place of ``new`` files."""
+    names = {_obstacle(folder, frozenset(own_files), name) for name in new}
     return sorted(name for name in names if name is not None)
 
 
-def _obstacle(folder: Path, own: frozenset[str], name: str) -> str | None:
+def _obstacle(folder: Path, own_files: frozenset[str], name: str) -> str | None:
     for parent in [*PurePosixPath(name).parents][-2::-1]:
         path = folder / parent
         if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
-            return None if str(parent) in own else str(parent)
-    return name if name not in own and os.path.lexists(folder / name) else None
+            return None if str(parent) in own_files else str(parent)
+    return name if name not in own_files and os.path.lexists(folder / name) else None
 
 
 def require_no_conflict(target: object, names: Collection[str]) -> None:
@@ -212,10 +212,10 @@ def refuse_existing(target: Path, layout: Layout, options: StageOptions) -> None
     for path in existing:
         _require_kind(path, layout)
     if existing and not options.overwrite:
-        exist, them = ("exists", "it") if len(existing) == 1 else ("exist", "them")
+        verb, pronoun = ("exists", "it") if len(existing) == 1 else ("exist", "them")
         raise Unsupported(
-            f"{', '.join(map(str, existing))} already {exist}",
-            hint=f"--overwrite replaces {them} once all is written, if that is a checkpoint",
+            f"{', '.join(map(str, existing))} already {verb}",
+            hint=f"--overwrite replaces {pronoun} once all is written, if that is a checkpoint",
         )
     for path in existing:
         _require_replaceable(path, target, layout, options.own)
@@ -243,27 +243,27 @@ def _require_kind(path: Path, layout: Layout) -> None:
 
 
 def _require_replaceable(
-    path: Path, target: Path, layout: Layout, own: Collection[str] | None
+    path: Path, target: Path, layout: Layout, own_files: Collection[str] | None
 ) -> None:
     """Raise Unsupported if --overwrite would replace a file that is not a checkpoint's."""
     if not layout.folder:
-        if own is None or path.name not in own:
+        if own_files is None or path.name not in own_files:
             raise not_replaced(path, target)
         return
     if path.is_symlink():
         raise Unsupported(
             f"{path}: is a link, and is not replaced", hint=f"name the folder {path.resolve()}"
         )
-    if any(path.iterdir()) and own is None:
+    if any(path.iterdir()) and own_files is None:
         raise not_replaced(path, target)
     new = [file.path for file in layout.files]
-    require_no_conflict(path, in_conflict(path, own or (), new))
+    require_no_conflict(path, in_conflict(path, own_files or (), new))
 
 
 def already_in_store(target: object, names: Sequence[str], hint: str) -> Unsupported:
     """Return the error for existing files in the place of the output."""
-    some = f"{plural(len(names), 'file')}, such as {names[0]}"
-    return Unsupported(f"{target} already exists ({some})", hint=hint)
+    example = f"{plural(len(names), 'file')}, such as {names[0]}"
+    return Unsupported(f"{target} already exists ({example})", hint=hint)
 
 
 def not_known(note: object, folder: object, names: Sequence[str], *, resumes: bool) -> Unsupported:
@@ -325,9 +325,9 @@ def left_behind(
     return TransferError(message, hint=hint)
 
 
-def move_kept(old: Path, new: Path, own: Collection[str]) -> list[str]:
-    """Rename what is not ``own`` from one folder into another; return what could not be moved."""
-    names = [name.rstrip("/") for name in kept_entries(old, own)]
+def move_kept(old: Path, new: Path, own_files: Collection[str]) -> list[str]:
+    """Rename all but ``own_files`` from one folder into another; return what could not be moved."""
+    names = [name.rstrip("/") for name in kept_entries(old, own_files)]
     return [unmoved for name in names for unmoved in _move(old, new, name)]
 
 
@@ -366,20 +366,20 @@ def keep_mode(old: Path, new: Path) -> None:
     The owner and the group as far as the user may: what was private to a group stays so.
     """
     with suppress(FileNotFoundError, NotADirectoryError):
-        was, now = os.lstat(old), os.lstat(new)
-        if stat.S_IFMT(was.st_mode) != stat.S_IFMT(now.st_mode):
+        old_status, new_status = os.lstat(old), os.lstat(new)
+        if stat.S_IFMT(old_status.st_mode) != stat.S_IFMT(new_status.st_mode):
             return
-        for owner, group in ((-1, was.st_gid), (was.st_uid, -1)):
-            if owner not in (-1, now.st_uid) or group not in (-1, now.st_gid):
+        for owner, group in ((-1, old_status.st_gid), (old_status.st_uid, -1)):
+            if owner not in (-1, new_status.st_uid) or group not in (-1, new_status.st_gid):
                 with suppress(OSError):  # not allowed, or none that this machine knows
                     os.chown(new, owner, group)
-        if stat.S_IMODE(was.st_mode) != stat.S_IMODE(now.st_mode):
-            new.chmod(stat.S_IMODE(was.st_mode))
+        if stat.S_IMODE(old_status.st_mode) != stat.S_IMODE(new_status.st_mode):
+            new.chmod(stat.S_IMODE(old_status.st_mode))
 
 
-def remove_own(folder: Path, own: Iterable[str]) -> None:
-    """Remove the files ``own`` of a folder, and the folders in it that are then empty."""
-    files = list(own)
+def remove_own(folder: Path, own_files: Iterable[str]) -> None:
+    """Remove the ``own_files`` of a folder, and the folders in it that are then empty."""
+    files = list(own_files)
     for _, inner, leaf in _each_below(folder, files):
         with suppress(FileNotFoundError):
             os.unlink(leaf, dir_fd=inner)

@@ -80,33 +80,33 @@ class Journal:
         self._stream.truncate(0)
         self._append(head)
 
-    def resume(self, head: JournalHead, others: Iterable[Path] = ()) -> None:
+    def resume(self, head: JournalHead, other_paths: Iterable[Path] = ()) -> None:
         """Go on with what an earlier run of the same plan over the same source noted here.
 
-        ``others`` are journals that further ranks kept of the same output. The ``head`` is written
-        if the run begins here, or is no longer shared: notes of parts are then kept, and no part
-        continues. Raises Unsupported, and closes the journal, if these are not those of the run.
+        ``other_paths`` are journals that further ranks kept of the same output. The ``head`` is
+        written if the run begins here, or is no longer shared: notes of parts are then kept, and no
+        part continues. Raises Unsupported, and closes the journal, if they are of another run.
         """
         expected: dict[str, object] = {"plan": head.plan, "source": head.source}
         expected |= {} if head.parts is None else {"parts": head.parts}
         try:
-            noted = {path: read_journal(path) for path in {self.path, *others}}
-            for path, each in noted.items():
-                if each.head is not None:
-                    require_same_run(path, each.head, expected)
-                    self._finished |= each.finished
+            noted = {path: read_journal(path) for path in {self.path, *other_paths}}
+            for path, notes in noted.items():
+                if notes.head is not None:
+                    require_same_run(path, notes.head, expected)
+                    self._finished |= notes.finished
             self._go_on(noted[self.path], head)
         except BaseException:
             self.close()
             raise
 
-    def _go_on(self, before: Noted, head: JournalHead) -> None:
+    def _go_on(self, notes: Noted, head: JournalHead) -> None:
         """Begin this journal, unless it was begun: then cut off half a line."""
-        was_part = before.head is not None and before.head.parts and not head.parts
-        if before.head is None or was_part:
+        was_part = notes.head is not None and notes.head.parts and not head.parts
+        if notes.head is None or was_part:
             self.begin(head)
         else:
-            self._stream.truncate(before.nbytes)
+            self._stream.truncate(notes.nbytes)
         if was_part:
             for name, crc in self._finished.items():
                 self.done(name, crc)
@@ -196,19 +196,19 @@ class Journals:
         """Return where the journal of this number is, if it is."""
         return self._folder.with_name(f"{self._head}{number}")
 
-    def there(self) -> dict[int, Path]:
-        """Return the journals that are there."""
+    def find(self) -> dict[int, Path]:
+        """Return the journals that exist, by number."""
         journal = re.compile(re.escape(self._head) + "(0|[1-9][0-9]{0,5})")
         names: list[str] = []
         with suppress(FileNotFoundError, PermissionError):
             names = os.listdir(self._folder.parent)
-        found = sorted(self._folder.with_name(n) for n in names if journal.fullmatch(n))
-        return {int(path.suffix[1:]): path for path in found}
+        paths = sorted(self._folder.with_name(n) for n in names if journal.fullmatch(n))
+        return {int(path.suffix[1:]): path for path in paths}
 
     def read(self) -> dict[int, Noted]:
         """Read the journals that are there; Unsupported if one is not as ckptool writes it."""
         noted = {}
-        for number, path in self.there().items():
+        for number, path in self.find().items():
             with suppress(FileNotFoundError):  # its process has ended just now
                 noted[number] = read_journal(path)
         return noted
@@ -254,7 +254,7 @@ class Journals:
 
     def require_idle(self) -> None:
         """Raise Unsupported if another process, such as one that writes a part, has a journal."""
-        for number, path in self.there().items():
+        for number, path in self.find().items():
             if number:
                 Journal.lock(path).close()
 
@@ -271,7 +271,7 @@ class Journals:
     def remove(self) -> None:
         """Remove the mark and all journals, the first one last."""
         self._mark.unlink(missing_ok=True)
-        for path in reversed(self.there().values()):
+        for path in reversed(self.find().values()):
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -285,17 +285,17 @@ def find_finished(work: Work, folder: Path, journal: Journal) -> list[int]:
     files = work.plan.layout.files
     noted = [n for n in work.numbers if journal.crc_of(files[n].path) is not None]
     whole = {files[n].path: files[n].nbytes for n in noted if _is_whole(folder, files[n])}
-    same: list[int] = []
+    numbers: list[int] = []
 
     def compare(number: int, tiles: Iterator[memoryview]) -> None:
         if crc_of(tiles) == journal.crc_of(files[number].path):
-            same.append(number)
+            numbers.append(number)
 
     source = ByteSource(LocalSource(folder, whole))
     compared = ((n, files[n]) for n in noted if files[n].path in whole)
     jobs = (byte_job(number, file.path, 0, file.nbytes) for number, file in compared)
     read_tiles(source, jobs, compare, work.options.workers or CORES)
-    return sorted(same)
+    return sorted(numbers)
 
 
 def _is_whole(folder: Path, file: FileLayout) -> bool:

@@ -157,8 +157,8 @@ def apply_patches(literal: Literal, at: int, part_crc: Callable[[int], int]) -> 
     if not literal.patches:
         return literal.data
     data = bytearray(literal.data)
-    for place, back in literal.patches:
-        _PUT_UINT4(data, place, part_crc(at - back))
+    for place, distance in literal.patches:
+        _PUT_UINT4(data, place, part_crc(at - distance))
     return data
 
 

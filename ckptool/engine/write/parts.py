@@ -78,11 +78,11 @@ def require_parts(
         _require_none(target, wrong, count, "not verified", or_else=", or give --no-verify")
     wrong = [n for n, end in enumerate(ended, 1) if end.source != options.source_state]
     _require_none(target, wrong, count, "of a source that was written to, or touched, since")
-    others = {name for end in ended for name in end.files} ^ set(written)
-    if others or len(parts) > count:
-        named = list_some(sorted(others)) if others else f"{len(parts):,} parts"
+    strays = {name for end in ended for name in end.files} ^ set(written)
+    if strays or len(parts) > count:
+        text = list_some(sorted(strays)) if strays else f"{len(parts):,} parts"
         raise Unsupported(
-            f"{target}: {named}: not what {count} parts of this run write",
+            f"{target}: {text}: not what {count} parts of this run write",
             hint="write the parts again elsewhere",
         )
     return ended
@@ -122,30 +122,30 @@ def require_joined(notes: Iterable[Sequence[NotedRecord]], source: Files, worker
     Runs of different lengths that overlap are read again, too.
     """
     records = RecordCheck()
-    known: dict[tuple[object, ...], int] = {}
-    for each in chain.from_iterable(notes):
-        if not each.is_in(source.files):
-            raise _no_such_record(each)
-        record = Record(each.file, each.offset, each.nbytes, each.crc32)
-        records.touch(record, each.tensor)
-        for offset, nbytes, crc in (piece for piece in each.pieces if piece[1]):
-            if known.setdefault((record, offset, nbytes), crc) != crc:
-                raise _differently_read(each, offset, nbytes)
+    crcs: dict[tuple[object, ...], int] = {}
+    for note in chain.from_iterable(notes):
+        if not note.is_in(source.files):
+            raise _no_such_record(note)
+        record = Record(note.file, note.offset, note.nbytes, note.crc32)
+        records.touch(record, note.tensor)
+        for offset, nbytes, crc in (piece for piece in note.pieces if piece[1]):
+            if crcs.setdefault((record, offset, nbytes), crc) != crc:
+                raise _differently_read(note, offset, nbytes)
             records.piece(record, offset, nbytes, crc)
     records.read_unseen(source, workers)
     require_intact(records.problems())
 
 
-def _no_such_record(each: NotedRecord) -> Unsupported:
+def _no_such_record(note: NotedRecord) -> Unsupported:
     return Unsupported(
-        f"the note of a part is damaged: {each.file} of the source has no record of {each.nbytes:,}"
-        f" bytes at {each.offset:,}",
+        f"the note of a part is damaged: {note.file} of the source has no record of {note.nbytes:,}"
+        f" bytes at {note.offset:,}",
         hint="run this part again",
     )
 
 
-def _differently_read(each: NotedRecord, offset: int, nbytes: int) -> Damaged:
+def _differently_read(note: NotedRecord, offset: int, nbytes: int) -> Damaged:
     span = f"bytes {offset:,} to {offset + nbytes:,}"
-    message = f"{each.file}: two parts read different {span} ({each.tensor})"
+    message = f"{note.file}: two parts read different {span} ({note.tensor})"
     hint = "a disk or memory is faulty: write the parts again elsewhere"
-    return Damaged(Problem(message, "crc-mismatch", file=each.file, tensor=each.tensor), hint=hint)
+    return Damaged(Problem(message, "crc-mismatch", file=note.file, tensor=note.tensor), hint=hint)

@@ -60,8 +60,8 @@ def mounted_in(path: Location) -> Path | None:
             return Path(place)
     device = _device(os.path.dirname(top))
     folders = (os.path.join(head, name) for head, names, _ in os.walk(top) for name in names)
-    others = (place for place in (top, *folders) if _device(place) not in (device, None))
-    return next(map(Path, others), None)
+    mounts = (place for place in (top, *folders) if _device(place) not in (device, None))
+    return next(map(Path, mounts), None)
 
 
 def _device(path: str) -> int | None:

@@ -154,10 +154,10 @@ def json_of(note: Struct) -> Mapping[str, Any]:
 
 
 def require_same_old(
-    target: object, head: JournalHead | None, old: int | None, own: Mapping[str, Stamp]
+    target: object, head: JournalHead | None, old: int | None, files: Mapping[str, Stamp]
 ) -> None:
     """Raise Unsupported if something else is at a target now than a run was asked to replace."""
-    if head is None or old not in (None, head.old) or not own.items() <= head.own.items():
+    if head is None or old not in (None, head.old) or not files.items() <= head.own.items():
         raise Unsupported(
             f"{target}: is not the checkpoint that the interrupted --overwrite was to replace: it"
             " came, or changed, since",

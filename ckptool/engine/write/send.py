@@ -66,8 +66,8 @@ def send(work: Work, folder: RemotePath, finished: Collection[str]) -> None:
         file, contents = files[number], _checked(pieces, check) if number in last else pieces
         upload(folder / file.path, file.nbytes, contents, capacity.parts)
 
-    others = [contents.job(number) for number in todo if number not in last]
-    read_tiles(contents, others, write, capacity.files, work.progress)
+    jobs = [contents.job(number) for number in todo if number not in last]
+    read_tiles(contents, jobs, write, capacity.files, work.progress)
     read_tiles(contents, map(contents.job, last), write, 1, work.progress)
     if not last:
         check()
@@ -94,10 +94,10 @@ def within_budget(
         cached //= 2
     left = options.budget - cached
     if least > left:
-        needed = least * 8 // 7 if cached else least
+        minimum = least * 8 // 7 if cached else least
         raise Unsupported(
-            f"a budget of {options.budget:,} bytes is too small: an upload needs {needed:,}",
-            hint=f"--budget {-(-needed // (1 << 20))}MiB",
+            f"a budget of {options.budget:,} bytes is too small: an upload needs {minimum:,}",
+            hint=f"--budget {-(-minimum // (1 << 20))}MiB",
         )
     source.keep(cached)
     reading, sending = options.workers or source.policy.workers, options.workers or AT_ONCE

@@ -213,18 +213,18 @@ class Stage:
         self.target.claim()
 
     def takes(self, numbers: Iterable[int]) -> list[int]:
-        """Return those of the files of a share that this process writes before the commit.
+        """Return the files of a share that this process writes before the commit, by number.
 
         A marker is no part's: whoever finishes writes it, before the commit if it holds tensors.
         """
         marker, role = self.target.marker, self._role
         if role.finishes:
             return [] if marker is None or self.target.last_files else [marker]
-        apart = self.target.last_files if role.part is None else (marker,)
-        taken = [number for number in numbers if number not in apart]
+        last_files = self.target.last_files if role.part is None else (marker,)
+        own_numbers = [number for number in numbers if number not in last_files]
         if role.part is not None:
-            self._names = [self._files[number].path for number in taken]
-        return taken
+            self._names = [self._files[number].path for number in own_numbers]
+        return own_numbers
 
     def require_joined(self, source: Files, workers: int) -> None:
         """Check the records of which each part read a run; Damaged if one differs."""

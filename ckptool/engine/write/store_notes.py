@@ -118,8 +118,8 @@ class StoreNotes:
         self, target: RemotePath, layout: Layout, options: StageOptions, part: Share | None
     ) -> None:
         self.target = target
-        beside = target.with_name(f".{target.name}.partial.journal")
-        self.run = self.claim = target / UNFINISHED if layout.folder else beside
+        note_path = target.with_name(f".{target.name}.partial.journal")
+        self.run = self.claim = target / UNFINISHED if layout.folder else note_path
         self.writer: Writer | None = None
         self.parts: Mapping[int, PartNote] = {}
         """The notes of parts, to be removed before that of the run."""
@@ -142,10 +142,10 @@ class StoreNotes:
         names: Collection[str] = ()
         with suppress(NotFound):
             names = self.run.store.find(self.run.parent.key, str(self.run.parent))
-        named = re.compile(re.escape(f"{self.run.name}.") + "([1-9][0-9]{0,5})").fullmatch
-        numbers = sorted(int(match[1]) - 1 for match in map(named, names) if match)
-        read = {number: read_note(self._of_part(number), PartNote) for number in numbers}
-        self.parts = {number: found for number, found in read.items() if found is not None}
+        match_name = re.compile(re.escape(f"{self.run.name}.") + "([1-9][0-9]{0,5})").fullmatch
+        numbers = sorted(int(match[1]) - 1 for match in map(match_name, names) if match)
+        notes = {number: read_note(self._of_part(number), PartNote) for number in numbers}
+        self.parts = {number: note for number, note in notes.items() if note is not None}
         return self.parts
 
     def _of_part(self, number: int) -> RemotePath:

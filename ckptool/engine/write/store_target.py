@@ -88,9 +88,9 @@ class StoreTarget(Target):
             self._require_part_possible(self._role.part, note)
         elif self._role.finishes:
             require_ended(self.path, note, "it")
-            known = {} if note is None else note.ended_parts
+            ended = {} if note is None else note.ended_parts
             noted = self._notes.read_parts() if note is not None and note.parts else {}
-            self._ended = {**known, **noted}
+            self._ended = {**ended, **noted}
         else:
             self._require_whole_possible(note)
 
@@ -103,16 +103,16 @@ class StoreTarget(Target):
             expected = {"source": self._options.source, "plan": self._options.plan}
             require_same_run(self._notes.run, note, expected)
         self._take_noted(note)
-        others = [name for name in existing if name not in self._old]
-        if self._options.resume or not others:
+        names = [name for name in existing if name not in self._old]
+        if self._options.resume or not names:
             return
         if not self._options.overwrite:
             if self._replaces_one_file(existing):
                 replaces = "--overwrite replaces it once all is written"
                 raise Unsupported(f"{self.path} already exists", hint=replaces)
             removes = "--overwrite removes its checkpoint before the new one is written"
-            raise already_in_store(self.path, others, removes)
-        self._require_replaceable(others, begun=note is not None)
+            raise already_in_store(self.path, names, removes)
+        self._require_replaceable(names, begun=note is not None)
 
     def _require_part_possible(self, part: Share, note: StoreNote | None) -> None:
         """Raise Unsupported if something exists, this part is being written, or others differ.
@@ -128,33 +128,33 @@ class StoreTarget(Target):
         require_ended(self.path, self._notes.read_part(), "this part")
 
     def _take_noted(self, note: StoreNote | None) -> None:
-        """Take those noted files for an unfinished run's that are known without the note.
+        """Take the noted files for an unfinished run's, if they are known without the note.
 
-        They are this run's too, or a checkpoint's that may be replaced. Raises Unsupported if one
-        that would have to go is neither: anybody may have written the note.
+        They are this run's too, or a checkpoint's that may be replaced. Raises Unsupported if a
+        file that would have to go is neither: anybody may have written the note.
         """
         names = [] if note is None else note.old if self._options.resume else note.noted
-        there = {*names, *map(hidden_name, names)} & self._existing.keys()
-        known = {*self._sizes, *map(hidden_name, self._sizes), side_name(self.path.name)}
-        if there - known and (self._options.resume or self._options.overwrite):
-            known |= frozenset(self._options.find_own() or ())
-            if unknown := sorted(there - known):
+        existing = {*names, *map(hidden_name, names)} & self._existing.keys()
+        own_names = {*self._sizes, *map(hidden_name, self._sizes), side_name(self.path.name)}
+        if existing - own_names and (self._options.resume or self._options.overwrite):
+            own_names |= frozenset(self._options.find_own() or ())
+            if unknown := sorted(existing - own_names):
                 resumes = self._options.resume
                 raise not_known(self._notes.run, self._folder, unknown, resumes=resumes)
-        self._old = frozenset(there & known)
+        self._old = frozenset(existing & own_names)
 
     def _require_replaceable(self, existing: Collection[str], *, begun: bool) -> None:
         """Raise Unsupported if something that is not a checkpoint's would be replaced.
 
         Once it is ``begun`` the old checkpoint may be gone, and others' files stay.
         """
-        own = frozenset(self._options.find_own() or ())
-        foreign = [] if self._layout.folder else sorted(frozenset(existing) - own)
+        own_files = frozenset(self._options.find_own() or ())
+        foreign = [] if self._layout.folder else sorted(frozenset(existing) - own_files)
         if foreign and not begun:
             raise not_replaced(self._folder / foreign[0], self.path)
-        if not own and not begun:
+        if not own_files and not begun:
             raise not_replaced(self.path, self.path)
-        self._old |= own & frozenset(existing)
+        self._old |= own_files & frozenset(existing)
         names = self._sizes.keys() & frozenset(existing) - self._old
         require_no_conflict(self.path, sorted(names))
 
@@ -162,8 +162,8 @@ class StoreTarget(Target):
         """Return the files at the place of the output; also a ``side`` file that is not written."""
         if self._layout.folder:
             return self._list_folder()
-        beside = side_name(self.path.name) if side else None
-        names = self._sizes if beside is None else self._sizes | {beside: 0}
+        side_file = side_name(self.path.name) if side else None
+        names = self._sizes if side_file is None else self._sizes | {side_file: 0}
         infos = {name: (self._folder / name).file_now() for name in names}
         return {name: info for name, info in infos.items() if info is not None}
 
@@ -228,7 +228,7 @@ class StoreTarget(Target):
 
     def _claim_parts(self) -> None:
         """Note who finishes, and what each part has written: their notes are removed one by one."""
-        ended = {str(number): each for number, each in self._ended.items()}
+        ended = {str(number): part for number, part in self._ended.items()}
         names = [*self._sizes][: self.marker]
         self._read_back |= {name: self._existing[name] for name in names}
         self._notes.write(parts=len(ended), ended=ended)
@@ -249,8 +249,8 @@ class StoreTarget(Target):
             self._notes.writer = self._notes.read_writer()
         if self._options.resume:
             existing, sizes = self._list_existing(side=False), self._sizes
-            same = {n: i for n, i in existing.items() if sizes.get(n) == i.nbytes}
-            done = {n for n, i in same.items() if i[:2] == self._sent.get(n, i[:2])}
+            infos = {n: i for n, i in existing.items() if sizes.get(n) == i.nbytes}
+            done = {n for n, i in infos.items() if i[:2] == self._sent.get(n, i[:2])}
             self._finished = frozenset(done - {self._layout.files[-1].path})
 
     # Write
@@ -280,21 +280,21 @@ class StoreTarget(Target):
 
         That means another size, or another version than the one that was read back.
         """
-        existing, mine = self._list_existing(side=False), self._read_back
-        here = {name: existing[name] for name in names if name in existing}
-        same = {
+        existing, read_back = self._list_existing(side=False), self._read_back
+        infos = {name: existing[name] for name in names if name in existing}
+        intact = {
             name
-            for name, info in here.items()
-            if info.nbytes == self._sizes[name] and info.version == mine.get(name, info).version
+            for name, info in infos.items()
+            if (info.nbytes, info.version) == (self._sizes[name], read_back.get(name, info).version)
         }
-        if wrong := [name for name in names if name not in same]:
+        if wrong := [name for name in names if name not in intact]:
             why = f"missing, or changed since written: {list_some(wrong)}"
             raise TransferError(f"{self.path}: {why}")
-        return here
+        return infos
 
     def parts(self) -> Mapping[int, PartState]:
         """Return the notes of parts, by their numbers."""
-        return {number: PartState(each, each.part) for number, each in self._ended.items()}
+        return {number: PartState(end, end.part) for number, end in self._ended.items()}
 
     def marks(self, names: Iterable[str]) -> dict[str, ObjectMark]:
         """Return the sizes and versions of those files that were there."""
@@ -358,12 +358,12 @@ class StoreTarget(Target):
             self._notes.remove()
 
     def _own(self, names: Collection[str]) -> dict[str, ObjectInfo]:
-        """Return those of some files that are there, except what another has written since."""
-        existing, mine = self._list_existing(), self._read_back
+        """Return the files that are there, of ``names``, but for those that another wrote since."""
+        existing, read_back = self._list_existing(), self._read_back
         return {
             name: info
             for name, info in existing.items()
-            if name in names and mine.get(name, info).version == info.version
+            if name in names and read_back.get(name, info).version == info.version
         }
 
     def _remove(self, files: Collection[str]) -> None:

@@ -52,34 +52,34 @@ class Work(Struct, frozen=True):
     joined: RecordCheck | None = None
 
     def check_records(self, finished: Collection[int]) -> RecordCheck:
-        """Return the check that notes what is read of records, with those that must be read.
+        """Return the check that notes what is read of records, with the records that must be read.
 
-        If nothing is shared these are all that are touched, also by the ``finished`` files, which
-        are not written again.
+        If nothing is shared these are all records that are touched, also by the ``finished`` files,
+        which are not written again.
         """
         records = self.joined or RecordCheck(shared=not self.share.is_all)
         if self.share.is_all:
             self._touch(self.plan.chunks(parts_of(self.plan, finished)), records)
             return records
         cut: CutChunks = []
-        wanted = checked_chunks(self.plan, self.numbers, None if self.joined is None else cut)
-        self._touch(wanted, records)
+        chunks = checked_chunks(self.plan, self.numbers, None if self.joined is None else cut)
+        self._touch(chunks, records)
         self._touch(cut, records, joined=True)
         return records
 
     def _touch(
         self,
-        some: Iterable[tuple[TensorEntry, Chunk]],
+        chunks: Iterable[tuple[TensorEntry, Chunk]],
         records: RecordCheck,
         *,
         joined: bool = False,
     ) -> None:
-        """Note that the records of some chunks, each with its tensor, must be read, or ``joined``.
+        """Note that the records of chunks, each with its tensor, must be read, or ``joined``.
 
         What must be opened first is requested at once.
         """
-        chunks = list(some)
-        needed = dict.fromkeys(each for _, chunk in chunks for each in openings(chunk.at))
-        self.source.expect([edge for each in needed for edge in each.edges])
+        chunks = list(chunks)
+        unopened = dict.fromkeys(opening for _, chunk in chunks for opening in openings(chunk.at))
+        self.source.expect([edge for opening in unopened for edge in opening.edges])
         for entry, chunk in chunks:
             touch(records, entry, chunk, required=not joined, joined=joined)
