@@ -128,7 +128,7 @@ def rewrite(
             catalog,
             dequantized=options.dequantize,
             dropped=options.drop_metadata,
-            given=options.metadata,
+            additions=options.metadata,
         )
     return RewriteResult(
         source.catalog, kept, catalog, report, cast_counts, counts, renamed, selected.unwrapped

@@ -250,14 +250,14 @@ def require_packed(folder: object, names: Collection[str]) -> None:
 
     It has the pickle, and ``version`` or storages (torch 1.6 to 2.13); a program has more.
     """
-    known = {*names} | {name.rpartition("/")[0] for name in names}
+    paths = {*names} | {name.rpartition("/")[0] for name in names}
     heads = (name[: -len("data.pkl")] for name in names if f"/{name}".endswith("/data.pkl"))
-    for head in (head for head in heads if {f"{head}version", f"{head}data"} & known):
-        found = f"{folder}/{head}".rstrip("/")
-        parent, _, name = found.rpartition("/")
-        kind = "TorchScript" if f"{head}constants.pkl" in known else "torch.save"
+    for head in (head for head in heads if {f"{head}version", f"{head}data"} & paths):
+        path = f"{folder}/{head}".rstrip("/")
+        parent, _, name = path.rpartition("/")
+        kind = "TorchScript" if f"{head}constants.pkl" in paths else "torch.save"
         raise Unrecognized(
-            f"{found}: a {kind} file that was unpacked: its data.pkl, data/ and version",
+            f"{path}: a {kind} file that was unpacked: its data.pkl, data/ and version",
             hint=f"pack the folder again: (cd {quote(parent)} && python -m zipfile -c"
             f" {quote(name)}.pt {quote(name)})",
         )

@@ -18,16 +18,17 @@ _NOTHING = r"(?!)"
 class Role(Struct, frozen=True, dict=True):
     """What a file is for, by whole ``words`` of its name, or by what is ``within`` it.
 
-    Without its words a name says which files of other steps are its like: no run, fold or date is
-    told by them. Words ``apart`` stay there. What either of these say lies ``beside`` a model, and
-    a step is never called after it, or is ``state`` of training, without a model: an upscaler is a
-    model. ``empty`` is what may have no tensors, or be a number in a text.
+    Without its words a name is equal to those of the same files of other steps: they tell no run,
+    fold or date. ``extra_words`` say the role, too, and stay in the name. Both may say that a file
+    lies ``beside`` a model, so that no step is called after it, or is ``state`` of training,
+    without a model: an upscaler is a model. ``empty`` is what may have no tensors, or be a number
+    in a text.
     """
 
     name: str | None
     words: str = _NOTHING
     within: str = _NOTHING
-    apart: str = _NOTHING
+    extra_words: str = _NOTHING
     beside: bool = False
     state: bool = False
     empty: bool = False
@@ -35,7 +36,7 @@ class Role(Struct, frozen=True, dict=True):
     @cached_property
     def worded(self) -> re.Pattern[str]:
         """The pattern of names in small letters, which takes a third to compile, with its words."""
-        return re.compile(_whole(f"{self.words}|{self.apart}"))
+        return re.compile(_whole(f"{self.words}|{self.extra_words}"))
 
     @cached_property
     def loose(self) -> re.Pattern[str]:
@@ -71,14 +72,14 @@ _ROLES = (
     Role(
         None,
         "value|reward|ref|dis|disc|discriminator|netd|do?",
-        apart="swa|ewma|polyak|avg|averaged?",
+        extra_words="swa|ewma|polyak|avg|averaged?",
         beside=True,
     ),
     Role(
         None,
         "module|net|network|weight|params?|masters?|student|teacher|vae|transformer|controlnet"
         "|encoder|decoder|backbone|head|classifier|gen|generator|netg|g|lora",
-        apart="enc|dec",
+        extra_words="enc|dec",
     ),
     Role(None, "amp|trainer|train|training|extra|states?|dict", empty=True),
 )

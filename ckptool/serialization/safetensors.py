@@ -56,13 +56,13 @@ def read_safetensors(
     nevertheless; so are two that share bytes, as neither can be trusted.
     """
     with coded("safetensors-header", file=file):
-        before = len(problems or ())
+        count = len(problems or ())
         metadata, tensors, start = _read_header(source, file, problems)
         if _is_seamless(tensors.values(), start, source.files[file]):
             return SafetensorsFile(tensors, metadata)
         ordered = dict(sorted(tensors.items(), key=lambda pair: (pair[1].offset, pair[1].end)))
         _drop_overlaps(file, ordered, problems)
-        is_whole = len(problems or ()) == before
+        is_whole = len(problems or ()) == count
         try:
             _require_no_holes(file, ordered, start, source.files[file], is_whole=is_whole)
         except Damaged as error:

@@ -41,7 +41,7 @@ def texts_by_file(headers: Mapping[str, Mapping[str, str]]) -> dict[str, dict[st
         file: {k: v for k, v in header.items() if not is_written_anew(k) and PLAIN.get(k) != v}
         for file, header in headers.items()
     }
-    return {file: found for file, found in texts.items() if found}
+    return {file: content for file, content in texts.items() if content}
 
 
 def header_for(catalog: Catalog, entries: Iterable[TensorEntry], path: str) -> dict[str, str]:
@@ -97,11 +97,11 @@ def note_lost(catalog: Catalog) -> list[Problem]:
 def texts_of(catalog: Catalog) -> dict[str, set[str]]:
     """Return all texts that a catalog's tensors come with, by key."""
     files = [*_files_of(catalog, catalog.tensors.values())]
-    found: dict[str, set[str]] = {}
+    texts: dict[str, set[str]] = {}
     for file in files:
         for key, text in catalog.metadata[file].items():
-            found.setdefault(key, set()).add(text)
-    return found | {key: {text} for key, text in catalog.metadata.get(EVERY_FILE, {}).items()}
+            texts.setdefault(key, set()).add(text)
+    return texts | {key: {text} for key, text in catalog.metadata.get(EVERY_FILE, {}).items()}
 
 
 def _files_of(catalog: Catalog, entries: Iterable[TensorEntry]) -> Iterable[str]:
@@ -119,21 +119,20 @@ def rewrite_texts(
     *,
     dequantized: bool = False,
     dropped: Collection[str] = (),
-    given: Mapping[str, str] = MappingProxyType({}),
+    additions: Mapping[str, str] = MappingProxyType({}),
 ) -> Catalog:
     """Return the catalog ``after`` a rewrite with texts that are true of its tensors.
 
     Those that are ``dropped``, by key or glob, are left out, and those that it made wrong, with a
-    note; then those that are ``given`` are set for every file. Raises UsageError if a pattern
-    matches no key, or a key is one that is written anew; Unsupported if tensors that texts name
-    have other names.
+    note; then ``additions`` are set for every file. Raises UsageError if a pattern matches no key,
+    or a key is one that is written anew; Unsupported if tensors that texts name have other names.
     """
     keys = {key for texts in after.metadata.values() for key in texts}
     for pattern in dropped:
         if not is_used(pattern, keys):
-            known = f"only {list_some(sorted(keys))}" if keys else "there is none"
-            raise UsageError(f"--drop-metadata {pattern!r} matches no metadata: {known}")
-    for key in filter(is_written_anew, given):
+            choice = f"only {list_some(sorted(keys))}" if keys else "there is none"
+            raise UsageError(f"--drop-metadata {pattern!r} matches no metadata: {choice}")
+    for key in filter(is_written_anew, additions):
         raise UsageError(f"--metadata {key}: describes the file itself and is written anew")
     is_dropped = meant_by(dropped, keys)
     result = _without(after, lambda key, text: is_dropped(key))
@@ -150,19 +149,19 @@ def rewrite_texts(
     if stale := {key for key, text in texts if is_stale(key, text)}:
         note = f"metadata left out, no longer true of the tensors: {list_some(sorted(stale))}"
         result = replace(_without(result, is_stale), notes=(*result.notes, note))
-    if not given:
+    if not additions:
         return result
-    others = _without(result, lambda key, text: key in given).metadata
-    every = {**others.get(EVERY_FILE, {}), **given}
-    return replace(result, metadata={**others, EVERY_FILE: every})
+    metadata = _without(result, lambda key, text: key in additions).metadata
+    every = {**metadata.get(EVERY_FILE, {}), **additions}
+    return replace(result, metadata={**metadata, EVERY_FILE: every})
 
 
 def _without(catalog: Catalog, is_left_out: Callable[[str, str], bool]) -> Catalog:
     texts = {
-        file: {key: text for key, text in found.items() if not is_left_out(key, text)}
-        for file, found in catalog.metadata.items()
+        file: {key: text for key, text in content.items() if not is_left_out(key, text)}
+        for file, content in catalog.metadata.items()
     }
-    return replace(catalog, metadata={file: found for file, found in texts.items() if found})
+    return replace(catalog, metadata={file: content for file, content in texts.items() if content})
 
 
 def _look(catalog: Catalog) -> dict[str, tuple[int, str]]:
@@ -182,12 +181,12 @@ def _is_record(text: str) -> bool:
 
 def _require_named(before: Catalog, after: Catalog) -> None:
     """Raise Unsupported if tensors with records of torchao got other names."""
-    kept = {id(entry.chunks) for entry in after.tensors.values()}
+    ids = {id(entry.chunks) for entry in after.tensors.values()}
     records = {k for file in after.metadata.values() for k, t in file.items() if _is_record(t)}
     for name, entry in before.tensors.items() if records else ():
-        if name in after.tensors or id(entry.chunks) not in kept:
+        if name in after.tensors or id(entry.chunks) not in ids:
             continue
-        owner = next((each for each in _owners(name) if each in records), None)
+        owner = next((key for key in _owners(name) if key in records), None)
         if owner is not None:
             raise Unsupported(
                 f"{name} would have another name, but metadata {owner} says how torchao quantized"

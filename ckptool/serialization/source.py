@@ -148,7 +148,7 @@ def expect_archives(source: Source, files: Iterable[str]) -> None:
     """Announce that both ends of these files, with their directories, are read next."""
     sizes = ((file, source.files[file]) for file in files if file in source.files)
     edges = (edge_spans(file, 0, size, min(_HEAD, size // _OF_A_FILE)) for file, size in sizes)
-    source.expect(span for both in edges for span in both)
+    source.expect(span for ends in edges for span in ends)
 
 
 def edge_spans(
@@ -180,10 +180,10 @@ def are_of_a_node(ranks: Sequence[int]) -> bool:
 
     Then blocks are of one length, at one distance, and those of other nodes fill what is between.
     """
-    numbered = groupby(enumerate(ranks), lambda each: each[1] - each[0])
+    numbered = groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
     blocks = [[rank for _, rank in block] for _, block in numbered]
     lengths = {len(block) for block in blocks}
-    distances = {after[0] - before[0] for before, after in pairwise(blocks)}
+    distances = {right[0] - left[0] for left, right in pairwise(blocks)}
     is_even = len(lengths) < 2 and len(distances) < 2
     return is_even and all(distance % length == 0 for distance in distances for length in lengths)
 

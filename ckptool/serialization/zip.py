@@ -105,9 +105,9 @@ class Region:
         if self.source is None:
             what = f"{nbytes:,} bytes at {start:,} of an encoded entry"
             raise Damaged(f"{self.file}: {what} are out of range")
-        known = len(self._block)
-        is_near = 0 <= start - self._at <= known + _NEAR
-        ahead = max(_BLOCK, min(2 * known, _LARGEST_BLOCK) if is_near else 0)
+        length = len(self._block)
+        is_near = 0 <= start - self._at <= length + _NEAR
+        ahead = max(_BLOCK, min(2 * length, _LARGEST_BLOCK) if is_near else 0)
         end = min(start + max(nbytes, ahead), self.nbytes - len(self._tail))
         nbytes_ahead = max(nbytes, end - start)
         block = self.source.read(self.file, self.offset + start, nbytes_ahead)
@@ -287,7 +287,7 @@ def _data_offset(region: Region, written: bytes, header: int) -> int:
     if fields[9] != len(written):
         data = region.read(header, LOCAL.size + fields[9])
     if data[LOCAL.size :] != written:
-        name, local = (each.decode("utf-8", "replace") for each in (written, data[LOCAL.size :]))
+        name, local = (text.decode("utf-8", "replace") for text in (written, data[LOCAL.size :]))
         if name != local:
             message = f"the directory names a record {name!r}, its header {local!r}"
             raise Damaged(f"{region.what}: {message}")

@@ -67,10 +67,10 @@ def _local_problem(region: Region, record: ZipRecord) -> str | None:
         return "its local header and the directory differ in method or flags"
     if flags & STREAMED and noted == (0, 0, 0):
         return None
-    wanted = (record.crc32, record.stored, record.size)
-    pairs = zip(noted, wanted, strict=True)
+    expected = (record.crc32, record.stored, record.size)
+    pairs = zip(noted, expected, strict=True)
     if any(number not in (listed, IN_EXTRA) for number, listed in pairs):
-        return f"its local header has {noted} (CRC-32, bytes), the directory {wanted}"
+        return f"its local header has {noted} (CRC-32, bytes), the directory {expected}"
     return None
 
 
@@ -79,10 +79,10 @@ def _descriptor_problem(region: Region, record: ZipRecord) -> str | None:
         return None
     start = record.offset + record.stored
     data = region.read(start, min(24, region.nbytes - start)).removeprefix(b"PK\x07\x08")
-    wanted = (record.crc32, record.stored, record.size)
+    expected = (record.crc32, record.stored, record.size)
     for numbers in (_NARROW, _WIDE):
-        if len(data) >= numbers.size and numbers.unpack_from(data) == wanted:
+        if len(data) >= numbers.size and numbers.unpack_from(data) == expected:
             return None
-    if data[:12] == _NARROW.pack(*(n & 0xFFFFFFFF for n in wanted)):
+    if data[:12] == _NARROW.pack(*(n & 0xFFFFFFFF for n in expected)):
         return None
     return "its data descriptor and the directory differ in CRC-32 or size"

@@ -35,11 +35,11 @@ Kind = tuple[int, DType, tuple[int, ...]]
 
 
 class AlikeItems:
-    """The unopened items of tensors: of those that are alike one is opened."""
+    """The unopened items of tensors, in groups of similar ones, of which one is opened."""
 
     def __init__(self, source: Source, entries: Iterable[TensorEntry]) -> None:
         self._source = source
-        self._kinds: dict[Kind, _Alike] = {}
+        self._groups: dict[Kind, _ItemGroup] = {}
         self._tables: dict[str, RecordTable] = {}
         tables = list[_Table]()
         for entry in entries:
@@ -48,45 +48,45 @@ class AlikeItems:
                 continue
             for item in closed_items(entry):
                 if not item.at.transforms:
-                    self._kind(item).offsets[item.at.file].append(item.at.offset)
+                    self._group(item).offsets[item.at.file].append(item.at.offset)
         if tables:
             self._match_tables(tables)
         else:
             self._match()
 
-    def _kind(self, item: Item) -> _Alike:
-        return self._kinds.setdefault(_kind_of(item), _Alike(item))
+    def _group(self, item: Item) -> _ItemGroup:
+        return self._groups.setdefault(_kind_of(item), _ItemGroup(item))
 
     def _match(self) -> None:
-        for alike in self._kinds.values():
-            alike.match(self._source)
+        for group in self._groups.values():
+            group.match(self._source)
 
     def _match_tables(self, tables: Sequence[_Table]) -> None:
-        """Match the items, those of tables by the columns of all of them; keep what is found."""
+        """Match all items, those of tables by their joined columns; keep the tables that match."""
         import numpy as np
 
-        kinds = self._kinds_of(tables)
-        items, files = [table.items for _, table in tables], tables[0][1].items.files
-        offsets = np.concatenate([each.offsets for each in items])
-        groups = kinds * len(files) + np.concatenate([each.file_numbers for each in items])
-        order = np.argsort(groups, kind="stable")
-        numbers, begins = np.unique(groups[order], return_index=True)
-        every, found = list(self._kinds.values()), list[tuple[_Alike, str, Any]]()
-        for number, which in zip(numbers.tolist(), np.split(order, begins[1:]), strict=True):
-            alike, file = every[number // len(files)], files[number % len(files)]
-            found.append((alike, file, which))
-            alike.offsets[file] += offsets[which].tolist()
+        kinds = self._number_kinds(tables)
+        item_tables, files = [table.items for _, table in tables], tables[0][1].items.files
+        offsets = np.concatenate([items.offsets for items in item_tables])
+        keys = kinds * len(files) + np.concatenate([items.file_numbers for items in item_tables])
+        order = np.argsort(keys, kind="stable")
+        numbers, begins = np.unique(keys[order], return_index=True)
+        groups, parts = list(self._groups.values()), list[tuple[_ItemGroup, str, Any]]()
+        for number, rows in zip(numbers.tolist(), np.split(order, begins[1:]), strict=True):
+            group, file = groups[number // len(files)], files[number % len(files)]
+            parts.append((group, file, rows))
+            group.offsets[file] += offsets[rows].tolist()
         self._match()
         starts, crcs = np.empty(len(offsets), np.int64), np.empty(len(offsets), np.int64)
-        for alike, file, which in found:
-            sums, ats = alike.sums.get(file, {}), offsets[which]
-            starts[which] = ats + (alike.start or 0)
-            is_plain = alike.start is not None
-            crcs[which] = [sums.get(at, -1) if is_plain else -1 for at in ats.tolist()]
+        for group, file, rows in parts:
+            sums, ats = group.sums.get(file, {}), offsets[rows]
+            starts[rows] = ats + (group.start or 0)
+            is_plain = group.start is not None
+            crcs[rows] = [sums.get(at, -1) if is_plain else -1 for at in ats.tolist()]
         self._keep(tables, starts, crcs)
 
-    def _kinds_of(self, tables: Iterable[_Table]) -> Any:
-        """Return the number of the kind of each item, found once for tensors that are cut alike."""
+    def _number_kinds(self, tables: Iterable[_Table]) -> Any:
+        """Return the number of each item's group, found once for tensors that are cut alike."""
         import numpy as np
 
         cuts, numbers, columns = dict[object, Any](), dict[int, int](), list[Any]()
@@ -94,9 +94,9 @@ class AlikeItems:
             cut = id(table.boxes), entry.source_dtype.name, table.items.lengths.tobytes()
             if cut not in cuts:
                 pairs = zip(table.boxes, table.items, strict=True)
-                kinds = [self._kind(Item.of(entry, box, at)) for box, at in pairs]
-                numbers = {id(alike): n for n, alike in enumerate(self._kinds.values())}
-                cuts[cut] = np.array([numbers[id(alike)] for alike in kinds], np.int64)
+                groups = [self._group(Item.of(entry, box, at)) for box, at in pairs]
+                numbers = {id(group): n for n, group in enumerate(self._groups.values())}
+                cuts[cut] = np.array([numbers[id(group)] for group in groups], np.int64)
             columns.append(cuts[cut])
         return np.concatenate(columns)
 
@@ -116,16 +116,16 @@ class AlikeItems:
 
     def locate(self, item: Item) -> Place:
         """Return where the elements of an item are; raises as ``locate_item`` does."""
-        alike, file, at = self._kinds.get(_kind_of(item)), item.at.file, item.at.offset
-        crc = None if alike is None else alike.sums.get(file, {}).get(at)
-        if alike is None or alike.model is None or crc is None:
+        group, file, at = self._groups.get(_kind_of(item)), item.at.file, item.at.offset
+        crc = None if group is None else group.sums.get(file, {}).get(at)
+        if group is None or group.model is None or crc is None:
             return locate_item(self._source, item)
-        return alike.model.place_at(file, at, crc)
+        return group.model.place_at(file, at, crc)
 
     def table(self, entry: TensorEntry) -> RecordTable | None:
-        """Return the chunks of a tensor as a table, of which each is all of its item's record.
+        """Return the chunks of a tensor as a table, each of them all of its item's record.
 
-        None if they are in no table, or one is no such.
+        None if they are in no table, or one is only part of its record.
         """
         return self._tables.get(entry.name)
 
@@ -134,7 +134,7 @@ def _kind_of(item: Item) -> Kind:
     return item.at.nbytes, item.dtype, item.shape
 
 
-class _Alike(Struct, eq=False):
+class _ItemGroup(Struct, eq=False):
     """Items of one kind: the ``first`` of them, and the ``offsets`` of all in each file.
 
     ``sums`` has, by file and offset, the CRC-32 of the record of each that is similar to the first,
@@ -200,18 +200,18 @@ class _Model(Struct, frozen=True):
     def match(self, source: Source, file: str, offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield those items at offsets that are similar: the offset, and the CRC-32."""
         (stored,) = self.template.storages.values()
-        number = self.template.own.index(stored)
+        number = self.template.payloads.index(stored)
         last = source.files.get(file, 0) - self.nbytes
-        within = [at for at in offsets if 0 <= at <= last]
+        starts = [at for at in offsets if 0 <= at <= last]
         with closing(source.reader()) as reader:
-            for first in range(0, len(within), _AT_ONCE):
-                batch = within[first : first + _AT_ONCE]
+            for first in range(0, len(starts), _AT_ONCE):
+                batch = starts[first : first + _AT_ONCE]
                 try:
                     data = self._read(reader, file, batch)
                 except CkptoolError:  # reported when each is opened
                     continue
-                found = map(self.template.sums_in, self.template.template.match_each(data))
-                for at, sums in zip(batch, found, strict=True):
+                checksums = map(self.template.sums_in, self.template.template.match_each(data))
+                for at, sums in zip(batch, checksums, strict=True):
                     if sums and sums[number]:
                         yield at, sums[number]
 

@@ -131,7 +131,7 @@ def _ints(
     starts = _offsets(tensor.shape, place.strides)
     is_big = "byteswap" in place.ops
     pieces = (data[start : start + itemsize] for start in starts)
-    values = (int.from_bytes(each, "big" if is_big else "little", signed=True) for each in pieces)
+    values = (int.from_bytes(piece, "big" if is_big else "little", signed=True) for piece in pieces)
     return tensor.shape, tuple(values)
 
 

@@ -13,11 +13,11 @@ MOST_RANKS = 1 << 18
 """Ranks that a device mesh has at most."""
 
 
-def require_known(fields: Mapping[str, Any], known: Collection[str], what: str) -> None:
+def require_known(fields: Mapping[str, Any], names: Collection[str], what: str) -> None:
     """Raise Unsupported for a field of a record that is not known."""
-    more = [name for name in fields if name not in known]
-    if more:
-        raise Unsupported(f"{what} with {describe(more[0])}, which is not known", UNREAD)
+    extras = [name for name in fields if name not in names]
+    if extras:
+        raise Unsupported(f"{what} with {describe(extras[0])}, which is not known", UNREAD)
 
 
 def read_flat_ints(value: PickleValue) -> tuple[int, ...]:
@@ -46,14 +46,14 @@ def read_name(value: PickleValue) -> str:
 
 
 def read_fields(
-    value: PickleValue, expected: str, known: Collection[str] | None = None
+    value: PickleValue, expected: str, names: Collection[str] | None = None
 ) -> dict[str, Any]:
     """Return the attributes of a record; Damaged if it is none.
 
-    Raises Unsupported for one that is not among those ``known``.
+    Raises Unsupported for one that is not among these ``names``, if there are any.
     """
     if not isinstance(value, Call):
         raise Damaged(f"expected a {expected} record, got {type(value).__name__}")
-    if known is not None:
-        require_known(value.fields, known, f"a {expected} record")
+    if names is not None:
+        require_known(value.fields, names, f"a {expected} record")
     return value.fields

@@ -156,8 +156,8 @@ class OpenArchive:
         if sibling is None:
             records = read_directory(region)
             folder = _folder(region, records)
-            alone = Sibling(ArchiveTemplate.of(records.values(), folder))
-            sibling = templates.learn(region, records.values()) or alone
+            archive = Sibling(ArchiveTemplate.of(records.values(), folder))
+            sibling = templates.learn(region, records.values()) or archive
         self.sibling = sibling
 
     @classmethod
@@ -191,8 +191,8 @@ class OpenArchive:
     def storages(self, keys: Iterable[str] | None = None) -> dict[str, StoredBytes]:
         """Return the place of each storage, by its key, or only of those with these keys."""
         numbers, are_checked = self.sibling.template.storages, self.sibling.has_sums
-        wanted = [key for key in keys if key in numbers] if keys is not None else numbers
-        stored = ((key, self.sibling.record(numbers[key])) for key in wanted)
+        keys = numbers if keys is None else [key for key in keys if key in numbers]
+        stored = ((key, self.sibling.record(numbers[key])) for key in keys)
         return {key: _locate(self._region, record, are_checked) for key, record in stored}
 
     def byteorder(self) -> str:

@@ -129,8 +129,8 @@ class _RecordScan:
             raise Damaged(f"{self._file}: not a torch.save archive: does not begin with a pickle")
         records = {n: record for n, record in self._records.items() if n not in self._repeated}
         sizes = {f"{self._root}/data/{key}": size for key, size in self._sizes.items()}
-        lost = {name: size for name, size in sizes.items() if name not in records}
-        return Recovered(tuple(records.values()), lost)
+        missing = {name: size for name, size in sizes.items() if name not in records}
+        return Recovered(tuple(records.values()), missing)
 
     def _positions(self) -> Iterator[int]:
         """Yield where headers begin: after the previous record, or else the next one found."""

@@ -61,10 +61,10 @@ def split_sharded_state(value: PickleValue) -> dict[str, Any] | None:
     local = state_fields(state).get("_local_tensor")
     if not isinstance(cls, Global) or cls.name != "DTensor" or not is_optimizer_state(local):
         return None
-    outer, parts = read_outer(local), split_wrapper(local)
-    if outer is None or parts is None or not isinstance(arguments, tuple) or len(arguments) < 3:
+    kind, parts = read_outer(local), split_wrapper(local)
+    if kind is None or parts is None or not isinstance(arguments, tuple) or len(arguments) < 3:
         return None
-    whole, rows = read_sizes(arguments[2]), outer[1]
+    whole, rows = read_sizes(arguments[2]), kind[1]
     if len(rows) != len(whole) or not rows or not rows[0] or whole[0] % rows[0]:
         return None
     split: dict[str, Any] = {}

@@ -96,10 +96,10 @@ class Template(Struct, frozen=True):
         return tuple([form.unpack(data) for form in self.holes])
 
     def match_each(self, data: bytes | bytearray) -> Iterator[Values | None]:
-        """Yield the same for each of as many bytes."""
-        each = zip(*(form.iter_unpack(data) for form in self.holes), strict=True)
+        """Yield what ``match`` returns for each stretch of so many bytes."""
+        rows = zip(*(form.iter_unpack(data) for form in self.holes), strict=True)
         common = self.common
-        for fixed, values in zip(self.fixed.iter_unpack(data), each, strict=True):
+        for fixed, values in zip(self.fixed.iter_unpack(data), rows, strict=True):
             yield values if fixed == common else None
 
 
@@ -128,17 +128,17 @@ _NOTHING = Template.of(b"", ())
 
 
 class ArchiveTemplate(Struct, eq=False):
-    """An archive that others are compared with: all of it but the content of its ``own`` records.
+    """An archive that others are compared with: all of it but the content of its ``payloads``.
 
     ``template`` is of the bytes of ``readings``. Its groups of holes are the root's name in each
-    record's name, the CRC-32 of own records beside them, and those in the directory.
+    record's name, the CRC-32 of payloads beside them, and those in the directory.
     ``names`` and ``storages`` have the positions in the directory of records, by their names in the
     root, and of storages, by their keys; ``file`` is what the archive holds, if that was read and
     is the same in all that match.
     """
 
     records: tuple[ZipRecord, ...]
-    own: tuple[int, ...]
+    payloads: tuple[int, ...]
     readings: _Spans
     template: Template
     names: dict[str, int]
@@ -150,7 +150,7 @@ class ArchiveTemplate(Struct, eq=False):
         cls,
         records: Iterable[ZipRecord],
         folder: str,
-        own: tuple[int, ...] = (),
+        payloads: tuple[int, ...] = (),
         readings: _Spans = (),
         template: Template = _NOTHING,
     ) -> ArchiveTemplate:
@@ -162,7 +162,7 @@ class ArchiveTemplate(Struct, eq=False):
         inside = ((r.name, at) for at, r in enumerate(every) if r.name.startswith(folder))
         names = {name[len(folder) :]: at for name, at in inside}
         storages = {n[len(_STORAGES) :]: at for n, at in names.items() if n.startswith(_STORAGES)}
-        return cls(every, own, readings, template, names, storages)
+        return cls(every, payloads, readings, template, names, storages)
 
     def match(self, region: Region) -> Sibling | None:
         """Return an archive of the same number of bytes that is similar; else None."""
@@ -173,16 +173,16 @@ class ArchiveTemplate(Struct, eq=False):
         values = self.template.match(region.joined(self.readings))
         sums = self.sums_in(values)
         root = values[0][0].decode() if values and sums else ""
-        return Sibling(self, root, dict(zip(self.own, sums, strict=True))) if root else None
+        return Sibling(self, root, dict(zip(self.payloads, sums, strict=True))) if root else None
 
     def sums_in(self, values: Values | None) -> tuple[int, ...]:
-        """Return the CRC-32 of own records from an archive's holes; none if these contradict."""
+        """Return the CRC-32 of ``payloads`` from an archive's holes; none if these contradict."""
         if values is None:
             return ()
-        roots, beside, listed = values
+        roots, local_sums, sums = values
         root = roots[0]
-        is_whole = beside == listed and any(listed) and roots.count(root) == len(roots)
-        return listed if is_whole and b"/" not in root and root.isascii() else ()
+        is_whole = local_sums == sums and any(sums) and roots.count(root) == len(roots)
+        return sums if is_whole and b"/" not in root and root.isascii() else ()
 
 
 class Sibling(Struct, frozen=True):
@@ -205,7 +205,7 @@ class Sibling(Struct, frozen=True):
 
     def own_records(self, *, storages: bool) -> list[ZipRecord]:
         """Return the records, maybe without storages, that are not equal in all that match."""
-        records = map(self.record, self.template.own)
+        records = map(self.record, self.template.payloads)
         return [record for record in records if storages or not record.is_storage]
 
 
@@ -230,8 +230,8 @@ class Templates:
 
         They cannot if any of its headers contradicts its directory, or bytes belong to no record.
         """
-        known = self._by_size.get(region.nbytes, [])
-        is_full = len(self._by_size) >= _MOST_SIZES or len(known) >= _MOST_OF_A_SIZE
+        templates = self._by_size.get(region.nbytes, [])
+        is_full = len(self._by_size) >= _MOST_SIZES or len(templates) >= _MOST_OF_A_SIZE
         if is_full or self._kept + len(records) > _MOST_RECORDS:
             return None
         template = None
@@ -240,7 +240,7 @@ class Templates:
         sibling = template.match(region) if template is not None else None
         if template is not None and sibling is not None:
             self._kept += len(records)
-            self._by_size[region.nbytes] = [*known, template]
+            self._by_size[region.nbytes] = [*templates, template]
         return sibling
 
 
@@ -253,8 +253,8 @@ def is_compared(record: ZipRecord) -> bool:
 def _template_of(
     region: Region, records: tuple[ZipRecord, ...], reads: bool
 ) -> ArchiveTemplate | None:
-    own = tuple(at for at, record in enumerate(records) if not is_compared(record))
-    varied = [records[at] for at in own]
+    payloads = tuple(at for at, record in enumerate(records) if not is_compared(record))
+    varied = [records[at] for at in payloads]
     compared = tuple(_between(varied, region.nbytes))
     is_readable = reads and region.source is not None
     if not is_readable and not all(starmap(region.is_at_hand, compared)):
@@ -276,7 +276,7 @@ def _template_of(
         holes(map(_crc_beside, varied), CRC32_NBYTES, "L"),
         holes((record.noted for record in varied), CRC32_NBYTES, "L"),
     )
-    return ArchiveTemplate.of(records, f"{root}/", own, readings, template)
+    return ArchiveTemplate.of(records, f"{root}/", payloads, readings, template)
 
 
 def _is_plain(records: Collection[ZipRecord]) -> bool:
@@ -363,10 +363,10 @@ def _readings(region: Region, compared: _Spans) -> _Spans:
 
 def _places(spans: Sequence[tuple[int, int]], starts: Iterable[int]) -> Iterator[int]:
     """Yield where bytes of a region, in order, are among those of spans, one after another."""
-    ahead, before = iter(spans), 0
+    ahead, base = iter(spans), 0
     start, end = next(ahead)
     for at in starts:
         while at >= end:
-            before += end - start
+            base += end - start
             start, end = next(ahead)
-        yield before + at - start
+        yield base + at - start

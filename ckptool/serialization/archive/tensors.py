@@ -102,7 +102,7 @@ class StoredTensor(Struct, frozen=True):
         return (
             not self.offset
             and math.prod(self.shape) * self.dtype.itemsize == self.storage.nbytes
-            and all(size == 1 or step == wanted for size, step, wanted in steps)
+            and all(size == 1 or step == stride for size, step, stride in steps)
         )
 
 
@@ -154,8 +154,8 @@ def _wrapped_in(record: Call) -> PickleValue:
     if attribute is None or record.args[0] != _REBUILD_WRAPPER:
         return None
     fields = state_fields(record.args[3])
-    held = {name for name, part in fields.items() if is_tensor_record(part)} - {computed}
-    return fields[attribute] if held == {attribute} else None
+    tensors = {name for name, part in fields.items() if is_tensor_record(part)} - {computed}
+    return fields[attribute] if tensors == {attribute} else None
 
 
 def unwrap(value: PickleValue) -> Any:
@@ -184,9 +184,9 @@ def read_tensor(value: PickleValue, depth: int = 4) -> StoredTensor | None:
 def require_outer(records: list[Any], dtype: DType, shape: tuple[int, ...]) -> None:
     """Raise Damaged if one of the records that wrap a tensor says another type or shape."""
     for record in records[:-1]:
-        outer = _outer_of(record)
-        if outer not in (None, (dtype, shape)):
-            says = f"{outer[0]} {list(outer[1])}" if outer else ""
+        kind = _outer_of(record)
+        if kind not in (None, (dtype, shape)):
+            says = f"{kind[0]} {list(kind[1])}" if kind else ""
             raise Damaged(f"{record.args[1]} of {says} around a tensor of {dtype} {list(shape)}")
 
 
@@ -240,11 +240,11 @@ def read_attributes(value: PickleValue) -> dict[str, Any]:
         state = record.args[3] if len(record.args) == 4 else None
         parts = state[:2] if isinstance(state, tuple) else (state,)
         is_wrapper = record is not records[-1] and record.name == SUBCLASS
-        known = _PLAIN_INSIDE[str(record.args[1])] if is_wrapper else ()
+        names = _PLAIN_INSIDE[str(record.args[1])] if is_wrapper else ()
         for part in [part for part in parts if isinstance(part, dict)]:
             if len(part) > _MOST_ATTRIBUTES:
                 raise Damaged(f"a tensor with {len(part):,} attributes")
-            attributes |= {name: item for name, item in part.items() if name not in known}
+            attributes |= {name: item for name, item in part.items() if name not in names}
     return attributes
 
 

@@ -118,12 +118,12 @@ def read_identity(source: Source, file: str) -> str | None:
     except (Damaged, NotFound):
         return None
     pickle, mark = (records.get(f"{ROOT}/{name}") for name in ("data.pkl", _IDENTITY))
-    wanted = b"" if pickle is None else _identity(pickle.crc32)
-    if mark is None or mark.stored != len(wanted):
+    expected = b"" if pickle is None else _identity(pickle.crc32)
+    if mark is None or mark.stored != len(expected):
         return None
     identity = source.read(file, mark.offset, mark.stored)
-    known = identity.isdigit() and identity[_OF_PICKLE] == wanted[_OF_PICKLE]
-    return identity.decode() if known else None
+    is_ours = identity.isdigit() and identity[_OF_PICKLE] == expected[_OF_PICKLE]
+    return identity.decode() if is_ours else None
 
 
 def is_marked(identity: str) -> bool:
@@ -190,8 +190,8 @@ class _Archive:
         """Add a part, a literal to the one before it; return the number of any other."""
         self._position += part.nbytes
         if isinstance(part, Literal):
-            before = len(self._joined)
-            self._patches += [Patch(before + at, back) for at, back in part.patches]
+            begin = len(self._joined)
+            self._patches += [Patch(begin + at, distance) for at, distance in part.patches]
             self._joined += part.data
         else:
             self._end_literal()

@@ -129,13 +129,13 @@ class InstanceReader:
         if not classes:
             return None
         start = classes[0].reference + row_reader.BEGIN
-        found = None
+        rows = None
         if self._row_reader or self._data.count(start, pos, pos + _FAR) >= _WORTH_NUMPY:
             self._row_reader = self._row_reader or RowReader(self._data, self._memo)
-            found = self._row_reader.read(pos, frame_end, classes)
+            rows = self._row_reader.read(pos, frame_end, classes)
         self._attempts = 0
-        self._waits = 0 if found else min(_LONGEST_WAIT, 2 * self._waits + 1)
-        return found
+        self._waits = 0 if rows else min(_LONGEST_WAIT, 2 * self._waits + 1)
+        return rows
 
     def _find_classes(self, pos: int, count: int) -> list[RowClass]:
         """Return the distinct classes of so many instances, from ``pos`` on; none if one is odd."""
@@ -158,22 +158,22 @@ class InstanceReader:
         Returns the offset after them, and the number of their dicts and lists.
         """
         data, patterns, stack = self._data, self._patterns, self._stack
-        before, containers = len(stack), 0
+        depth, containers = len(stack), 0
         self._forget_changes()
-        while pos < end and not self._memo.sparse and len(stack) - before < most:
+        while pos < end and not self._memo.sparse and len(stack) - depth < most:
             pattern = patterns.get(data[pos : pos + _KEY])
             match = pattern.expression.match(data, pos) if pattern else None
             if pattern is None or match is None:
                 if not self._add_pattern(pos):
                     break
                 continue
-            made = self._made.get(match[0])
-            if made is not None:
-                self._memo.dense += made.noted
-            elif (made := self._make(pattern, match)) is None:
+            instance = self._made.get(match[0])
+            if instance is not None:
+                self._memo.dense += instance.noted
+            elif (instance := self._make(pattern, match)) is None:
                 break
-            stack.append(made.record)
-            containers += made.containers
+            stack.append(instance.record)
+            containers += instance.containers
             pos = match.end()
         return pos, containers
 
@@ -193,11 +193,11 @@ class InstanceReader:
         begin = len(memo.dense)
         record = self._build(pattern, pieces)
         containers = 1 + sum(1 + len(values[pieces[at]]) for at in pattern.lists)
-        made = _Made(record, memo.dense[begin:], containers)
+        instance = _Made(record, memo.dense[begin:], containers)
         if pattern.lists and len(self._made) < _MOST_EQUAL:
-            self._made[match[0]] = made
-            memo.fixed |= {id(entry): entry for entry in made.noted}
-        return made
+            self._made[match[0]] = instance
+            memo.fixed |= {id(entry): entry for entry in instance.noted}
+        return instance
 
     def _build(self, pattern: _InstancePattern, pieces: Iterable[bytes]) -> Call:
         """Return an instance from its known pieces; note it and its content."""
@@ -210,7 +210,7 @@ class InstanceReader:
             if isinstance(inner, _InstancePattern):
                 state[name] = listed = list[Any]()
                 note.append(listed)
-                listed += [self._build(inner, each) for each in value]
+                listed += [self._build(inner, item) for item in value]
                 continue
             if inner is not None:
                 note.append(value := Call(inner, (), True, value))
@@ -239,15 +239,15 @@ class InstanceReader:
         if not all(type(name) is str for name in names) or len({*names}) < len(names):
             raise LookupError
         inner: list[_InstancePattern | Global | None] = []
-        wanted = [re.escape(reference), _BEGIN]
+        parts = [re.escape(reference), _BEGIN]
         for item, sample in fields:
             pattern, expression = self._field_pattern(sample)
             inner.append(pattern)
-            wanted += re.escape(item), expression
+            parts += re.escape(item), expression
         of_rows = RowClass(self._class_at(reference), names, reference, tuple(i for i, _ in fields))
-        found_by = re.compile(b"".join([*wanted, _END]), re.DOTALL)
+        found_by = re.compile(b"".join([*parts, _END]), re.DOTALL)
         pairs = tuple(zip(names, inner, strict=True))
-        lists = tuple(n for n, each in enumerate(inner) if isinstance(each, _InstancePattern))
+        lists = tuple(n for n, kind in enumerate(inner) if isinstance(kind, _InstancePattern))
         return _InstancePattern(found_by, of_rows, pairs, lists, not any(inner))
 
     def _field_pattern(self, sample: bytes) -> tuple[_InstancePattern | Global | None, bytes]:
@@ -256,8 +256,8 @@ class InstanceReader:
         if sample[0] == _EMPTY_LIST and (match := _any(_INSTANCE).match(sample, begin)):
             pattern = self._pattern_of(match)
             self._listed[sample[begin : begin + _KEY]] = pattern
-            each = pattern.expression.pattern.replace(b"(%b)" % _VALUE, b"(?:%b)" % _VALUE)
-            return pattern, rb"(\]\x94%b)" % (_LIST % (each, each))
+            instance = pattern.expression.pattern.replace(b"(%b)" % _VALUE, b"(?:%b)" % _VALUE)
+            return pattern, rb"(\]\x94%b)" % (_LIST % (instance, instance))
         if _any(_MADE).fullmatch(sample):
             reference = sample[: 2 if sample[0] == _SHORT else 5]
             return self._class_at(reference), b"%b%b(%b)b" % (re.escape(reference), _NEW, _STATE)
@@ -335,10 +335,10 @@ class _Values(dict[bytes, Any]):
         """Return the pieces of each instance in a list; LookupError if one is not an instance."""
         begin = 3 if piece[2] == _MARK else 2
         expression = self._listed[piece[begin : begin + _KEY]].expression
-        found = list(expression.finditer(piece, begin))
-        if sum(match.end() - match.start() for match in found) != len(piece) - begin - 1:
+        matches = list(expression.finditer(piece, begin))
+        if sum(match.end() - match.start() for match in matches) != len(piece) - begin - 1:
             raise LookupError
-        split = [match.groups() for match in found]
+        split = [match.groups() for match in matches]
         for inner in chain.from_iterable(split):
             self[inner]
         return split

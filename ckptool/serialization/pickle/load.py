@@ -56,10 +56,10 @@ def read_pickle(
         remember_globals(data, machine.names(), start)
         require_harmless({} if isinstance(error, Truncated) and not judges else machine.hostile)
         raise
-    named = machine.names()
-    remember_globals(data, named, start)
+    names = machine.names()
+    remember_globals(data, names, start)
     require_harmless(machine.hostile if judges else {})
-    return Loaded(value, machine.pos, named, machine.persistent, machine.hostile)
+    return Loaded(value, machine.pos, names, machine.persistent, machine.hostile)
 
 
 def require_harmless(hostile: Mapping[Global, Problem]) -> None:
@@ -93,13 +93,13 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def remember_globals(data: bytes, named: Names, start: int = 0) -> None:
+def remember_globals(data: bytes, names: Names, start: int = 0) -> None:
     """Remember the globals of the first pickle of ``data``, up to where it breaks."""
     if start:
         return
     if len(_recent_globals) >= _MOST_REMEMBERED:
         _recent_globals.clear()
-    _recent_globals[_digest(data)] = Names(named, named.records)
+    _recent_globals[_digest(data)] = Names(names, names.records)
 
 
 def find_globals(data: bytes, *, pickles: int = 1) -> Names:
@@ -108,14 +108,14 @@ def find_globals(data: bytes, *, pickles: int = 1) -> Names:
     Including those that can run code. A malformed pickle is followed up to where it breaks. One
     that ``read_pickle`` read recently, complete or not, is not followed again.
     """
-    known = _recent_globals.get(_digest(data)) if pickles == 1 else None
-    return _follow(data, pickles) if known is None else Names(known, known.records)
+    names = _recent_globals.get(_digest(data)) if pickles == 1 else None
+    return _follow(data, pickles) if names is None else Names(names, names.records)
 
 
 def _follow(data: bytes, pickles: int) -> Names:
     """Return the globals of consecutive pickles, as far as these can be followed."""
     offsets: dict[Global, int] = {}
-    made: set[Global] = set()
+    records: set[Global] = set()
     called: set[Global] = set()
     start = 0
     for _ in range(pickles):
@@ -125,12 +125,12 @@ def _follow(data: bytes, pickles: int) -> Names:
             _run(machine, len(data))
         except Damaged:
             is_whole = False
-        named = machine.names()
-        made |= named.records
-        called |= named.keys() - named.records
-        for item, at in named.items():
+        names = machine.names()
+        records |= names.records
+        called |= names.keys() - names.records
+        for item, at in names.items():
             offsets.setdefault(item, start + at)
         if not is_whole:
             break
         start = machine.pos
-    return Names(offsets, made - called)
+    return Names(offsets, records - called)

@@ -142,10 +142,10 @@ class Machine(Builder):
         is_dict = isinstance(target, dict)
         if not (is_key if is_dict else isinstance(target, list)):
             return pos
-        found = reader.read_rows(pos, self._frame_end, is_dict=is_dict)
-        if found is None:
+        rows = reader.read_rows(pos, self._frame_end, is_dict=is_dict)
+        if rows is None:
             return pos
-        runs, end, self._frame_end = found
+        runs, end, self._frame_end = rows
         self.pos = pos
         (self._set_items if is_dict else self._extend)(self._pop_mark())
         if isinstance(target, dict):
@@ -258,13 +258,13 @@ class Machine(Builder):
 
     def _pass_member(self, args: tuple[PickleValue, ...]) -> bool:
         """Return whether a member is among the arguments of a call, which could call it."""
-        stack, seen = [*args], set[int]()
+        stack, ids = [*args], set[int]()
         while stack:
             item = stack.pop()
             if isinstance(item, Call) and item.function == GETATTR:
                 return True
-            if isinstance(item, tuple | list | dict | set | frozenset) and id(item) not in seen:
-                seen.add(id(item))
+            if isinstance(item, tuple | list | dict | set | frozenset) and id(item) not in ids:
+                ids.add(id(item))
                 self.charge(len(item))
                 stack += [*item, *item.values()] if isinstance(item, dict) else item
         return False

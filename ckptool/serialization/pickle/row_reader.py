@@ -100,19 +100,19 @@ class RowReader:
             self._window = window = Window(self._pickled, pos, self._size, frame_end)
             if runs and window.data.startswith(_BATCHES[len(classes)][:1]):
                 break
-            found = self._find_known(classes) or self._read_run(classes, 1 if runs else LEAST)
-            if found is None:
+            run = self._find_known(classes) or self._read_run(classes, 1 if runs else LEAST)
+            if run is None:
                 self._odd = pos
                 self._drop(runs)
                 break
-            behind, pairs = len(found.data), zip(classes, found.table, strict=True)
+            behind, pairs = len(run.data), zip(classes, run.table, strict=True)
             runs.append(
-                RowRun(tuple(Rows(each, columns, self._objects) for each, columns in pairs))
+                RowRun(tuple(Rows(kind, columns, self._objects) for kind, columns in pairs))
             )
             self._memo.add_run(runs[-1])
             self._size = min(max(4 * behind, _FIRST_SIZE), _LARGEST_SIZE)
             pos, frame_end = window.place(behind)
-            is_open = not found.ending
+            is_open = not run.ending
         return (runs, pos, frame_end) if runs else None
 
     def _drop(self, runs: list[RowRun]) -> None:
@@ -128,17 +128,17 @@ class RowReader:
 
         window, noted, batch = self._window, self._memo.next_number, _BATCHES[len(classes)]
         begin = classes[0].reference + BEGIN
-        found = re.compile(re.escape(begin)).finditer(window.data, 0, window.last)
-        starts = np.array(list(map(re.Match.start, found)), np.int64)
+        matches = re.compile(re.escape(begin)).finditer(window.data, 0, window.last)
+        starts = np.array(list(map(re.Match.start, matches)), np.int64)
         if len(starts) < least or starts[0] != 0:
             return None
         good = np.ones(len(starts), bool)
         cursor = starts
         table: list[list[Column]] = []
-        for each in classes:
+        for row_class in classes:
             columns = []
-            expected = each.reference + BEGIN
-            for field in each.fields:
+            expected = row_class.reference + BEGIN
+            for field in row_class.fields:
                 cursor = self._literal(cursor, expected + field, good)
                 column, cursor = self._field(cursor, good)
                 columns.append(column)
@@ -163,8 +163,8 @@ class RowReader:
         follow = ends == starts
         if follow.all():
             return follow
-        mask, wanted = self._masks[len(batch)], int.from_bytes(batch, "little")
-        is_batch = (self._window.words[ends] & mask) == wanted
+        mask, number = self._masks[len(batch)], int.from_bytes(batch, "little")
+        is_batch = (self._window.words[ends] & mask) == number
         return follow | (is_batch & (ends + len(batch) == starts))
 
     def _end_of_batches(self, ends: Any, starts: Any, ending: bytes) -> tuple[int, bytes]:
@@ -187,22 +187,22 @@ class RowReader:
 
     def _find_known(self, classes: Sequence[RowClass]) -> _KnownRun | None:
         """Return the longest of the known runs that come again in the window."""
-        window, found = self._window, None
+        window, longest = self._window, None
         for run in self._known:
             size = len(run.data)
             is_like = run.classes == classes and size <= window.last
-            if is_like and (found is None or size > len(found.data)):
+            if is_like and (longest is None or size > len(longest.data)):
                 is_same = window.data.startswith(run.data + run.ending)
                 if is_same and window.first_torn(run.starts, size) == len(run.starts):
-                    found = run
-        return found
+                    longest = run
+        return longest
 
     def _literal(self, at: Any, opcodes: bytes, good: Any) -> Any:
         """Return the offsets after opcodes that are the same in all rows."""
         for begin in range(0, len(opcodes), 8):
-            some = opcodes[begin : begin + 8]
-            words = self._window.words[at + begin] & self._masks[len(some)]
-            good &= words == int.from_bytes(some, "little")
+            piece = opcodes[begin : begin + 8]
+            words = self._window.words[at + begin] & self._masks[len(piece)]
+            good &= words == int.from_bytes(piece, "little")
         return self._within(at + len(opcodes), good)
 
     def _within(self, at: Any, good: Any) -> Any:
@@ -233,10 +233,10 @@ class RowReader:
         wide = opcodes == ord("j")
         numbers = (self._window.words[at + 1] & self._masks[np.where(wide, 4, 1)]).view(np.int64)
         end = at + np.where(wide, 5, 2)
-        others = ~wide & (opcodes != ord("h"))
-        if others.any():
+        rest = ~wide & (opcodes != ord("h"))
+        if rest.any():
             is_text = opcodes == _SHORT_TEXT
-            good &= is_text >= others
+            good &= is_text >= rest
             kinds[is_text] = TEXT
             end = self._within(np.where(is_text, end + numbers + 1, end), good)
             good &= ~is_text | (self._window.bytes[end - 1] == _MEMOIZE)
@@ -310,14 +310,14 @@ class RowReader:
                     texts.append((at[is_text], self._read_texts(numbers[is_text, 0])))
                 places[-1].append(at + count_of_kinds(kinds))
         done: list[list[Column]] = [[] for _ in table]
-        for each, columns, begin, ats in zip(done, table, begins.T, places, strict=True):
+        for target, columns, begin, ats in zip(done, table, begins.T, places, strict=True):
             for column, at in zip(columns, ats, strict=False):
                 resolved = column
                 if column.kinds[0] in (OBJECT, TEXT):
                     resolved, holds = self._resolve_column(column, noted, begin, at, texts)
                     if not holds.all():
                         return _first_false(holds)
-                each.append(resolved.narrowed())
+                target.append(resolved.narrowed())
         table[:] = done
         return len(counts)
 
@@ -335,10 +335,10 @@ class RowReader:
         is_text = kinds == TEXT
         references = np.where(is_text, at, numbers[:, 0])
         firsts = np.flatnonzero(np.append(True, references[1:] != references[:-1]))
-        known = self._codes_of(references[firsts], noted, texts)
-        known = np.repeat(known, np.diff(firsts, append=len(references)))
-        holds = (known >= 0) & (is_text | (references < noted) | (references < begin))
-        return Column(kinds, known[:, None]), holds
+        codes = self._codes_of(references[firsts], noted, texts)
+        codes = np.repeat(codes, np.diff(firsts, append=len(references)))
+        holds = (codes >= 0) & (is_text | (references < noted) | (references < begin))
+        return Column(kinds, codes[:, None]), holds
 
     def _codes_of(self, references: Any, noted: int, texts: list[tuple[Any, Any]]) -> Any:
         """Return the code of each memo number or opcode, -1 if it is none."""
@@ -347,11 +347,11 @@ class RowReader:
         codes = np.full(len(references), -1, np.int64)
         is_older = references < noted
         older, inverse = np.unique(references[is_older], return_inverse=True)
-        found = [self._code(number) for number in older.tolist()]
-        codes[is_older] = np.array([-1 if n is None else n for n in found], np.int64)[inverse]
-        for at, those in texts:
+        older_codes = [self._code(number) for number in older.tolist()]
+        codes[is_older] = np.array([-1 if n is None else n for n in older_codes], np.int64)[inverse]
+        for at, text_codes in texts:
             place = np.searchsorted(at, references).clip(max=len(at) - 1)
-            codes = np.where(at[place] == references, those[place], codes)
+            codes = np.where(at[place] == references, text_codes[place], codes)
         return codes
 
     def _value(self, reference: int) -> Any:
@@ -377,21 +377,21 @@ class RowReader:
         """
         import numpy as np
 
-        data, known = self._window.data, self._texts
+        data, indices = self._window.data, self._texts
         ends = begins + 2 + self._window.bytes[begins + 1]
         pairs = zip((begins + 2).tolist(), ends.tolist(), strict=True)
         written = [data[begin:end] for begin, end in pairs]
         for text in dict.fromkeys(written):
-            if text not in known:
+            if text not in indices:
                 try:
                     decoded = text.decode("utf-8", "surrogatepass")
                 except UnicodeDecodeError:
-                    known[text] = -1
+                    indices[text] = -1
                     continue
                 self._objects.count_one()
-                known[text] = len(self._objects)
+                indices[text] = len(self._objects)
                 self._objects.append(decoded)
-        return np.array([known[text] for text in written], np.int64)
+        return np.array([indices[text] for text in written], np.int64)
 
 
 def _first_false(flags: Any) -> int:

@@ -97,14 +97,14 @@ class RowRun:
     def __init__(self, rows: tuple[Rows, ...]) -> None:
         self.rows = rows
         self._begins: Any = None
-        self.noted = sum(int(count_notes(each.columns.values()).sum()) for each in rows)
+        self.noted = sum(int(count_notes(part.columns.values()).sum()) for part in rows)
 
     def __getitem__(self, index: int) -> Any:
         """Return the ``index``-th memo entry of the run."""
         import numpy as np
 
         if self._begins is None:
-            tables = [each.columns.values() for each in self.rows]
+            tables = [part.columns.values() for part in self.rows]
             counts = np.stack(list(map(count_notes, tables)), axis=1).ravel()
             self._begins = np.cumsum(counts) - counts
         at = int(np.searchsorted(self._begins, index, side="right")) - 1

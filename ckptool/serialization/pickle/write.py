@@ -93,9 +93,9 @@ class _RecordPickler(_PurePickler):  # type: ignore[misc]
         self.save(_rebuild_call(ref, str(key)))
 
     def save_named(self, item: Global) -> None:
-        known = self.memo.get(id(self._globals.setdefault(item, item)))
-        if known is not None:
-            self.write(self.get(known[0]))
+        entry = self.memo.get(id(self._globals.setdefault(item, item)))
+        if entry is not None:
+            self.write(self.get(entry[0]))
             return
         if not is_name(item.module) or not is_name(item.name):
             raise Unsupported("cannot write a global whose name is not a dotted name")

@@ -188,28 +188,28 @@ class _First:
         """
         file, sibling = archive.file, archive.sibling
         has_others = bool(sibling.template.readings) and sibling.has_sums
-        known = self._places.get(sibling.template) if has_others else None
-        if known is not None:
-            return [_with_sum(at, file, sibling.crcs[number]) for at, number in known]
+        pairs = self._places.get(sibling.template) if has_others else None
+        if pairs is not None:
+            return [_with_sum(at, file, sibling.crcs[number]) for at, number in pairs]
         storages = archive.storages()
         places = [_place(one, storages.get(one.key), file) for one in self._tensors.values()]
-        found = [at for at in places if at is not None]
-        if len(found) < len(places):
+        extents = [at for at in places if at is not None]
+        if len(extents) < len(places):
             return None
         if has_others:
             numbers = sibling.template.storages
-            own = [numbers[one.key] for one in self._tensors.values()]
-            self._places[sibling.template] = [*zip(found, own, strict=True)]
-        return found
+            record_numbers = [numbers[one.key] for one in self._tensors.values()]
+            self._places[sibling.template] = [*zip(extents, record_numbers, strict=True)]
+        return extents
 
     def _unknown_bytes(self, data: bytes) -> list[int]:
         """Return where another pickle differs without proof that it may."""
         import numpy as np
 
-        found = np.flatnonzero(np.frombuffer(self._pickle, "u1") != np.frombuffer(data, "u1"))
+        positions = np.flatnonzero(np.frombuffer(self._pickle, "u1") != np.frombuffer(data, "u1"))
         for literal in self._literals:
-            found = found[(found < literal.start) | (found >= literal.end)]
-        return found.tolist() if len(found) <= _MOST_DIFFERING else []
+            positions = positions[(positions < literal.start) | (positions >= literal.end)]
+        return positions.tolist() if len(positions) <= _MOST_DIFFERING else []
 
     def _probe(self, data: bytes) -> bool:
         """Prove that what differs in another pickle, too, is used only in device meshes."""
@@ -245,37 +245,37 @@ class _First:
         for record, (mesh, _) in self._opened.meshes.items():
             fields = dict(record.fields)
             if id(record) in self._meshes:
-                known = self._meshes[id(record)].state
+                state = self._meshes[id(record)].state
                 for name in _READ_OF_THEM:
                     if name in fields:
-                        fields[name] = fill_holes(known[name], written)
-            found, rank = read_mesh(fields, file, source)
-            if found.shape != mesh.shape:
-                raise ValueError(found.shape)
-            meshes.append((mesh if found == mesh else found, rank))
+                        fields[name] = fill_holes(state[name], written)
+            own_mesh, rank = read_mesh(fields, file, source)
+            if own_mesh.shape != mesh.shape:
+                raise ValueError(own_mesh.shape)
+            meshes.append((mesh if own_mesh == mesh else own_mesh, rank))
         return meshes
 
 
-def _place(known: _Movable, stored: StoredBytes | None, file: str) -> Extent | None:
+def _place(movable: _Movable, stored: StoredBytes | None, file: str) -> Extent | None:
     """Return where a tensor is in another file; None if its storage there is different."""
-    place, before = known.place, known.stored
-    if stored is None or stored.size != before.size or stored.codec:
+    place, original = movable.place, movable.stored
+    if stored is None or stored.size != original.size or stored.codec:
         return None
     path, start, nbytes, _, crc, _ = stored
     record = None if crc is None or not nbytes else Record(path, start, nbytes, crc)
-    return Extent(file, start + place.offset - before.offset, place.strides, record, place.ops)
+    return Extent(file, start + place.offset - original.offset, place.strides, record, place.ops)
 
 
 def _with_sum(at: Extent, file: str, crc: int) -> Extent:
     """Return a place of another file, with the CRC-32 of its record there."""
-    known = at.record
-    record = None if known is None else Record(file, known.offset, known.nbytes, crc)
+    original = at.record
+    record = None if original is None else Record(file, original.offset, original.nbytes, crc)
     return Extent(file, at.offset, at.strides, record, at.ops)
 
 
-def _moved(known: _Movable, at: Extent, meshes: Sequence[tuple[Mesh, int | None]]) -> Leaf:
+def _moved(movable: _Movable, at: Extent, meshes: Sequence[tuple[Mesh, int | None]]) -> Leaf:
     """Return a tensor's leaf for another file, where it is at this place."""
-    leaf, number = known.leaf, known.mesh
+    leaf, number = movable.leaf, movable.mesh
     value = leaf.value
     if number < 0:
         tensor: StoredTensor = value.tensor
@@ -284,8 +284,8 @@ def _moved(known: _Movable, at: Extent, meshes: Sequence[tuple[Mesh, int | None]
     dtype, shape, local, placements = share.dtype, share.shape, share.local, share.placements
     mesh, rank = meshes[number]
     order, how = share.shard_order, share.how
-    own = DTensorShare(dtype, shape, local, mesh, placements, rank, order, how)
-    return Leaf(leaf.path, ShareLeaf(own, (at,), value.attributes), leaf.rank_state, leaf.note)
+    share = DTensorShare(dtype, shape, local, mesh, placements, rank, order, how)
+    return Leaf(leaf.path, ShareLeaf(share, (at,), value.attributes), leaf.rank_state, leaf.note)
 
 
 def _pair_meshes(one: Any, other: Any) -> list[tuple[Call, Call]] | None:
@@ -298,16 +298,16 @@ def _pair_meshes(one: Any, other: Any) -> list[tuple[Call, Call]] | None:
     def inside(a: Any, b: Any) -> Pairs | None:
         if isinstance(a, Call) and _is_mesh(a) and _is_mesh(b):
             meshes.append((a, b))
-            own = [_is_alike(a.state.get(name), b.state.get(name)) for name in _OF_A_RANK]
+            checks = [_is_alike(a.state.get(name), b.state.get(name)) for name in _OF_A_RANK]
             parts = _parts_of_mesh(a), _parts_of_mesh(b)
-            is_alike = all(own) and len(parts[0]) == len(parts[1])
+            is_alike = all(checks) and len(parts[0]) == len(parts[1])
             return [*zip(*parts, strict=True)] if is_alike else None
         if isinstance(a, Persistent):
             return [(a.value, b.value)]
         pairs = pairs_inside(a, b)
-        beside = {Call: "is_new", OrderedMapping: "state"}.get(type(a))
-        if pairs is not None and beside is not None:
-            pairs.append((getattr(a, beside, None), getattr(b, beside, None)))
+        attribute = {Call: "is_new", OrderedMapping: "state"}.get(type(a))
+        if pairs is not None and attribute is not None:
+            pairs.append((getattr(a, attribute, None), getattr(b, attribute, None)))
         return pairs
 
     return meshes if same_value(one, other, inside) else None

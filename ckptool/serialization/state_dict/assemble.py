@@ -99,15 +99,15 @@ def _kind(value: Any) -> str:
 def _merge_refused(name: str, leaves: _Leaves, result: Assembled) -> None:
     """Keep the reason why a value is refused; if values differ, as ``NAME@rankR`` for each rank."""
     refused = {r: leaf.value for r, leaf in leaves.items() if isinstance(leaf.value, Refusal)}
-    others = {rank: leaf for rank, leaf in leaves.items() if rank not in refused}
+    values = {rank: leaf for rank, leaf in leaves.items() if rank not in refused}
     may_be_tensor = any(why.may_be_tensor for why in refused.values())
-    is_tensor = any(isinstance(leaf.value, PlainLeaf | ShareLeaf) for leaf in others.values())
+    is_tensor = any(isinstance(leaf.value, PlainLeaf | ShareLeaf) for leaf in values.values())
     first, *rest = [refused[r].record if r in refused else leaf.value for r, leaf in leaves.items()]
     if may_be_tensor or is_tensor or all(same_value(first, value) for value in rest):
         result.conflicts[name] = next(iter(refused.values()))
         return
     result.conflicts |= {f"{name}@rank{rank}": why for rank, why in refused.items()}
-    _keep_values(name, others, result)
+    _keep_values(name, values, result)
 
 
 def _attribute_notes(ranks: Mapping[int, RankLeaves]) -> list[str]:
@@ -138,10 +138,10 @@ def _merge_plain(
     are_apart = difference is not None or (is_own and not _are_proved_equal(leaves))
     if keep and are_apart:
         for rank in leaves:
-            own, leaf = _own(name, rank, leaves)
-            entry = _plain_entry(own, {rank: leaf})
+            rank_name, leaf = _own(name, rank, leaves)
+            entry = _plain_entry(rank_name, {rank: leaf})
             is_other = is_of_a_rank(_first(leaves).path)  # whatever it is called
-            result.tensors[own] = replace(entry, part="other") if is_other else entry
+            result.tensors[rank_name] = replace(entry, part="other") if is_other else entry
     elif difference is not None:
         message = f"{name}: plain tensors that {difference}; cannot determine how to merge them"
         code = "replicas-differ" if "content" in difference else "ranks-disagree"
@@ -152,9 +152,9 @@ def _merge_plain(
 
 def _difference(leaves: _Leaves) -> str | None:
     """Return how plain tensors of ranks differ as far as headers show; None if they do not."""
-    (first_rank, first), *others = leaves.items()
+    (first_rank, first), *rest = leaves.items()
     expected: StoredTensor = first.value.tensor
-    for rank, leaf in others:
+    for rank, leaf in rest:
         tensor: StoredTensor = leaf.value.tensor
         if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
             return (
@@ -167,8 +167,8 @@ def _difference(leaves: _Leaves) -> str | None:
 
 
 def _are_proved_equal(leaves: _Leaves) -> bool:
-    first, *others = (leaf.value.place for leaf in leaves.values())
-    return all(proved_equal(first, other) for other in others)
+    first, *rest = (leaf.value.place for leaf in leaves.values())
+    return all(proved_equal(first, other) for other in rest)
 
 
 def _contents_differ(a: PlainLeaf, b: PlainLeaf) -> bool:
@@ -198,11 +198,11 @@ def _entry(
 
 
 def _merge_object(name: str, leaves: _Leaves, result: Assembled) -> None:
-    first, *others = leaves.values()
+    first, *rest = leaves.values()
     unread = (unread_tensor(name, leaf.value) for leaf in leaves.values())
     if why := next(filter(None, unread), None):
         result.conflicts[name] = why
-    elif all(same_value(first.value, leaf.value) for leaf in others):
+    elif all(same_value(first.value, leaf.value) for leaf in rest):
         result.objects[name] = ObjectEntry(name, first.path, first.value)
     else:
         _keep_values(name, leaves, result)
@@ -211,8 +211,8 @@ def _merge_object(name: str, leaves: _Leaves, result: Assembled) -> None:
 def _keep_values(name: str, leaves: _Leaves, result: Assembled) -> None:
     """Keep each rank's value as its own."""
     for rank in leaves:
-        own, leaf = _own(name, rank, leaves)
-        result.objects[own] = ObjectEntry(own, leaf.path, leaf.value)
+        rank_name, leaf = _own(name, rank, leaves)
+        result.objects[rank_name] = ObjectEntry(rank_name, leaf.path, leaf.value)
 
 
 def _own(name: str, rank: int, leaves: _Leaves) -> tuple[str, Leaf]:
@@ -240,8 +240,8 @@ def _merge_dtensor(name: str, leaves: _Leaves, result: Assembled, keep: bool) ->
     elif keep:
         for stage in stages:
             rank = next(iter(stage))
-            own, leaf = _own(name, rank, stage)
-            result.tensors[own] = _dtensor_entry(own, {**stage, rank: leaf}, _meshes_of(stage))
+            key, leaf = _own(name, rank, stage)
+            result.tensors[key] = _dtensor_entry(key, {**stage, rank: leaf}, _meshes_of(stage))
     else:
         ranks = " and ".join(_listed(stage) for stage in stages)
         message = f"{name}: the DTensors of the device meshes of ranks {ranks} differ: pipeline"
@@ -273,10 +273,10 @@ def _stages_differ(stages: list[_Leaves]) -> bool:
     """Return whether records or checksums prove that device meshes hold different tensors."""
     if len(stages) == 1:
         return False
-    first, *others = map(_by_position, stages)
+    first, *rest = map(_by_position, stages)
     return any(
         _locals_differ(first[position], leaf)
-        for other in others
+        for other in rest
         for position, leaf in other.items()
         if position in first
     )
@@ -321,9 +321,9 @@ def _dtensor_entry(name: str, leaves: _Leaves, meshes: Sequence[Mesh]) -> Tensor
 
 def _require_one_whole(leaves: _Leaves) -> None:
     """Raise Damaged if ranks disagree on the element type and shape of the whole tensor."""
-    (first_rank, leaf), *others = leaves.items()
+    (first_rank, leaf), *rest = leaves.items()
     first = leaf.value.share
-    for rank, other in others:
+    for rank, other in rest:
         share = other.value.share
         if (share.dtype, share.shape) != (first.dtype, first.shape):
             message = f"{first.dtype} {list(first.shape)} on rank {first_rank},"

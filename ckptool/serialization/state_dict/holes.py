@@ -34,18 +34,18 @@ class Literal(Struct, frozen=True):
 
 def find_literals(data: bytes, places: Sequence[int]) -> tuple[Literal, ...] | None:
     """Return the numbers and texts at these bytes of a pickle; None if one is in neither."""
-    wanted = sorted({*places})
-    found: list[Literal] = []
+    positions = sorted({*places})
+    literals: list[Literal] = []
     covered = 0
     try:
-        for literal in _literals(data, wanted[-1]):
-            inside = bisect_left(wanted, literal.end) - bisect_left(wanted, literal.start)
+        for literal in _literals(data, positions[-1]):
+            inside = bisect_left(positions, literal.end) - bisect_left(positions, literal.start)
             if inside:
                 covered += inside
-                found.append(literal)
+                literals.append(literal)
     except ValueError:  # which Python's own tools do not follow
         return None
-    return tuple(found) if covered == len(wanted) else None
+    return tuple(literals) if covered == len(positions) else None
 
 
 def _literals(data: bytes, last: int) -> Iterator[Literal]:

@@ -188,10 +188,10 @@ def read_leaves(
         require_harmless(unseen)
         return leaves
     walk = StateDictWalk(file.what, file.pickled)
-    named = assign_names(walk.leaves(file.inert, prefix))
-    values = (item for _, item in named.values() if not is_tensor_record(item))
+    items = assign_names(walk.leaves(file.inert, prefix))
+    values = (item for _, item in items.values() if not is_tensor_record(item))
     require_bounded(values, what=file.what)
-    for name, (path, item) in named.items():
+    for name, (path, item) in items.items():
         leaf = _classify_or_refuse(item, file, source, name, unseen)
         leaves[name] = Leaf(path, leaf, rank_state, _note(walk.notes, name, path))
         if isinstance(leaf, PlainLeaf | ShareLeaf) and leaf.attributes:
@@ -233,15 +233,15 @@ def _accuse(
     value: Any, hostile: Mapping[Global, Problem], name: str, unseen: dict[Global, Problem]
 ) -> Refusal | None:
     """Return why a value must not be read, if it names something that can run code."""
-    named = collect_globals(value)
-    inside = [item for item in hostile if item in named]
+    names = collect_globals(value)
+    inside = [item for item in hostile if item in names]
     for item in inside:
         unseen.pop(item, None)
     if not inside:
         return None
     refusal = Refusal(f"{name}: {hostile[inside[0]]}", "hostile-global", tensor=name)
     refusal.may_be_tensor = isinstance(value, Call) and (
-        any(item.module.startswith("torch") and item.name.endswith("Storage") for item in named)
+        any(item.module.startswith("torch") and item.name.endswith("Storage") for item in names)
         or (value.name.startswith("torch.") and value.function not in hostile)
     )
     refusal.record = value
@@ -285,9 +285,9 @@ def _classify(value: Any, file: TorchFile, source: Source, name: str) -> Any:
         raise Damaged(message, "tensor-record", tensor=name) from None
     if share is None:
         return value
-    known = (*SHARD_ATTRIBUTES, *OF_DTENSORS)
-    others = tuple(str(attribute) for attribute in read_attributes(value) if attribute not in known)
-    return ShareLeaf(share, tuple(locate_tensor(t, file) for t in share.locals), others)
+    names = (*SHARD_ATTRIBUTES, *OF_DTENSORS)
+    extras = tuple(str(attribute) for attribute in read_attributes(value) if attribute not in names)
+    return ShareLeaf(share, tuple(locate_tensor(t, file) for t in share.locals), extras)
 
 
 class Barred(Exception):

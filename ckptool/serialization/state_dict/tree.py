@@ -188,28 +188,28 @@ def _entries(value: PickleValue) -> list[tuple[Any, Any]]:
     return list(value.items()) if isinstance(value, dict) else []
 
 
-def _is_entered(value: PickleValue, what: str, known: dict[int, bool]) -> bool:
+def _is_entered(value: PickleValue, what: str, answers: dict[int, bool]) -> bool:
     """Return whether a list contains a dict or a tensor, or a tuple a tensor, at any depth.
 
-    ``known`` has the answer for parts that were visited before, and learns those without any.
+    ``answers`` are those for parts visited before; parts without any are added as False.
     """
-    seen: set[int] = set()
+    ids: set[int] = set()
     stack = [(value, 0)]
     while stack:
         item, depth = stack.pop()
         inside = item if isinstance(item, list | tuple) else [v for _, v in _entries(item)]
-        if not inside or id(item) in seen or known.get(id(item)) is False:
+        if not inside or id(item) in ids or answers.get(id(item)) is False:
             continue
         if depth > _DEEPEST:
             message = f"{what}: a value is nested more than {_DEEPEST} levels deep"
             raise Damaged(message, "pickle-bomb")
-        seen.add(id(item))
+        ids.add(id(item))
         if any(is_tensor_record(inner) or module_state(inner) for inner in inside):
             return True
         if isinstance(item, list) and any(isinstance(inner, dict) for inner in item):
             return True
         stack += [(inner, depth + 1) for inner in inside]
-    known.update(dict.fromkeys(seen, False))
+    answers.update(dict.fromkeys(ids, False))
     return False
 
 
@@ -223,13 +223,13 @@ def assign_names(entries: Iterable[tuple[Path, Any]]) -> dict[str, tuple[Path, A
     by_name: dict[str, list[tuple[Path, Any]]] = {}
     for path, leaf in entries:
         by_name.setdefault(flat_name(path) or "value", []).append((path, leaf))
-    named = {name: same[0] for name, same in by_name.items()}
-    for name, same in by_name.items():
-        if len(same) > 1:
-            named[name], *others = sorted(same, key=lambda entry: _order_of(entry[0]))
-            for entry in others:
-                named[find_free_name(name, named)] = entry
-    return named
+    leaves = {name: group[0] for name, group in by_name.items()}
+    for name, group in by_name.items():
+        if len(group) > 1:
+            leaves[name], *rest = sorted(group, key=lambda entry: _order_of(entry[0]))
+            for entry in rest:
+                leaves[find_free_name(name, leaves)] = entry
+    return leaves
 
 
 def find_free_name(name: str, used: Container[str]) -> str:

@@ -30,10 +30,10 @@ _ELEMENT_TYPE = re.compile(r"[<>=|]?[?biufcSUVmM]\d{0,9}")
 class Repeated(Struct, frozen=True):
     """Represents a value that contains itself, such as a dict in itself."""
 
-    outer: str
+    container: str
 
     def __repr__(self) -> str:
-        return f"<{self.outer} again>"
+        return f"<{self.container} again>"
 
 
 def list_parts(value: object) -> list[Any]:
@@ -52,12 +52,12 @@ def walk_parts(value: object, *, hidden: bool = False) -> Iterator[Any]:
 
     With ``hidden`` also what persistent ids name, and the attributes of dicts.
     """
-    stack, seen = [value], set()
+    stack, ids = [value], set()
     while stack:
         item = stack.pop()
-        if type(item) in _SCALARS or id(item) in seen:
+        if type(item) in _SCALARS or id(item) in ids:
             continue
-        seen.add(id(item))
+        ids.add(id(item))
         yield item
         stack += list_parts(item)
         if hidden and isinstance(item, Persistent):
@@ -296,7 +296,7 @@ def note_repeated(objects: Mapping[str, ObjectEntry]) -> list[str]:
     """Return a note for each value that contains itself: no writer can store it."""
     return [
         Problem(
-            f"not read: {name} refers back to {entry.value.outer}, which contains it",
+            f"not read: {name} refers back to {entry.value.container}, which contains it",
             NOT_CARRIED,
             tensor=name,
         )
