@@ -140,8 +140,8 @@ def targets(*, mesh: bool = False) -> dict[str, Format]:
 
 def file_rule(row: Format | None, file: str) -> FileRule | None:
     """Return the rule for a file of its own format, or else of any of ckptool's; or None."""
-    own = next((rule for rule in (row.detection.files if row else ()) if rule.matches(file)), None)
-    return own or _shared_rule(file)
+    rules = row.detection.files if row else ()
+    return next((rule for rule in rules if rule.matches(file)), None) or _shared_rule(file)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -113,8 +113,8 @@ class Deferred(Struct, frozen=True):
         function: Callable[..., Any] = getattr(import_module(module), name)
         return function
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self.load()(*arguments, **named)
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.load()(*arguments, **keywords)
 
 
 class Locate(Protocol):

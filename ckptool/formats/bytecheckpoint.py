@@ -237,9 +237,9 @@ def _lost_extra_state(files: Mapping[int, str], world: int) -> list[Problem]:
     missing = find_missing_ranks(files, max(world, max(files) + 1))
     if not missing:
         return []
-    beside = files[min(files)]
-    message = f"the extra state of rank {', '.join(map(str, missing))} is missing beside {beside}"
-    return [Problem(message, "rank-missing", file=beside)]
+    file = files[min(files)]
+    message = f"the extra state of rank {', '.join(map(str, missing))} is missing beside {file}"
+    return [Problem(message, "rank-missing", file=file)]
 
 
 FORMAT = Format(

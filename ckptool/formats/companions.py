@@ -143,9 +143,9 @@ def scan_subfolder(
     return relocate(catalog, folder)
 
 
-def join_catalogs(first: Catalog, *others: Catalog) -> Catalog:
+def join_catalogs(first: Catalog, *additions: Catalog) -> Catalog:
     """Return the first catalog extended by the tensors, values, files and notes of the others."""
-    catalogs = (first, *others)
+    catalogs = (first, *additions)
     return replace(
         first,
         tensors={n: entry for catalog in catalogs for n, entry in catalog.tensors.items()},
@@ -231,8 +231,8 @@ def describe_framework(objects: Mapping[str, ObjectEntry]) -> dict[str, str]:
             return {"framework": "Lightning", "version": objects[name].value}
     if "train_state.step" in objects and any(n.startswith("dataloader.dp_rank_") for n in objects):
         degree = objects.get("dataloader.world_size")
-        known = degree is not None and type(degree.value) is int
-        parallelism = {"parallelism": f"DP {degree.value}"} if degree and known else {}
+        has_degree = degree is not None and type(degree.value) is int
+        parallelism = {"parallelism": f"DP {degree.value}"} if degree and has_degree else {}
         return {"framework": "torchtitan"} | parallelism
     return {}
 
@@ -248,8 +248,8 @@ def loader_ranks(objects: Mapping[str, ObjectEntry]) -> tuple[set[int], int]:
     It resumes from them with as many data-parallel ranks alone.
     """
     ranks = {int(match[1]) for match in map(_POSITION.fullmatch, objects) if match}
-    said = (objects[name].value for name in _LOADERS if name in objects)
-    return ranks, next((n for n in said if type(n) is int), max(ranks, default=-1) + 1)
+    counts = (objects[name].value for name in _LOADERS if name in objects)
+    return ranks, next((n for n in counts if type(n) is int), max(ranks, default=-1) + 1)
 
 
 def add_tensor_parallelism(catalog: Catalog) -> Catalog:

@@ -248,12 +248,12 @@ def _merge_cut(
 ) -> tuple[dict[str, TensorEntry], dict[str, str], list[Problem]]:
     """Merge the tensors that model parallelism cuts, by name and ``params.json``.
 
-    A given rule precedes a name. Returns the tensors, why others without a known rule stay
+    A user's rule precedes a name. Returns the tensors, why others without a known rule stay
     unmerged, and contradictions.
     """
     values = [(name, leaf.value) for leaves in ranks.values() for name, leaf in leaves.items()]
     names = dict.fromkeys(name for name, value in values if isinstance(value, PlainLeaf))
-    given = given_rules(rules, names)
+    user_rules = given_rules(rules, names)
     refused = {name for name, value in values if isinstance(value, Refusal)}
     sizes = _with_width(sizes, ranks[0])
     cut: dict[str, TensorEntry] = {}
@@ -264,7 +264,7 @@ def _merge_cut(
             continue
         of_ranks = {rank: leaves[name] for rank, leaves in ranks.items() if name in leaves}
         try:
-            entry = _merge_tensor(name, of_ranks, sizes, given, len(ranks))
+            entry = _merge_tensor(name, of_ranks, sizes, user_rules, len(ranks))
         except Undetermined as error:
             shapes = [leaf.value.tensor.shape for leaf in of_ranks.values()]
             unknown[name] = report_unmerged(name, name, shapes, error, "sharding-unknown")
@@ -287,7 +287,7 @@ def _merge_tensor(
     name: str,
     of_ranks: Mapping[int, Leaf],
     sizes: LlamaSizes,
-    given: GivenRules,
+    user_rules: GivenRules,
     world: int,
 ) -> TensorEntry | None:
     """Return the merged tensor; None if each of ``world`` ranks has the whole of it."""
@@ -298,7 +298,7 @@ def _merge_tensor(
             message = f"{name}: a tensor on some ranks, none on rank {rank}"
             raise Damaged(message, "rank-missing", tensor=name)
         parts[rank] = whole_tensor(name, leaf.path, value.dtype, value.shape, value.place, rank)
-    rule = given(name)
+    rule = user_rules(name)
     if rule is None:
         rule = _TABLE.find(name, _Facts(next(iter(parts.values())).shape, sizes, world))
     path = next(iter(of_ranks.values())).path
@@ -343,8 +343,8 @@ def _require_cut(entry: TensorEntry, placement: object, ranks: int) -> None:
     if len(rule.blocks) > 1:
         raise Unsupported(f"{entry.name}: several tensors in one, which ckptool does not shard")
     if dim != rule.dim:
-        wanted = "whole on every rank" if rule.dim is None else f"cut along dim {rule.dim}"
-        raise Unsupported(f"{entry.name}: {placement}; Meta's code expects it {wanted}")
+        form = "whole on every rank" if rule.dim is None else f"cut along dim {rule.dim}"
+        raise Unsupported(f"{entry.name}: {placement}; Meta's code expects it {form}")
     if dim is not None and entry.shape[dim] % ranks:
         raise Unsupported(
             f"{entry.name}: {entry.shape[dim]:,} of dim {dim} do not make {ranks} equal parts,"

@@ -49,9 +49,9 @@ def read_index(source: Source, index: str) -> tuple[dict[str, str], object]:
 
 def _without_dots(file: str) -> str:
     """Return a path without the steps that lead nowhere: transformers 5 opens ``./FILE``, too."""
-    first, *others = file.split("/")
-    kept = [step for step in others if step not in ("", ".")]
-    return "/".join(kept if first == "." else [first, *kept])
+    first, *rest = file.split("/")
+    steps = [step for step in rest if step not in ("", ".")]
+    return "/".join(steps if first == "." else [first, *steps])
 
 
 def read_shards(
@@ -102,20 +102,20 @@ class FoundElsewhere(Struct):
 
 
 def find_elsewhere(
-    lost: Collection[str],
+    names: Collection[str],
     files: Iterable[str],
     read: Callable[[str], Assembled],
     options: ScanOptions,
 ) -> FoundElsewhere:
     """Find tensors that are not where the index says in other files; none if two files have one."""
-    found: dict[str, list[tuple[str, TensorEntry]]] = {}
-    for file in files if lost else ():
+    holders: dict[str, list[tuple[str, TensorEntry]]] = {}
+    for file in files if names else ():
         shard = options.attempt(partial(read, file)) or Assembled()
-        for name in lost & shard.tensors.keys():
-            found.setdefault(name, []).append((file, shard.tensors[name]))
-    only = {name: places[0] for name, places in found.items() if len(places) == 1}
-    contents = Assembled({name: entry for name, (_, entry) in only.items()})
-    return FoundElsewhere(contents, {name: file for name, (file, _) in only.items()})
+        for name in names & shard.tensors.keys():
+            holders.setdefault(name, []).append((file, shard.tensors[name]))
+    single_holders = {name: places[0] for name, places in holders.items() if len(places) == 1}
+    contents = Assembled({name: entry for name, (_, entry) in single_holders.items()})
+    return FoundElsewhere(contents, {name: file for name, (file, _) in single_holders.items()})
 
 
 def list_misplaced(

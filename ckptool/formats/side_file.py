@@ -59,8 +59,8 @@ def _add_side(catalog: Catalog, source: Source, side: str, marks: set[str] | Non
     leaves, identity = read_file_leaves(source, side), read_identity(source, side)
     if identity is None and not marks:
         return replace(catalog, notes=(*catalog.notes, _foreign(side)))
-    own = {identity} if identity and is_marked(identity) else set()
-    if marks is not None and marks != own:
+    identities = {identity} if identity and is_marked(identity) else set()
+    if marks is not None and marks != identities:
         message = f"{side}: not the side file that was written with the files that are here"
         raise Damaged(Problem(message, "side-file-mismatch", file=side))
     more = assemble({0: leaves})
@@ -72,8 +72,8 @@ def _add_side(catalog: Catalog, source: Source, side: str, marks: set[str] | Non
 
 
 def _missing(side: str) -> Problem:
-    lost = "the non-tensor values, and the tensors of types that safetensors lacks, are lost"
-    return Problem(f"{side} is missing: without it {lost}", "side-file-missing", file=side)
+    loss = "the non-tensor values, and the tensors of types that safetensors lacks, are lost"
+    return Problem(f"{side} is missing: without it {loss}", "side-file-missing", file=side)
 
 
 def _foreign(side: str) -> Problem:
@@ -90,8 +90,8 @@ def split_side(
     what is in it or is not carried at all.
     """
     tensors = list(catalog.tensors.values())
-    others = [entry for entry in tensors if not _is_supported(entry)]
-    others += [e for e in tensors if _is_supported(e) and e.dtype.safetensors in unread]
+    misfits = [entry for entry in tensors if not _is_supported(entry)]
+    misfits += [e for e in tensors if _is_supported(e) and e.dtype.safetensors in unread]
     fitting = [e for e in tensors if _is_supported(e) and e.dtype.safetensors not in unread]
     objects, notes = select_plain(catalog, numpy=False)
     nameless = [e.name for e in fitting if e.name and e.path in _NAMELESS]
@@ -99,13 +99,13 @@ def split_side(
     if objects:
         names = [entry.name for entry in objects]
         notes.append(f"{plural(len(names), 'non-tensor value')} in {path}: {list_some(names)}")
-    if others:
-        names = [f"{entry.name} ({entry.dtype})" for entry in others]
+    if misfits:
+        names = [f"{entry.name} ({entry.dtype})" for entry in misfits]
         notes.append(f"safetensors has no such element type; in {path}: {list_some(names)}")
-    if not (others or objects):
+    if not (misfits or objects):
         return fitting, [], {}, notes
     partner = repr([(entry.name, entry.dtype.name, entry.shape) for entry in fitting])
-    parts, identity = lay_out_side(nest_state(others, objects), partner.encode())
+    parts, identity = lay_out_side(nest_state(misfits, objects), partner.encode())
     return fitting, [FileLayout(path, tuple(parts))], {SIDE: identity}, notes
 
 

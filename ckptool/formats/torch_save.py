@@ -45,8 +45,8 @@ def _model_in(source: Source) -> str | None:
 
     A trainer's state may be beside it.
     """
-    found = (name for name in _MODELS if name in source.files)
-    return next(found, None) if "config.json" in source.files else None
+    names = (name for name in _MODELS if name in source.files)
+    return next(names, None) if "config.json" in source.files else None
 
 
 def _probe(source: Source) -> bool:
@@ -56,8 +56,8 @@ def _probe(source: Source) -> bool:
         return False
     file, size = next(iter(source.files.items()))
     head = source.read(file, 0, min(size, 64))
-    named = file.endswith(_SUFFIXES)
-    return is_zip(head) or is_legacy(head) or named
+    has_suffix = file.endswith(_SUFFIXES)
+    return is_zip(head) or is_legacy(head) or has_suffix
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
@@ -104,11 +104,11 @@ def _scan_shards(source: Source, options: ScanOptions) -> Catalog:
     expect_archives(source, files)
     contents, _, unread = read_shards(source, files, INDEX, read, options)
     tensors, problems = contents.tensors, contents.take_problems()
-    known = {*tensors, *contents.conflicts}
-    lost = {n: file for n, file in weight_map.items() if n not in known and file not in unread}
+    names = {*tensors, *contents.conflicts}
+    misplaced = {n: file for n, file in weight_map.items() if n not in names and file not in unread}
     options.report(problems, subject=source.root)
     contents.tensors = {name: tensors.pop(name) for name in weight_map if name in tensors} | tensors
-    contents.conflicts |= {str(each.tensor): each for each in list_misplaced(lost, {}, INDEX)}
+    contents.conflicts |= {str(p.tensor): p for p in list_misplaced(misplaced, {}, INDEX)}
     info = {"writer": "transformers (pytorch_model.bin shards)"}
     return contents.catalog(
         "torch-save",

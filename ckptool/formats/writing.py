@@ -69,8 +69,8 @@ def nest_state(tensors: list[TensorEntry], objects: list[ObjectEntry]) -> Any:
     Tied tensors become one reference, so that they share a storage again.
     """
     refs = {entry.name: TensorRef.whole(entry) for entry in tensors}
-    for first, *others in tied_names(Catalog("", {entry.name: entry for entry in tensors}, {}, {})):
-        refs |= dict.fromkeys(others, refs[first])
+    for first, *ties in tied_names(Catalog("", {entry.name: entry for entry in tensors}, {}, {})):
+        refs |= dict.fromkeys(ties, refs[first])
     leaves: list[tuple[Path, Any]] = [(entry.path, refs[entry.name]) for entry in tensors]
     leaves += [(entry.path, entry.value) for entry in objects]
     return nest(leaves)
@@ -210,8 +210,8 @@ class _PlacedKind(Struct):
         for rank, shard in zip(placed.mesh.ranks, placed.shards(entry), strict=True):
             for piece in shard.pieces:
                 holders.setdefault(piece.box, []).append(rank)
-        alone = all(len(ranks) == 1 for ranks in holders.values())
-        writers = {box: ranks[0] for box, ranks in holders.items()} if alone else None
+        is_unique = all(len(ranks) == 1 for ranks in holders.values())
+        writers = {box: ranks[0] for box, ranks in holders.items()} if is_unique else None
         return cls([*holders.items()], writers)
 
 

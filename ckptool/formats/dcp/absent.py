@@ -38,7 +38,7 @@ def no_metadata(source: Source, metadata: str) -> Damaged:
     state = f"only {left} is there" if left in source.files else f"there is no {metadata}"
     if ranks and 0 not in ranks and left not in source.files:
         message = (
-            f"{source.root}: the files of {_named(ranks)} of a DCP folder, as one node has them:"
+            f"{source.root}: the files of {_name(ranks)} of a DCP folder, as one node has them:"
             f" those of rank 0, which writes {metadata}, are not here; nothing else names what"
             f" data files hold ({files})"
         )
@@ -65,19 +65,20 @@ def join_absent(
     ``names`` are the files with the names that each has items of.
     """
     missing = {p.file: p for p in problems if p.code == "file-missing" and p.file}
-    found = {file: elsewhere for file in missing if (elsewhere := _elsewhere(source, file))}
-    ranks = {file: rank_of(file) for file in missing if file not in found}
+    places = {file: place for file in missing if (place := _elsewhere(source, file))}
+    ranks = {file: rank_of(file) for file in missing if file not in places}
     present = {rank_of(file) for file in source.files}
     joined: list[Problem] = []
-    if found:
-        joined.append(_in_other_folders(source, found, missing[next(iter(found))]))
+    if places:
+        problem = missing[next(iter(places))]
+        joined.append(_in_other_folders(source, [*places.values()], problem))
     of_ranks = {rank for rank in ranks.values() if rank is not None}
     if len(ranks) > 1 and None not in ranks.values() and present.isdisjoint(of_ranks):
         lacking = len({name for file, name in names if file in ranks})
         joined.append(_of_other_ranks(list(ranks), of_ranks, present, lacking))
-        found |= dict.fromkeys(ranks, "")
-    follows = ("file-missing", "data-missing")
-    return [*joined, *(p for p in problems if p.code not in follows or p.file not in found)]
+        places |= dict.fromkeys(ranks, "")
+    codes = ("file-missing", "data-missing")
+    return [*joined, *(p for p in problems if p.code not in codes or p.file not in places)]
 
 
 def _elsewhere(source: Source, file: str) -> str | None:
@@ -86,29 +87,28 @@ def _elsewhere(source: Source, file: str) -> str | None:
     return next((name for name in source.files if name.endswith(ending)), None)
 
 
-def _in_other_folders(source: Source, found: dict[str, str], first: Problem) -> Problem:
-    places = list(found.values())
+def _in_other_folders(source: Source, places: Sequence[str], first: Problem) -> Problem:
     message = f"{first}; it lies in another folder: {places[0]}"
-    if len(found) > 1:
-        message = f"{len(found):,} files that .metadata names are missing here, and lie in other"
+    if len(places) > 1:
+        message = f"{len(places):,} files that .metadata names are missing here, and lie in other"
         message += f" folders: {list_some(places, _SHOWN)}"
     folder = list_some(sorted({place.rpartition("/")[0] for place in places}), _SHOWN)
     hint = f"move the .distcp files of {folder} into {source.root}"
-    only = first.file if len(found) == 1 else None
-    return Problem(message, "file-missing", file=only).with_hint(hint)
+    file = first.file if len(places) == 1 else None
+    return Problem(message, "file-missing", file=file).with_hint(hint)
 
 
 def _of_other_ranks(
     files: Sequence[str], ranks: Collection[int], present: Collection[int | None], lacking: int
 ) -> Problem:
-    own = {rank for rank in present if rank is not None}
-    here = f"only those of {_named(own)} are here" if own else "no data file is here"
-    message = f"files of other nodes are missing: {here}, none of {_named(ranks)}"
+    numbers = {rank for rank in present if rank is not None}
+    what = f"only those of {_name(numbers)} are here" if numbers else "no data file is here"
+    message = f"files of other nodes are missing: {what}, none of {_name(ranks)}"
     message += f" ({plural(len(files), 'file')} that .metadata names, first {files[0]!r};"
     message += f" {plural(lacking, 'name')} affected)"
     return Problem(message, "rank-missing").with_hint(_COPY)
 
 
-def _named(ranks: Collection[int]) -> str:
+def _name(ranks: Collection[int]) -> str:
     numbers = [str(rank) for rank in sorted(ranks)]
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {list_some(numbers, 2 * _SHOWN)}"

@@ -98,10 +98,10 @@ class WrittenItems:
         ends = np.cumsum(lengths)
         count = int(self.files.max(initial=0)) + 1
         self._edges = np.searchsorted(self.files[self._order], np.arange(count + 1))
-        before = np.concatenate([[0], ends])[self._edges]
-        self.nbytes = np.diff(before)
+        file_starts = np.concatenate([[0], ends])[self._edges]
+        self.nbytes = np.diff(file_starts)
         self.nbytes[0] += values
-        begins = ends - lengths - np.repeat(before[:-1], np.diff(self._edges))
+        begins = ends - lengths - np.repeat(file_starts[:-1], np.diff(self._edges))
         self.offsets = np.empty(len(ends), np.int64)
         self.offsets[self._order] = begins
         self.offsets[self.files == 0] += values

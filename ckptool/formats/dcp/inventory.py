@@ -128,10 +128,10 @@ def _add_metadata(source: Source, file: str, metadata: DcpMetadata, inventory: I
     inventory.paths |= metadata.paths
     used: set[tuple[str, tuple[int, ...] | None]] = set()
     for name, entry in metadata.tensors.items():
-        known = inventory.types.setdefault(name, entry)
-        if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+        first_entry = inventory.types.setdefault(name, entry)
+        if (first_entry.dtype, first_entry.shape) != (entry.dtype, entry.shape):
             message = f"{name}: {file} says {entry.dtype} {list(entry.shape)}, another"
-            message += f" {known.dtype} {list(known.shape)}"
+            message += f" {first_entry.dtype} {list(first_entry.shape)}"
             inventory.problems.append(Problem(message, "ranks-disagree", file=file, tensor=name))
         if name in inventory.tables:
             continue

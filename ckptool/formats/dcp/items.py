@@ -99,8 +99,8 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
     problems: list[Problem] = []
     unread: list[Problem] = []
     contents = Assembled()
-    found = catalog.tensors.items()
-    closed = {n: e for n, e in found if not isinstance(e.chunks, LateChunks | RecordTable)}
+    tensors = catalog.tensors.items()
+    closed = {n: e for n, e in tensors if not isinstance(e.chunks, LateChunks | RecordTable)}
     expect_items(source, Joined([_closed_places(entry) for entry in closed.values()]))
     items = AlikeItems(source, closed.values())
     for name, entry in catalog.tensors.items():
@@ -179,7 +179,7 @@ def _read_inner_tensors(source: Source, entry: TensorEntry) -> Assembled | None:
 def _read_sharded_state(source: Source, entry: TensorEntry) -> Assembled | None:
     """Read the items of a state whose inner tensors are cut as its rows are; None for others."""
     chunks: dict[str, list[Chunk]] = {}
-    found = Assembled()
+    state = Assembled()
     for chunk in entry.chunks:
         at = chunk.at
         if chunk.copies or entry.stored is not None or not isinstance(at, Container) or at.part:
@@ -194,19 +194,19 @@ def _read_sharded_state(source: Source, entry: TensorEntry) -> Assembled | None:
             if placed is None or inner.problems or inner.refusals:
                 return None
             shape, box = placed
-            made = replace(part, shape=shape, chunks=())
-            if found.tensors.setdefault(name, made) != made:
+            tensor = replace(part, shape=shape, chunks=())
+            if state.tensors.setdefault(name, tensor) != tensor:
                 return None
             chunks.setdefault(name, []).append(Chunk(box, part.chunks[0].at, rank))
-        known = found.objects or inner.objects
+        objects = state.objects or inner.objects
         values = inner.objects.items()
-        if not all(n in known and same_value(known[n].value, v.value) for n, v in values):
+        if not all(n in objects and same_value(objects[n].value, v.value) for n, v in values):
             return None
-        found.objects = known
-        found.notes = list(inner.notes)
-    for name, part in found.tensors.items():
-        found.tensors[name] = replace(part, chunks=merge_copies(chunks[name]))
-    return found
+        state.objects = objects
+        state.notes = list(inner.notes)
+    for name, part in state.tensors.items():
+        state.tensors[name] = replace(part, chunks=merge_copies(chunks[name]))
+    return state
 
 
 def _closed_places(entry: TensorEntry) -> Sequence[Container]:

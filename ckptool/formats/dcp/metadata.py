@@ -47,9 +47,8 @@ class DcpMetadata(Struct, frozen=True):
     """The content of one metadata file.
 
     ``items`` are those in no table, by name and chunk offset; the offset is None for a bytes item.
-    ``named`` are the globals of the pickle, with the byte of
-    the first occurrence; not those of mere records, which trainers have of their own (OLMo-core 3.0
-    ``_StorageInfo``).
+    ``positions`` has the byte of the first occurrence of each global of the pickle, without mere
+    records, which trainers have of their own (OLMo-core 3.0 ``_StorageInfo``).
 
     Megatron-core records more. ``plans`` are, for each rank, the name and offset of every chunk it
     intended to save, in its own order (None if they were not recorded). ``reformulated`` are the
@@ -65,7 +64,7 @@ class DcpMetadata(Struct, frozen=True):
     items: dict[MetadataIndex, Container]
     paths: dict[str, Path]
     version: str | None
-    named: dict[tuple[str, str], int]
+    positions: dict[tuple[str, str], int]
     plans: tuple[SavePlan, ...] | None = None
     reformulated: dict[str, tuple[int, ...]] = field(default_factory=dict)
     skeletons: dict[MetadataIndex, bytes] = field(default_factory=dict)
@@ -81,11 +80,11 @@ def parse(data: bytes, what: str) -> DcpMetadata:
             raise Damaged(error.message.recoded("metadata-unreadable")) from None
         del data  # for a large one as much as all columns take
         inert = loaded.globals.records
-        named = {(i.module, i.name): at for i, at in loaded.globals.items() if i not in inert}
-        return _metadata(loaded.value, named, what)
+        positions = {(i.module, i.name): at for i, at in loaded.globals.items() if i not in inert}
+        return _metadata(loaded.value, positions, what)
 
 
-def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMetadata:
+def _metadata(value: Any, positions: dict[tuple[str, str], int], what: str) -> DcpMetadata:
     if not isinstance(value, Call) or value.name.rpartition(".")[2] not in _CLASSES:
         raise Damaged(f"{what}: the pickle contains no torch.distributed.checkpoint Metadata")
     fields = value.fields
@@ -95,7 +94,7 @@ def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMe
         has_rows = any(type(index) is Rows for index, _ in stored)
         tables = StoredTables(stored) if has_rows else None
         sizes = _Sizes()
-        may_be_quantized = any(("torch", name) in named for name in _QUANTIZED)
+        may_be_quantized = any(("torch", name) in positions for name in _QUANTIZED)
         tensors = {
             _text(name): _tensor(name, entry, f"{what}: {name}", sizes, tables)
             for name, entry in entries.items()
@@ -105,7 +104,7 @@ def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMe
         bytes_names = tuple(_text(name) for name in entries if name not in tensors)
         whole = {name for name in bytes_names if entries[name].fields.get("chunks")}
         items: dict[MetadataIndex, Container] = {}
-        singles = chain(tables.left(), _items(tables.others)) if tables else _items(stored)
+        singles = chain(tables.rest(), _items(tables.records)) if tables else _items(stored)
         for (name, at), item in singles:
             if items.setdefault(index := (name, None if name in whole else at), item) is not item:
                 raise Damaged(f"{what}: {name}: two items for {index[1] or 'a value'}")
@@ -127,7 +126,7 @@ def _metadata(value: Any, named: dict[tuple[str, str], int], what: str) -> DcpMe
         items,
         paths,
         fields.get("version") if isinstance(fields.get("version"), str) else None,
-        named,
+        positions,
         plans,
         reformulated,
         skeletons,

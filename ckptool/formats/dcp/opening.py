@@ -140,8 +140,8 @@ def _no_tensor(
     value: Any, what: str, item: Container, expected: tuple[DType, tuple[int, ...]]
 ) -> CkptoolError:
     """Return why an item is not a plain tensor of the type and shape that are ``expected``."""
-    outer = read_outer(value) if is_tensor_record(value) else expected
-    if not is_tensor_record(value) or outer not in (None, expected):
+    kind = read_outer(value) if is_tensor_record(value) else expected
+    if not is_tensor_record(value) or kind not in (None, expected):
         message = f"{what} holds {type_name(value)}, not a plain tensor"
         return Damaged(message, "item-mismatch", file=item.file)
     message = f"{what} holds a tensor of an unsupported kind ({type_name(value)})"
@@ -213,11 +213,11 @@ class Openings:
             for kind in set(kinds) - first.keys():
                 first[kind] = entry, kinds.index(kind)
         several = [first[kind] for kind, count in counts.items() if count > 1]
-        some = (_late_item(entry, entry.chunks[at]) for entry, at in several)
-        models = [item for item in some if item is not None]
+        late_items = (_late_item(entry, entry.chunks[at]) for entry, at in several)
+        models = [item for item in late_items if item is not None]
         expect_items(source, (item.at for item in models))
-        found = [(item.kind, _find_start(source, item)) for item in models]
-        self._starts = {kind: start for kind, start in found if start is not None}
+        starts = [(item.kind, _find_start(source, item)) for item in models]
+        self._starts = {kind: start for kind, start in starts if start is not None}
 
     def deferred(self) -> Catalog:
         """Return the catalog with an opening for each item that can be opened later."""

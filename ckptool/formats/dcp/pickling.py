@@ -106,8 +106,8 @@ class MetadataFile(FileLayout):
                 *self._size_columns(sizes),
                 _END,
             )
-            some = rows + pickle.APPEND if len(sizes) == 1 else pickle.MARK + rows + pickle.APPENDS
-            self._lists[id(cut)] = pickle.EMPTY_LIST + pickle.MEMOIZE + some
+            tail = rows + pickle.APPEND if len(sizes) == 1 else pickle.MARK + rows + pickle.APPENDS
+            self._lists[id(cut)] = pickle.EMPTY_LIST + pickle.MEMOIZE + tail
         return self._lists[id(cut)]
 
     def _properties(self, dtype: str) -> bytes:
@@ -159,29 +159,29 @@ class MetadataFile(FileLayout):
         for number, (entry, _) in enumerate(self._chunks.tensors):
             by_dims.setdefault(len(entry.shape), []).append(number)
         for numbers in by_dims.values():
-            some: list[int] = []
+            batch: list[int] = []
             count = 0
             for number in numbers:
-                some.append(number)
+                batch.append(number)
                 count += len(self._chunks.tensors[number][1].boxes)
                 if count >= _BATCH:
-                    yield self._storage_rows(some)
-                    some, count = [], 0
-            yield self._storage_rows(some)
+                    yield self._storage_rows(batch)
+                    batch, count = [], 0
+            yield self._storage_rows(batch)
 
     def _storage_rows(self, numbers: Sequence[int]) -> bytes:
         """Pickle keys and values of the chunks of some tensors, and set them into a dict."""
         import numpy as np
 
-        some = [self._chunks.tensors[number] for number in numbers]
-        if not some:
+        tensors = [self._chunks.tensors[number] for number in numbers]
+        if not tensors:
             return b""
         firsts = self._chunks.firsts[numbers]
         counts = self._chunks.firsts[np.add(numbers, 1)] - firsts
         ends = np.cumsum(counts)
         index = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
         at = np.repeat(firsts, counts) + index
-        names = np.array([self._number(entry.name) for entry, _ in some], np.int64)
+        names = np.array([self._number(entry.name) for entry, _ in tensors], np.int64)
         rows = _rows(
             len(at),
             self._begin(_METADATA, "MetadataIndex") + self._text("fqn") + pickle.LONG_BINGET,
@@ -189,7 +189,7 @@ class MetadataFile(FileLayout):
             self._text("index"),
             *_integers(index),
             self._text("offset"),
-            *self._size_columns(np.concatenate([cut.lows for _, cut in some])),
+            *self._size_columns(np.concatenate([cut.lows for _, cut in tensors])),
             _END + self._begin(_FILESYSTEM, "_StorageInfo") + self._text("relative_path"),
             pickle.LONG_BINGET,
             _little_endian(self._files[self._chunks.files[at]], 4),

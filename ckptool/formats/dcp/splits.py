@@ -43,10 +43,10 @@ def split_files(cuts: Cuts, ranks: int) -> FileSplit:
 
 def _in_order(cuts: Cuts, total: int, count: int) -> list[int]:
     """Return a number below ``count`` for each tensor, by where its middle is among all bytes."""
-    numbers, before = list[int](), 0
+    numbers, offset = list[int](), 0
     for entry, _ in cuts:
-        numbers.append(min(count - 1, (2 * before + entry.nbytes) * count // (2 * total)))
-        before += entry.nbytes
+        numbers.append(min(count - 1, (2 * offset + entry.nbytes) * count // (2 * total)))
+        offset += entry.nbytes
     return numbers
 
 

@@ -22,7 +22,7 @@ from ckptool.serialization.archive.tensors import read_sizes
 from ckptool.serialization.pickle.rows import INTEGER, OBJECT, Rows
 
 _LARGEST = 1 << 62
-_MOST_LEFT = 1 << 23
+_LARGEST_REST = 1 << 23
 _FEW = 16
 """Chunks up to which tensors with equal records share boxes and order: most are cut alike."""
 _OF_CHUNKS = {"offsets", "sizes"}
@@ -61,10 +61,10 @@ def more_fields(chunk: Any) -> list[str]:
 
 
 class StoredTables:
-    """The items of a ``.metadata`` as columns, by tensor; ``others`` are records in none."""
+    """The items of a ``.metadata`` as columns, by tensor; ``records`` are those in none."""
 
     def __init__(self, stored: Iterable[tuple[Any, Any]]) -> None:
-        self.others: list[tuple[Any, Any]] = []
+        self.records: list[tuple[Any, Any]] = []
         self._columns = _Columns()
         self._names: dict[str, int] = {}
         self._files: dict[str, int] = {}
@@ -81,12 +81,12 @@ class StoredTables:
             try:
                 self._add_rows(key, info)
             except Unfit:
-                self.others += zip(key, info, strict=True)
+                self.records += zip(key, info, strict=True)
         if self._names:
             self._add_singles(singles)
             self._sort()
         else:
-            self.others += singles
+            self.records += singles
         self.files = list(self._files)
         self._ranks = list(map(rank_of, self.files))
 
@@ -104,8 +104,8 @@ class StoredTables:
     def _add(self, *columns: Any) -> None:
         every = self._columns
         lists = (every.names, every.dims, every.lows, every.files, every.offsets, every.lengths)
-        for known, column in zip(lists, columns, strict=True):
-            known.append(column)
+        for arrays, column in zip(lists, columns, strict=True):
+            arrays.append(column)
 
     def _add_singles(self, singles: list[tuple[Any, Any]]) -> None:
         """Add the records between rows that are of the same tensors."""
@@ -115,14 +115,14 @@ class StoredTables:
             fields, where = key.fields, info.fields
             is_like = fields.get("fqn") in self._names and fields.get("offset") is not None
             if not is_like or where.get("transform_descriptors"):
-                self.others.append((key, info))
+                self.records.append((key, info))
                 continue
             low = read_sizes(fields["offset"])
             file, *span = (where[name] for name in ("relative_path", "offset", "length"))
             if type(file) is not str or any(
                 type(n) is not int or not 0 <= n < _LARGEST for n in span
             ):
-                self.others.append((key, info))
+                self.records.append((key, info))
                 continue
             numbers = self._names[fields["fqn"]], self._files.setdefault(file, len(self._files))
             width = np.int32 if max(low, default=0) < 1 << 31 else np.int64
@@ -178,11 +178,11 @@ class StoredTables:
         items = ItemTable(self.files, files, offsets, lengths)
         return ChunkTable(boxes, items, self._ranks)
 
-    def left(self) -> Iterator[tuple[tuple[str, tuple[int, ...]], Container]]:
+    def rest(self) -> Iterator[tuple[tuple[str, tuple[int, ...]], Container]]:
         """Yield the items that no table took, by name and offset of the chunk."""
         files = self.files
-        if sum(len(dims) for dims, _, _ in self._by_name.values()) > _MOST_LEFT:
-            raise Damaged(f"more than {_MOST_LEFT:,} items that do not fit their chunks")
+        if sum(len(dims) for dims, _, _ in self._by_name.values()) > _LARGEST_REST:
+            raise Damaged(f"more than {_LARGEST_REST:,} items that do not fit their chunks")
         for name, (dims, lows, items) in self._by_name.items():
             spans = (items.file_numbers.tolist(), items.offsets.tolist(), items.lengths.tolist())
             for count, low, file, *span in zip(dims.tolist(), lows.tolist(), *spans, strict=True):
@@ -199,20 +199,20 @@ class StoredTables:
         return self._cuts[cut]
 
     def _find_boxes(self, shape: tuple[int, ...], chunks: list[Any]) -> BoxTable:
-        """Return the same of chunks in a list that was not met."""
+        """Return the boxes of a list of chunks; an equal list's table, if one was found before."""
         if any(more_fields(chunk) for chunk in chunks):
             raise Unfit
-        only: object = None
+        key: object = None
         if len(chunks) <= _FEW and Rows not in map(type, chunks):
             records = [(chunk.fields["offsets"], chunk.fields["sizes"]) for chunk in chunks]
-            only = len(shape), *records
-        known = self._few.get(only)
-        if known is None:
+            key = len(shape), *records
+        table = self._few.get(key)
+        if table is None:
             boxes = _boxes(shape, chunks)
-            known = self._boxes.setdefault(boxes, boxes)
-            if only is not None:
-                self._few[only] = known
-        return known
+            table = self._boxes.setdefault(boxes, boxes)
+            if key is not None:
+                self._few[key] = table
+        return table
 
     def _order(self, shape: tuple[int, ...], boxes: BoxTable, dims: Any, lows: Any) -> Any:
         """Return the same as ``_match``; for few chunks once for all similar tensors."""
@@ -232,11 +232,11 @@ def _boxes(shape: tuple[int, ...], chunks: list[Any]) -> BoxTable:
     sizes: list[Any] = []
     for chunk in chunks:
         if type(chunk) is Rows:
-            for field, into in (("offsets", lows), ("sizes", sizes)):
+            for field, arrays in (("offsets", lows), ("sizes", sizes)):
                 numbers, dims = _sizes(chunk, field)
                 if (dims != len(shape)).any():
                     raise Unfit
-                into.append(numbers)
+                arrays.append(numbers)
         else:
             fields = chunk.fields
             low, size = read_sizes(fields["offsets"]), read_sizes(fields["sizes"])
@@ -269,15 +269,15 @@ def _match(shape: tuple[int, ...], boxes: BoxTable, dims: Any, lows: Any) -> Any
     if (boxes.lows > shape).any() or (lows[:, : len(shape)] > shape).any():
         raise Unfit
     weights = np.array(strides[::-1], np.int64)[: len(shape)]
-    wanted, stored = boxes.lows @ weights, lows[:, : len(shape)].astype(np.int64) @ weights
-    if (np.diff(wanted) > 0).all() and (wanted == stored).all():
+    chunk_keys, item_keys = boxes.lows @ weights, lows[:, : len(shape)].astype(np.int64) @ weights
+    if (np.diff(chunk_keys) > 0).all() and (chunk_keys == item_keys).all():
         return None
-    by_wanted, by_stored = np.argsort(wanted), np.argsort(stored)
-    ordered = wanted[by_wanted]
-    if (ordered != stored[by_stored]).any() or (np.diff(ordered) == 0).any():
+    by_chunk, by_item = np.argsort(chunk_keys), np.argsort(item_keys)
+    ordered = chunk_keys[by_chunk]
+    if (ordered != item_keys[by_item]).any() or (np.diff(ordered) == 0).any():
         raise Unfit
-    order = np.empty(len(wanted), np.int64)
-    order[by_wanted] = by_stored
+    order = np.empty(len(chunk_keys), np.int64)
+    order[by_chunk] = by_item
     return order
 
 
@@ -287,8 +287,8 @@ def _objects(rows: Rows, name: str) -> list[Any]:
     return [rows.objects[code] for code in distinct(numbers[kinds == OBJECT, 0]).tolist()]
 
 
-def _texts(rows: Rows, name: str, known: dict[str, int]) -> Any:
-    """Return the numbers of a field's texts among the known ones; Unfit if one is not text."""
+def _texts(rows: Rows, name: str, index: dict[str, int]) -> Any:
+    """Return the numbers of a field's texts in an index, adding new ones; Unfit if not all text."""
     import numpy as np
 
     if name not in rows.columns or (rows.columns[name].kinds <= INTEGER).any():
@@ -300,7 +300,7 @@ def _texts(rows: Rows, name: str, known: dict[str, int]) -> Any:
     texts = [rows.objects[code] for code in codes.tolist()]
     if not all(type(text) is str and text.isascii() for text in texts):
         raise Unfit
-    return np.array([known.setdefault(text, len(known)) for text in texts], np.int32)[inverse]
+    return np.array([index.setdefault(text, len(index)) for text in texts], np.int32)[inverse]
 
 
 def _naturals(rows: Rows, name: str) -> Any:
@@ -324,23 +324,23 @@ def _sizes(rows: Rows, name: str) -> tuple[Any, Any]:
 
 
 def are_sound(
-    every: Sequence[ItemTable], others: Iterable[Container], sizes: Mapping[str, int]
+    every: Sequence[ItemTable], singles: Iterable[Container], sizes: Mapping[str, int]
 ) -> bool:
     """Return whether every item of tables is within its file, and overlaps no other.
 
-    ``others`` are the items of no table, ``sizes`` the bytes of each file.
+    ``singles`` are the items of no table, ``sizes`` the bytes of each file.
     """
     import numpy as np
 
     numbers = {file: number for number, file in enumerate(every[0].files)}
-    alone = [at for at in others if at.file in numbers]
-    spans = [(numbers[at.file], at.offset, at.nbytes) for at in alone]
-    own = np.array(spans, np.int64).reshape(-1, 3)
-    file = np.concatenate([own[:, 0], *(items.file_numbers for items in every)])
-    begin = np.concatenate([own[:, 1], *(items.offsets for items in every)])
-    end = begin + np.concatenate([own[:, 2], *(items.lengths for items in every)])
+    places = [at for at in singles if at.file in numbers]
+    spans = [(numbers[at.file], at.offset, at.nbytes) for at in places]
+    columns = np.array(spans, np.int64).reshape(-1, 3)
+    file = np.concatenate([columns[:, 0], *(items.file_numbers for items in every)])
+    begin = np.concatenate([columns[:, 1], *(items.offsets for items in every)])
+    end = begin + np.concatenate([columns[:, 2], *(items.lengths for items in every)])
     limits = np.array([sizes.get(name, 0) for name in every[0].files], np.int64)
-    first = len(alone)
+    first = len(places)
     if (end[first:] > limits[file[first:]]).any() or (limits[file[first:]] == 0).any():
         return False
     order = np.lexsort((begin, file))

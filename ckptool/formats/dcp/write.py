@@ -28,8 +28,8 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     made_of = {name: set(classes.of(entry.value)) for name, entry in catalog.objects.items()}
     objects = {n: e for n, e in catalog.objects.items() if not isinstance(e.value, Repeated)}
     catalog = replace(catalog, objects=objects)
-    held = [*catalog.objects]
-    catalog, beside = split_meta(catalog)
+    value_names = [*catalog.objects]
+    catalog, meta_files = split_meta(catalog)
     _require_text([*catalog.tensors, *catalog.objects])
     changed_root = root_problem(catalog)
     catalog = with_loadable_paths(catalog)
@@ -44,16 +44,16 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         length = sum(part.nbytes for part in archive)
         values.append((value, WrittenAt(split.path(0), nbytes, length)))
         nbytes += length
-    foreign = sorted({*chain(*(made_of[name] for name in held))} - {NUMPY})
+    foreign = sorted({*chain(*(made_of[name] for name in value_names))} - {NUMPY})
     chunks = WrittenItems(cuts, nbytes, split)
     files = sorted({*chunks.written, *([0] if values else [])}, key=split.unit)
-    layouts = [*lay_out_companions(catalog), *beside]
+    layouts = [*lay_out_companions(catalog), *meta_files]
     layouts += [ItemFile(chunks, file, () if file else parts) for file in files]
     layouts.append(MetadataFile(chunks, values))
     notes = [*([changed_root] if changed_root else []), *note_tied(catalog)]
     if foreign:
         notes.append(f"{CARRIED}: {', '.join(foreign)}")
-    elsewhere = [*parts, *chain(*(file.parts for file in beside))]
+    elsewhere = [*parts, *chain(*(file.parts for file in meta_files))]
     holds_tensors = any(isinstance(part, Data) for part in elsewhere)
     tables = None if holds_tensors else chunks.tables()
     return Layout(tuple(layouts), folder=True, notes=tuple(notes), tables=tables)

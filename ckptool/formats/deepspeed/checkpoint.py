@@ -82,9 +82,9 @@ def find_tag_folder(source: Source, marker: str) -> str:
     folder = text.strip() + "/"
     if len(folder) > 1 and any(name.startswith(folder) for name in source.files):
         return folder
-    others = ", ".join(list_tags(source)) or "no other tag"
+    tags = ", ".join(list_tags(source)) or "no other tag"
     raise Damaged(
-        f"{marker} names the tag {text.strip()[:80]!r}, which does not exist; found: {others}",
+        f"{marker} names the tag {text.strip()[:80]!r}, which does not exist; found: {tags}",
         "file-missing",
         file=marker,
         hint="name the folder of a tag itself",

@@ -68,28 +68,28 @@ def select_experts(
     if len(degrees) != 1:
         return None
     degree = degrees.pop()
-    own: dict[str, PlainLeaf] = {}
+    leaves: dict[str, PlainLeaf] = {}
     for layer in dict.fromkeys(layer for layer, _ in experts):
         keys = [key for key in experts if key[0] == layer]
-        each, rest = divmod(len(keys), degree)
+        share, rest = divmod(len(keys), degree)
         if rest:
             return None
-        for key in keys[rank * each : (rank + 1) * each]:
-            own |= experts[key].tensors
-    return own
+        for key in keys[rank * share : (rank + 1) * share]:
+            leaves |= experts[key].tensors
+    return leaves
 
 
 def require_experts(checkpoint: DeepSpeedCheckpoint) -> None:
     """Raise Damaged if the file of an expert is missing, or belongs to a nonexistent expert."""
     files = {(layer, expert): file for (layer, expert, _), file in checkpoint.files.experts.items()}
     counts = _count_experts(checkpoint.model, files)
-    wanted = {(layer, e) for layer, count in enumerate(counts) for e in range(count)}
-    missing = sorted(wanted - files.keys())
+    experts = {(layer, e) for layer, count in enumerate(counts) for e in range(count)}
+    missing = sorted(experts - files.keys())
     if missing:
         names = list_some([f"layer_{layer}_expert_{e}" for layer, e in missing], 6)
-        message = f"the files of {names} are missing: {len(files):,} of {len(wanted):,} are there"
+        message = f"the files of {names} are missing: {len(files):,} of {len(experts):,} are there"
         raise Damaged(message, "file-missing")
-    for key in sorted(files.keys() - wanted):
+    for key in sorted(files.keys() - experts):
         message = (
             f"{files[key]}: belongs to no expert of this model, whose MoE layers have {counts}"
         )
@@ -127,8 +127,8 @@ def _require_own_names(
                 raise Damaged(message, "rank-copied", file=file, hint=_EXCHANGED)
     first = {name: at for at, name in reversed([*enumerate(module)])}
     order = [_place(head, first) for _, head in sorted(heads.items())]
-    known = [place for place in order if place is not None]
-    if len(set(heads.values())) < len(heads) or known != sorted(known):
+    places = [place for place in order if place is not None]
+    if len(set(heads.values())) < len(heads) or places != sorted(places):
         layers = ", ".join(f"layer_{layer} {head[:-1]}" for layer, head in sorted(heads.items()))
         message = f"the experts' files are not in the order of the model's layers: {layers}"
         file = next(iter(files.values()))
@@ -159,7 +159,7 @@ def find_lost_optimizers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:
     missing = find_missing_ranks(ranks, degree)
     if not missing:
         return None
-    named = ", ".join(f"expp_rank_{rank}" for rank in missing)
-    message = f"the optimizer's files of {named} are missing: {len(ranks):,} of {degree:,} are"
+    names = ", ".join(f"expp_rank_{rank}" for rank in missing)
+    message = f"the optimizer's files of {names} are missing: {len(ranks):,} of {degree:,} are"
     message += " there, and each holds some experts' moments; --model-only converts the weights"
     return Problem(message, "rank-missing")

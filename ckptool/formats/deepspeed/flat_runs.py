@@ -78,8 +78,8 @@ def place_run(
     run: FlatRun, dtype: DType, shape: tuple[int, ...], at: Place, rank: int
 ) -> Sequence[Chunk]:
     """Return the chunks of a run whose partition lies at ``at``, a contiguous vector."""
-    own = Chunk(Box((run.start,), (run.stop,)), shift_place(at, (run.at,)), rank)
-    flat = TensorEntry(run.name, (), dtype, (math.prod(shape),), (own,))
+    chunk = Chunk(Box((run.start,), (run.stop,)), shift_place(at, (run.at,)), rank)
+    flat = TensorEntry(run.name, (), dtype, (math.prod(shape),), (chunk,))
     return split_dim(flat, 0, shape).chunks
 
 
@@ -140,10 +140,10 @@ class RankContents(Struct):
 
     def add_leaves(self, leaves: Mapping[str, Leaf], rank: int) -> None:
         """Add values that are leaves already. Refused ones stay refused."""
-        known = self.leaves.setdefault(rank, {})
+        rank_leaves = self.leaves.setdefault(rank, {})
         for name, leaf in leaves.items():
-            if name not in known or not isinstance(known[name].value, Refusal):
-                known[name] = leaf
+            if name not in rank_leaves or not isinstance(rank_leaves[name].value, Refusal):
+                rank_leaves[name] = leaf
 
     def add_stray(self, file: str, values: Mapping[Any, Any], rank: int, prefix: Path = ()) -> None:
         """Note the entries of a file that its format does not have; refuse those with tensors."""
@@ -230,10 +230,10 @@ def keep_own_scalars(source: Source, slots: Sequence[FlatSlot]) -> None:
     Those are of partitions, not of parameters. All count the same steps.
     """
     for kind in dict.fromkeys(kind for slot in slots for kind in slot.scalars):
-        own = [slot for slot in slots if kind in slot.scalars]
-        first, *others = (_scalar_bytes(source, slot.scalars[kind]) for slot in own)
-        if kind != STEP and not all(same_value(first, other) for other in others):
-            for slot in own:
+        holders = [slot for slot in slots if kind in slot.scalars]
+        first, *rest = (_scalar_bytes(source, slot.scalars[kind]) for slot in holders)
+        if kind != STEP and not all(same_value(first, other) for other in rest):
+            for slot in holders:
                 slot.other[kind] = slot.scalars.pop(kind)
 
 
@@ -314,9 +314,9 @@ def require_distinct_ranks(ranks: Sequence[RankState], slots: Sequence[Sequence[
     whose states are all zero, or that have next to nothing, may be equal.
     """
     first: dict[tuple[tuple[int, int], ...], str] = {}
-    for rank, own in zip(ranks, slots, strict=True):
-        masters = [slot.flat[MASTER] for slot in own]
-        states = [v for slot in own for kind, v in slot.flat.items() if kind != MASTER]
+    for rank, rank_slots in zip(ranks, slots, strict=True):
+        masters = [slot.flat[MASTER] for slot in rank_slots]
+        states = [v for slot in rank_slots for kind, v in slot.flat.items() if kind != MASTER]
         places = [vector.place for vector in (*masters, *states)]
         records = [at.record for at in places if isinstance(at, Extent) and at.record]
         if len(records) < len(places) or sum(v.shape[0] for v in masters) < _FEWEST:

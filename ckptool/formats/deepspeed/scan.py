@@ -68,9 +68,9 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     assembled = assemble_contents(checkpoint, read_contents(checkpoint), options)
     if not checkpoint.optimizers and read_trained_shapes(checkpoint.model):
         assembled.conflicts[MASTER] = _report_missing_optimizers(checkpoint)
-    lost = find_lost_optimizers(checkpoint)
-    if lost is not None:
-        assembled.conflicts[MASTER] = lost
+    problem = find_lost_optimizers(checkpoint)
+    if problem is not None:
+        assembled.conflicts[MASTER] = problem
     files = [*checkpoint.files.all, *([LATEST] if folder else [])]
     return describe_checkpoint("deepspeed", checkpoint, assembled, files)
 

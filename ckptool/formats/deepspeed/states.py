@@ -106,8 +106,8 @@ class State(Struct, frozen=True):
         if value is not None and not isinstance(value, Refusal):
             value = self._typed(value, dict, key)
         stored = self.stored.get(key)
-        known = stored if isinstance(stored, dict) else {}
-        return State(self.file, known, {} if value is None else value, self.refused)
+        content = stored if isinstance(stored, dict) else {}
+        return State(self.file, content, {} if value is None else value, self.refused)
 
     def names(self, key: str) -> list[str]:
         """Return a list of texts, empty if the key is absent or None."""
@@ -120,8 +120,8 @@ class State(Struct, frozen=True):
         Raises Barred if some of that is refused; the other items of a group are ignored.
         """
         groups = require_shallow(self.fields.get("param_groups")) or []
-        kept = [require_shallow(group) for group in groups]
-        return [{k: require_readable(v) for k, v in g.items() if k in _NAMING} for g in kept]
+        records = [require_shallow(group) for group in groups]
+        return [{k: require_readable(v) for k, v in g.items() if k in _NAMING} for g in records]
 
     def vector(self, value: Any) -> PlainLeaf | None:
         """Return the tensor that a value is, or None."""

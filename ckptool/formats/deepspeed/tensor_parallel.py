@@ -58,12 +58,12 @@ def merge_contents(
 ) -> None:
     """Add the tensors of all model-parallel ranks to the assembled ones.
 
-    Shards without a known rule become conflicts, or ``NAME@rankR`` with ``per_rank``. A given rule
+    Shards without a known rule become conflicts, or ``NAME@rankR`` with ``per_rank``. A user's rule
     precedes ``info``, which is ``universal_checkpoint_info``. A rank's refusals are skipped.
     """
     names = dict.fromkeys(name for rank in contents for name in rank.tensors)
     refused = {n for n, why in assembled.conflicts.items() if isinstance(why, Refusal)}
-    given = given_rules(options.tp_rules, {parameter for _, parameter in names})
+    user_rules = given_rules(options.tp_rules, {parameter for _, parameter in names})
     for name in names:
         text = ".".join(name)
         if text in refused:
@@ -76,7 +76,7 @@ def merge_contents(
             assembled.conflicts[text] = _refuse_lacking(name, error)
             continue
         try:
-            assembled.tensors[text] = merge_tensor(name, shards, info, given(name[1]))
+            assembled.tensors[text] = merge_tensor(name, shards, info, user_rules(name[1]))
         except Undetermined as why:
             if options.per_rank:
                 assembled.tensors |= _list_unmerged(name, shards, grid)
@@ -145,7 +145,7 @@ def merge_tensor(
     if all(fit.is_whole for fit in fits):  # ZeRO may cut the copies of a tensor differently
         boxes = {chunk.box for chunk in ranks[0].chunks}
         ranks = [shard for shard in ranks if {chunk.box for chunk in shard.chunks} == boxes]
-    tensors = [TensorEntry(text, name, each.dtype, each.shape, each.chunks) for each in ranks]
+    tensors = [TensorEntry(text, name, shard.dtype, shard.shape, shard.chunks) for shard in ranks]
     return merge_shards(text, name, tensors, fits[: len(ranks)])
 
 
@@ -255,16 +255,16 @@ def _place_piece(piece: Mapping[str, Any], shard: Shape, whole: Shape) -> Piece:
 def _find_strided_box(size: Shape, view: Any, shape: Shape) -> Box:
     """Return the box of ``shape`` that is a view of offset and strides; Undetermined for none."""
     offset, strides = view
-    wanted = row_major_strides(shape, 1)
-    left, lo = read_natural(offset), []
-    for stride in wanted:
-        lo.append(left // stride if stride else 0)
-        left -= lo[-1] * stride
+    plain_strides = row_major_strides(shape, 1)
+    remainder, lo = read_natural(offset), []
+    for stride in plain_strides:
+        lo.append(remainder // stride if stride else 0)
+        remainder -= lo[-1] * stride
     fits = len(size) == len(shape) and all(
-        n == 1 or s == w for n, s, w in zip(size, read_sizes(strides), wanted, strict=True)
+        n == 1 or s == w for n, s, w in zip(size, read_sizes(strides), plain_strides, strict=True)
     )
     box = Box.at(lo, size) if fits else Box.whole(())
-    if not fits or left or not Box.whole(shape).contains(box):
+    if not fits or remainder or not Box.whole(shape).contains(box):
         raise Undetermined("its affine map has views that are not boxes")
     return box
 

@@ -126,7 +126,7 @@ def _find_rounded(
 ) -> Collection[str]:
     """Return untrained names of which the converter writes masters nevertheless."""
     in_model = {name for rank in contents for _, name in rank.tensors}
-    leaves = [leaf for rank in contents for own in rank.leaves.values() for leaf in own.values()]
+    leaves = [leaf for rank in contents for part in rank.leaves.values() for leaf in part.values()]
     in_model |= {str(leaf.path[1]) for leaf in leaves if leaf.path[0] in _MODEL_KINDS}
     return (in_model | checkpoint.aliases.keys()) - set(trained) if trained else ()
 
@@ -255,8 +255,8 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     model = _make_model_state(values, parts)
     files += [archive_file(f"{tag}/{name}.pt", model) for name in _MODEL_FILES]
     marker = FileLayout(LATEST_UNIVERSAL, (Literal(tag.encode()),))
-    for name, kept in rows.items():
-        padded = f"rows {kept:,} to {catalog.tensors[name].shape[0]:,} pad the vocabulary"
+    for name, count in rows.items():
+        padded = f"rows {count:,} to {catalog.tensors[name].shape[0]:,} pad the vocabulary"
         notes.append(f"{name}: {padded} and are left out, as DeepSpeed does")
     return Layout((*files, marker), folder=True, notes=tuple(notes), rows=rows)
 
@@ -310,17 +310,17 @@ def _lay_out_states(
 ) -> Iterator[FileLayout]:
     """Yield one file per state; the padding of a vocabulary is cut off, as DeepSpeed does.
 
-    The kept ``rows`` of each tensor that loses some are recorded. ``bare`` requests only vectors.
+    ``rows`` records how many each tensor keeps that loses some. ``bare`` requests only vectors.
     """
     for kind, entry in states.items():
         path = f"{tag}/zero/{name}/{kind}.pt"
         if kind == STEP or not entry.shape:
             yield archive_file(path, TensorRef.whole(entry))
             continue
-        kept = count_kept_rows(name, entry.shape, info)
-        box = Box.at((0,) * len(entry.shape), (kept, *entry.shape[1:]))
-        if kept < entry.shape[0]:
-            rows[entry.name] = kept
+        count = count_kept_rows(name, entry.shape, info)
+        box = Box.at((0,) * len(entry.shape), (count, *entry.shape[1:]))
+        if count < entry.shape[0]:
+            rows[entry.name] = count
         state = TensorRef.of_box(entry, box)
         if bare:
             yield archive_file(path, replace(state, shape=(box.volume,)))
@@ -342,14 +342,14 @@ def _make_model_state(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any
     size = Global("torch", "Size")
     refs = {name: TensorRef.whole(entry) for name, entry in parts.module.items()}
     client = values.get(CLIENT)
-    kept = {k: v for k, v in values.items() if k not in (CLIENT, "optimizer", STEP)}
+    rest = {k: v for k, v in values.items() if k not in (CLIENT, "optimizer", STEP)}
     defaults = {"lr_scheduler": None, "global_steps": 0, "global_samples": 0, "skipped_steps": 0}
     return {
         **(client if isinstance(client, dict) else {}),
         **defaults,
         "dp_world_size": 1,
         "ds_version": _VERSION,
-        **kept,
+        **rest,
         "module": OrderedMapping(refs),
         "buffer_names": parts.buffers,
         "param_shapes": [OrderedMapping((n, Call(size, (shape,))) for n, shape in shapes.items())],
@@ -381,8 +381,8 @@ def _find_step(values: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
     """Return the step of the first parameter, which ZeRO 3 uses for all."""
     name, states = next(iter(parts.states.items()))
     entry = states.get(STEP)
-    known = values.get(STEP)
-    value = known.get(name) if isinstance(known, dict) else None
+    steps = values.get(STEP)
+    value = steps.get(name) if isinstance(steps, dict) else None
     step = TensorRef.whole(entry) if entry else value
     return {} if step is None else {STEP: step}
 

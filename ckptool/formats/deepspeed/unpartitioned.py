@@ -57,19 +57,19 @@ def add_whole_optimizers(
     unnamed = False
     for file in files:
         inner, rank = file.state.inner("optimizer"), file.rank
-        own: Mapping[str, PlainLeaf] | None = {}
+        leaves: Mapping[str, PlainLeaf] | None = {}
         if by_expert:
             stray = {key: v for key, v in file.state.stored.items() if key != "optimizer"}
             contents.add_stray(file.state.file.what, stray, file.rank)
-            own = select_experts(experts, inner, file.dp)
-        named = None if own is None else _add_optimizer(contents, inner, weights, rank, own)
-        if len(named or ()) < len(weights) + len(own or ()):
+            leaves = select_experts(experts, inner, file.dp)
+        names = None if leaves is None else _add_optimizer(contents, inner, weights, rank, leaves)
+        if len(names or ()) < len(weights) + len(leaves or ()):
             require_all_tensors(*modules, values=True)
-        if named is None:
+        if names is None:
             unnamed = True
             contents.add_leaves(read_raw_leaves(inner, checkpoint.source), rank)
         else:
-            trained.update(named)
+            trained.update(names)
             contents.add_leaves(read_optimizer_leaves(inner, checkpoint.source), rank)
     checkpoint.notes.append(_UNNAMED if unnamed else _BY_ORDER)
     return None if unnamed else trained
@@ -98,19 +98,19 @@ def _add_optimizer(
         return None if experts else _add_flat(contents, state, inner, flats, shapes, rank)
     masters = _find_masters(state, groups)
     moments = {
-        number: lift_state(require_shallow_dict(own))
-        for number, own in inner.inner("state").fields.items()
+        number: lift_state(require_shallow_dict(values))
+        for number, values in inner.inner("state").fields.items()
     }
-    wanted = [
+    group_shapes = [
         [_find_shape(inner, moments.get(i), masters.get(i)) for i in group] for group in groups
     ]
     of_experts = [bool(experts) and group.get("moe") is True for group in stored]
-    named = _name_parameters(weights, experts, wanted, of_experts)
-    if named is None:
+    group_names = _name_parameters(weights, experts, group_shapes, of_experts)
+    if group_names is None:
         return None
     numbers = [number for group in groups for number in group]
     trained = []
-    for number, name in zip(numbers, (n for names in named for n in names), strict=True):
+    for number, name in zip(numbers, (n for names in group_names for n in names), strict=True):
         if number not in masters and number not in moments:
             continue
         trained.append(name)
@@ -129,20 +129,20 @@ def _add_optimizer(
 def _name_parameters(
     weights: Mapping[str, PlainLeaf],
     experts: Mapping[str, PlainLeaf],
-    wanted: Sequence[Sequence[_Shape | None]],
+    groups: Sequence[Sequence[_Shape | None]],
     of_experts: Sequence[bool],
 ) -> list[list[str]] | None:
     """Return the names of each group's parameters; groups ``of_experts`` contain only experts."""
-    named: list[list[str]] = [[] for _ in wanted]
+    names_by_group: list[list[str]] = [[] for _ in groups]
     for pool, moe in ((weights, False), (experts, True)):
-        numbers = [number for number, own in enumerate(of_experts) if own is moe]
-        known = [(name, vector.shape) for name, vector in pool.items()]
-        answer = name_by_order(known, [wanted[number] for number in numbers])
+        numbers = [number for number, is_expert in enumerate(of_experts) if is_expert is moe]
+        parameters = [(name, vector.shape) for name, vector in pool.items()]
+        answer = name_by_order(parameters, [groups[number] for number in numbers])
         if answer is None:
             return None
         for number, names in zip(numbers, answer, strict=True):
-            named[number] = names
-    return named
+            names_by_group[number] = names
+    return names_by_group
 
 
 def _find_masters(state: State, groups: Sequence[Sequence[Any]]) -> dict[Any, PlainLeaf]:
@@ -205,9 +205,9 @@ def name_by_order(
     """
     states: dict[tuple[int, ...], int] = {(0,) * len(groups): 1}
     history = []
-    needed = sum(map(len, groups))
+    total = sum(map(len, groups))
     for at, (_, shape) in enumerate(names):
-        steps = _advance(states, shape, groups, needed - (len(names) - at - 1))
+        steps = _advance(states, shape, groups, total - (len(names) - at - 1))
         if not steps or len(steps) > _MOST_STATES:
             return None
         history.append(steps)

@@ -62,9 +62,9 @@ def add_module(
     """
     buffers = set(state.names("buffer_names"))
     vectors = state.inner("frozen_param_fragments").tensors | state.inner("module").tensors
-    same = _find_tied({name: v for name, v in vectors.items() if name not in buffers})
+    ties = _find_tied({name: v for name, v in vectors.items() if name not in buffers})
     for name, vector in vectors.items():
-        names = {name, aliases.get(name), same.get(name)}
+        names = {name, aliases.get(name), ties.get(name)}
         if name in buffers:
             contents.add_leaf(("buffer", name), vector, rank)
         elif trained is None or not names.isdisjoint(trained) or not math.prod(vector.shape):
@@ -95,19 +95,19 @@ def select_weights(state: State) -> dict[str, PlainLeaf]:
     """Return the parameters in ``module``, each once, in the order of the module."""
     buffers = set(state.names("buffer_names"))
     vectors = {n: v for n, v in state.inner("module").tensors.items() if n not in buffers}
-    same = _find_tied(vectors)
-    return {name: vector for name, vector in vectors.items() if name not in same}
+    ties = _find_tied(vectors)
+    return {name: vector for name, vector in vectors.items() if name not in ties}
 
 
 def _find_tied(vectors: Mapping[str, PlainLeaf]) -> dict[str, str]:
     """Return the names of tied parameters, each with the first name of the same bytes."""
     first: dict[object, str] = {}
-    same = {}
+    ties = {}
     for name, vector in vectors.items():
         key = (vector.place, vector.dtype, vector.shape)
         if math.prod(vector.shape) and first.setdefault(key, name) != name:
-            same[name] = first[key]
-    return same
+            ties[name] = first[key]
+    return ties
 
 
 def add_placeholders(contents: RankContents, states: Iterable[RankState]) -> None:
@@ -230,8 +230,8 @@ def _find_head(
 
 def note_excluded(checkpoint: DeepSpeedCheckpoint, assembled: Assembled) -> None:
     """Note evidence that frozen parameters are in no file; as a conflict if it is certain."""
-    found = (_find_certain(checkpoint, state) for state in checkpoint.models.values())
-    problem = next(filter(None, found), None)
+    problems = (_find_certain(checkpoint, state) for state in checkpoint.models.values())
+    problem = next(filter(None, problems), None)
     if problem is not None:
         assembled.conflicts[FROZEN] = problem
     elif checkpoint.files.layers:
@@ -268,8 +268,8 @@ def _find_likely(state: State) -> Problem | None:
         return None  # something frozen is present: nothing was excluded
     bare = _find_bare_modules(state)
     owners = {_drop_numbers(name.rpartition(".")[0]) for name in stored}
-    named = [module for module in bare if not module.rpartition(".")[2].isdigit()]
-    certain = [module for module in named if _drop_numbers(module) in owners]
+    named_modules = [module for module in bare if not module.rpartition(".")[2].isdigit()]
+    certain = [module for module in named_modules if _drop_numbers(module) in owners]
     if certain:
         message = f"{state.file.what}: no tensor of {list_some(certain, _SHOWN)}, while modules"
         message += (

@@ -60,8 +60,8 @@ def add_flat_groups(
         _sort_groups(_read_flat_slots(rank.state), _list_group_names(rank.state), order)
         for rank in ranks
     ]
-    if any(len(own) != len(groups) for own in slots):
-        sizes = sorted({len(own) for own in slots})
+    if any(len(rank_slots) != len(groups) for rank_slots in slots):
+        sizes = sorted({len(rank_slots) for rank_slots in slots})
         raise Damaged(
             f"{first.file.what}: {sizes} flat groups, but {len(groups)} in param_shapes",
             "tensor-record",
@@ -70,7 +70,7 @@ def add_flat_groups(
     counts = _read_partition_counts(first, len(groups), len(ranks))
     paddings = _read_paddings(first, groups)
     for number, shapes in enumerate(groups):
-        group = [own[number] for own in slots]
+        group = [rank_slots[number] for rank_slots in slots]
         parts = counts[number]
         experts = [_name_globally(shapes, rank) for rank in range(len(ranks) // parts)]
         every = [name for names in experts for name in names.values()]
@@ -244,19 +244,19 @@ def _add_whole_states(
     its partition's part of them.
     """
     whole = [_place_whole_runs(runs, shapes, part) for part in range(len(members))]
-    wanted = [own[-1].at + own[-1].stop if own else 0 for own in whole]
+    lengths = [part_runs[-1].at + part_runs[-1].stop if part_runs else 0 for part_runs in whole]
     slots = [slot for _, slot in members]
     for kind in dict.fromkeys(kind for slot in slots for kind in (*slot.flat, *slot.other)):
         vectors = [_find_flat_vector(slot, kind) for slot in slots]
-        if [vector.shape[0] if vector else 0 for vector in vectors] != wanted:
+        if [vector.shape[0] if vector else 0 for vector in vectors] != lengths:
             continue
         if not any(kind in slot.other for slot in slots):
             continue
         for slot in slots:
             slot.flat.pop(kind, None)
             slot.other.pop(kind, None)
-        for (partition, _), vector, own in zip(members, vectors, whole, strict=True):
-            for run in own:
+        for (partition, _), vector, part_runs in zip(members, vectors, whole, strict=True):
+            for run in part_runs:
                 target, shape = (kind, names[run.name]), shapes[run.name]
                 add_partition_run(contents, partition, vector, target, run, shape)
 
@@ -288,18 +288,18 @@ def add_split_groups(
         _require_plain_split(partition.state, len(groups))
     slots = [_read_sub_slots(partition.state) for partition in ranks]
     require_distinct_ranks(ranks, slots)
-    refuse_kinds(contents, [slot for own in slots for slot in own], shapes, ranks[0].rank)
+    refuse_kinds(contents, [slot for of_rank in slots for slot in of_rank], shapes, ranks[0].rank)
     for of_ranks in zip(*slots, strict=False):
         keep_own_scalars(checkpoint.source, of_ranks)
-    for partition, own in zip(ranks, slots, strict=True):
-        sizes = [slot.flat[MASTER].shape[0] for slot in own]
+    for partition, rank_slots in zip(ranks, slots, strict=True):
+        sizes = [slot.flat[MASTER].shape[0] for slot in rank_slots]
         for run in place_split_runs(shapes, sizes, partition.dp, len(ranks)):
-            for kind, vector in own[run.part].flat.items():
+            for kind, vector in rank_slots[run.part].flat.items():
                 target, shape = (kind, run.name), shapes[run.name]
                 add_partition_run(contents, partition, vector, target, run, shape)
-            for kind, value in own[run.part].scalars.items():
+            for kind, value in rank_slots[run.part].scalars.items():
                 contents.add_leaf((kind, run.name), value, partition.rank)
-        for number, slot in enumerate(own):
+        for number, slot in enumerate(rank_slots):
             add_other(contents, checkpoint.source, [partition], [slot], number)
 
 

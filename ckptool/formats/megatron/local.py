@@ -62,20 +62,21 @@ _STACKED_EXPERTS = ".experts.experts."
 class _ShardedRanks(Struct):
     """The joint content of all ranks' files.
 
-    ``kinds`` are the types and shapes of whole tensors, ``buffers`` each group's parameters.
+    ``kinds`` are the types and shapes of whole tensors, ``buffers`` each group's parameters,
+    ``leaves`` the other values by rank.
     """
 
     chunks: dict[str, list[Chunk]] = field(default_factory=dict)
     kinds: dict[str, tuple[DType, tuple[int, ...]]] = field(default_factory=dict)
     buffers: dict[Group, list[list[LocalParameter]]] = field(default_factory=dict)
-    others: dict[int, dict[str, Leaf]] = field(default_factory=dict)
+    leaves: dict[int, dict[str, Leaf]] = field(default_factory=dict)
 
     def add(self, name: str, dtype: DType, whole: tuple[int, ...], chunk: Chunk | None) -> None:
         """Add what a rank has of a tensor. Damaged if others have another type or shape."""
-        known = self.kinds.setdefault(name, (dtype, whole))
-        if known != (dtype, whole):
+        kind = self.kinds.setdefault(name, (dtype, whole))
+        if kind != (dtype, whole):
             raise Damaged(
-                f"{name}: ranks hold it as {known[0]} {list(known[1])} and {dtype} {list(whole)}",
+                f"{name}: ranks hold it as {kind[0]} {list(kind[1])} and {dtype} {list(whole)}",
                 "ranks-disagree",
             )
         self.chunks.setdefault(name, []).extend([chunk] if chunk is not None else [])
@@ -92,7 +93,7 @@ def read_megatron(
     for name, chunks in ranks.chunks.items():
         path = name.split(".", 1) if name.startswith("model.") else [name]
         tensors[name] = TensorEntry(name, tuple(path), *ranks.kinds[name], merge_copies(chunks))
-    assembled = assemble(ranks.others)
+    assembled = assemble(ranks.leaves)
     model = {name: entry for name, entry in tensors.items() if find_bucket_group(name) is None}
     try:
         state, reason = _name_state(tensors, ranks), ""
@@ -126,11 +127,11 @@ def _read_rank(
     fields = read_state_fields(file)
     runs: dict[str, list[LocalParameter]] = {}
     groups: set[Group] = set()
-    others = ranks.others.setdefault(rank, {})
+    leaves = ranks.leaves.setdefault(rank, {})
     for path, parts in read_records(fields.get("sharded_state_dict"), file, rank):
         if isinstance(parts, Leaf):
             inner = file.narrowed(parts.value)
-            others |= read_leaves(inner, source, prefix=parts.path, rank_state=True)
+            leaves |= read_leaves(inner, source, prefix=parts.path, rank_state=True)
         elif _MODEL.fullmatch(str(path[0])):
             parameter = _read_parameter(path, parts, rank, ranks)
             if not is_buffer(parameter.name):
@@ -140,7 +141,7 @@ def _read_rank(
                 ranks.add(part.key, part.dtype, part.whole, part.chunk)
                 group = find_bucket_group(part.key)
                 groups |= {group} if group and len(part.whole) == 1 else set()
-    others |= read_leaves(file.narrowed(fields.get("common")), source)
+    leaves |= read_leaves(file.narrowed(fields.get("common")), source)
     for group in groups:
         ranks.buffers[group] = group_parameters(
             runs.values(), experts=group[0] > 0, expert_parallel=expert_parallel

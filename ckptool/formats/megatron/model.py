@@ -83,12 +83,12 @@ class Arguments(Struct, frozen=True):
         if not self.values:
             return {"framework": "Megatron-core"}
         degrees = {short: self.integer(name) for short, name in _DEGREES.items()}
-        known = {k: n for k, n in degrees.items() if n and (n > 1 or k in _ALWAYS)}
+        notable = {k: n for k, n in degrees.items() if n and (n > 1 or k in _ALWAYS)}
         shown = [f"{k} {v}" for k, name in _SHOWN.items() if _is_shown(v := self.values.get(name))]
         shown += [k for k in (*_GATES, "bf16", "fp16") if self.values.get(k) is True]
         info = {
             "framework": "Megatron-core",
-            "parallelism": ", ".join(f"{k} {n}" for k, n in known.items()),
+            "parallelism": ", ".join(f"{k} {n}" for k, n in notable.items()),
             "arguments": ", ".join(shown),
         }
         return {key: text for key, text in info.items() if text}
@@ -114,12 +114,12 @@ def find_arguments(objects: Iterable[ObjectEntry]) -> Arguments:
 
 def keep_first_arguments(catalog: Catalog) -> Catalog:
     """Keep only the first rank's arguments: they differ just in the rank that saved them."""
-    own = [name for name in catalog.objects if name.startswith("args@rank")]
-    if not own:
+    keys = [name for name in catalog.objects if name.startswith("args@rank")]
+    if not keys:
         return catalog
-    rest = {name: entry for name, entry in catalog.objects.items() if name not in own}
-    args = ObjectEntry("args", ("args",), catalog.objects[own[0]].value)
-    note = f"args: the first rank's are kept; those of {plural(len(own) - 1, 'other rank')} differ"
+    rest = {name: entry for name, entry in catalog.objects.items() if name not in keys}
+    args = ObjectEntry("args", ("args",), catalog.objects[keys[0]].value)
+    note = f"args: the first rank's are kept; those of {plural(len(keys) - 1, 'other rank')} differ"
     return replace(catalog, objects={"args": args} | rest, notes=(*catalog.notes, note))
 
 

@@ -110,12 +110,12 @@ def _read_plain(source: Source, files: Mapping[int, TorchFile], options: ScanOpt
     for rank, file in files.items():
         state = file.narrowed(read_state_fields(file).get("state_dict"))
         ranks[rank] = read_leaves(state, source)
-    plain = [n for own in ranks.values() for n, leaf in own.items() if _is_plain(leaf)]
-    given = given_rules(options.tp_rules, {*plain})
-    tensors, conflicts = _merge_by_rules(ranks, given)
+    plain = [n for leaves in ranks.values() for n, leaf in leaves.items() if _is_plain(leaf)]
+    user_rules = given_rules(options.tp_rules, {*plain})
+    tensors, conflicts = _merge_by_rules(ranks, user_rules)
     rest = {
-        rank: {name: leaf for name, leaf in own.items() if not _is_ruled(name, leaf, given)}
-        for rank, own in ranks.items()
+        rank: {name: leaf for name, leaf in leaves.items() if not _is_ruled(name, leaf, user_rules)}
+        for rank, leaves in ranks.items()
     }
     assembled = assemble(rest, per_rank=options.per_rank)
     for name in sorted(assembled.tensors.keys() & set(plain)):
@@ -136,8 +136,8 @@ def _is_plain(leaf: Leaf) -> bool:
     return isinstance(leaf.value, PlainLeaf)
 
 
-def _is_ruled(name: str, leaf: Leaf, given: GivenRules) -> bool:
-    return _is_plain(leaf) and given(name) is not None
+def _is_ruled(name: str, leaf: Leaf, user_rules: GivenRules) -> bool:
+    return _is_plain(leaf) and user_rules(name) is not None
 
 
 def _is_same_everywhere(entry: TensorEntry) -> bool:
@@ -146,15 +146,15 @@ def _is_same_everywhere(entry: TensorEntry) -> bool:
 
 
 def _merge_by_rules(
-    ranks: Mapping[int, Mapping[str, Leaf]], given: GivenRules
+    ranks: Mapping[int, Mapping[str, Leaf]], user_rules: GivenRules
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Return the tensors with a rule, merged by it, and conflicts."""
-    rules = ParameterRules(Arguments({}), (max(ranks) + 1, 1, 1), given)
+    rules = ParameterRules(Arguments({}), (max(ranks) + 1, 1, 1), user_rules)
     fragments: Fragments = {}
     paths = {}
     for rank, leaves in ranks.items():
         for name, leaf in leaves.items():
-            if _is_ruled(name, leaf, given):
+            if _is_ruled(name, leaf, user_rules):
                 dtype, shape, place = leaf.value.dtype, leaf.value.shape, leaf.value.place
                 parameter = LocalParameter(name, (rank, 0, 0), shape, dtype)
                 shard = whole_tensor(name, leaf.path, dtype, shape, place, rank)
@@ -195,17 +195,17 @@ def read_local(source: Source, world_size: int | None = None) -> LocalIteration:
     expected = world_size or highest
     failed: list[str] = []
     for iteration in sorted({copy.iteration for copy in copies}, reverse=True):
-        mine = [copy for copy in copies if copy.iteration == iteration]
-        files, notes = _open_copies(source, mine)
+        iteration_copies = [copy for copy in copies if copy.iteration == iteration]
+        files, notes = _open_copies(source, iteration_copies)
         missing = find_missing_ranks(files, expected)
-        others = [owner for owner in files if owner >= expected]
-        if not missing and not others:
+        strays = [owner for owner in files if owner >= expected]
+        if not missing and not strays:
             skipped = (f"{lack}; reading iteration {iteration:,}" for lack in failed)
             return LocalIteration(iteration, files, (*skipped, *notes))
-        if others:
-            failed.append(f"iteration {iteration:,} has a file of rank {max(others)}")
+        if strays:
+            failed.append(f"iteration {iteration:,} has a file of rank {max(strays)}")
         else:
-            failed.append(_describe_missing(iteration, missing, mine, notes))
+            failed.append(_describe_missing(iteration, missing, iteration_copies, notes))
     lacks = "\n".join(f"  - {lack}" for lack in failed)
     raise Damaged(
         f"{source.root}: no iteration is complete:\n{lacks}",
@@ -249,6 +249,6 @@ def _describe_missing(
 
 def _find_other_copies(files: Collection[str], used: Collection[str]) -> set[str]:
     """Return the finished copies of files that are used, in other ranks' folders."""
-    mine = {(copy.iteration, copy.owner) for name in used if (copy := _parse_name(name))}
+    keys = {(copy.iteration, copy.owner) for name in used if (copy := _parse_name(name))}
     copies = [copy for name in set(files).difference(used) if (copy := _parse_name(name))]
-    return {c.name for c in copies if (c.iteration, c.owner) in mine and not c.dirty}
+    return {c.name for c in copies if (c.iteration, c.owner) in keys and not c.dirty}

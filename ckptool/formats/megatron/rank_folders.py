@@ -65,7 +65,7 @@ def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
     args = stated[names[0]]
     ranks = {_parse_rank(name, args): name for name in names}
     _require_all(ranks, args)
-    _require_own(ranks, {name: own.values.get("rank") for name, own in stated.items()})
+    _require_own(ranks, {name: arguments.values.get("rank") for name, arguments in stated.items()})
     ordered = sorted(ranks, key=lambda rank: rank[::-1])
     _require_optimizers(source, [ranks[rank].replace(STATE, OPTIMIZER) for rank in ordered], args)
     return [
@@ -126,13 +126,13 @@ def _require_own(ranks: Mapping[Rank, str], writers: Mapping[str, Any]) -> None:
     Those grow with each of the three, in whatever order they are counted. Tools that write all
     folders in one process save the same rank in each.
     """
-    known = {rank: n for rank, name in ranks.items() if type(n := writers[name]) is int}
-    if len(set(known.values())) < len(ranks):
+    numbers = {rank: n for rank, name in ranks.items() if type(n := writers[name]) is int}
+    if len(set(numbers.values())) < len(ranks):
         return
-    for rank, after in _pair_neighbors(known):
-        if known[rank] > known[after]:
-            message = f"{ranks[rank]} was written by rank {known[rank]}, {ranks[after]} by rank"
-            message += f" {known[after]}: folders were swapped"
+    for rank, after in _pair_neighbors(numbers):
+        if numbers[rank] > numbers[after]:
+            message = f"{ranks[rank]} was written by rank {numbers[rank]}, {ranks[after]} by rank"
+            message += f" {numbers[after]}: folders were swapped"
             raise Damaged(message, "rank-copied", file=ranks[rank])
 
 
@@ -162,8 +162,8 @@ def _require_all(ranks: Mapping[Rank, str], args: Arguments) -> None:
         max(size, degree or 1) for size, degree in zip(count_degrees(ranks), stated, strict=True)
     ]
     lacking = prod(sizes) - len(ranks)
-    own = args.integer("expert_tensor_parallel_size")
-    if lacking and (own is None or own == sizes[0] or sizes[2] == 1):
+    expert_degree = args.integer("expert_tensor_parallel_size")
+    if lacking and (expert_degree is None or expert_degree == sizes[0] or sizes[2] == 1):
         tensor, pipeline, expert = map(range, sizes)  # a product would contain every stated number
         every = ((t, p, e) for t in tensor for p in pipeline for e in expert)
         missing = next(rank for rank in every if rank not in ranks)
@@ -183,8 +183,8 @@ def _require_optimizers(source: Source, names: Sequence[str], args: Arguments) -
 
 
 def _read_folder(source: Source, rank: Rank, number: int, file: TorchFile, name: str) -> RankFolder:
-    beside = name.replace(STATE, OPTIMIZER)
-    distributed = read_torch_file(source, beside) if beside in source.files else None
+    optimizer = name.replace(STATE, OPTIMIZER)
+    distributed = read_torch_file(source, optimizer) if optimizer in source.files else None
     runs: dict[int, dict[str, PlainLeaf]] = {}
     rest: dict[str, Leaf] = {}
     for full, leaf in read_leaves(file, source).items():
@@ -215,9 +215,9 @@ def _require_numbers(
         virtual = find_virtual_stage(leaf.path)
         if virtual is None or not isinstance(leaf.value, Refusal):
             continue
-        known = list(runs.get(virtual, ()))
-        every = [*known, flat_name(leaf.path[1:])]
-        if any(count(known) != count(every) for count in (count_layers, count_experts)):
+        names = list(runs.get(virtual, ()))
+        every = [*names, flat_name(leaf.path[1:])]
+        if any(count(names) != count(every) for count in (count_layers, count_experts)):
             raise refused([leaf.value], subject=file)
 
 

@@ -203,13 +203,13 @@ class LocalParameter(Struct, frozen=True):
 class ParameterRules(Struct):
     """The rules by which the ranks' parameters fit together.
 
-    ``degrees`` are those of tensor, pipeline and expert parallelism; ``given`` are the user's,
+    ``degrees`` are those of tensor, pipeline and expert parallelism; ``user_rules`` the user's,
     ``stated`` those saved with parameters (``partition_dim``), ``shapes`` a rank's shape of each.
     """
 
     args: Arguments
     degrees: Rank
-    given: GivenRules
+    user_rules: GivenRules
     stated: dict[str, TpRule] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -226,9 +226,9 @@ class ParameterRules(Struct):
 
     def _find_rule(self, parameter: LocalParameter, degree: int) -> TpRule:
         name = parameter.name
-        given = self.given(name)
-        if given is not None:
-            return given
+        rule = self.user_rules(name)
+        if rule is not None:
+            return rule
         if degree == 1 or not self.shapes[name]:
             return REPLICATED
         return RULES.find(name, self)
@@ -236,9 +236,9 @@ class ParameterRules(Struct):
     def _find_rank(self, parameter: LocalParameter) -> tuple[int, int]:
         """Return tensor-parallel rank and degree: experts may have a degree of their own."""
         degree = self.degrees[0]
-        own = self.args.integer("expert_tensor_parallel_size")
-        if is_expert(parameter.name) and own is not None and degree % own == 0:
-            degree = own
+        expert_degree = self.args.integer("expert_tensor_parallel_size")
+        if is_expert(parameter.name) and expert_degree is not None and degree % expert_degree == 0:
+            degree = expert_degree
         return parameter.rank[0] % degree, degree
 
 

@@ -83,19 +83,19 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     else:
         for folder in folders:
             _read_optimizer(source, folder, ranks)
-    ranks.rules.given = given_rules(options.tp_rules, {path[-1] for path in ranks.fragments})
-    others = assemble(_collect_others(folders, ranks))
-    fragments = _drop_refused(ranks.fragments, others.conflicts)
+    ranks.rules.user_rules = given_rules(options.tp_rules, {path[-1] for path in ranks.fragments})
+    assembled = assemble(_collect_others(folders, ranks))
+    fragments = _drop_refused(ranks.fragments, assembled.conflicts)
     tensors, conflicts = merge_fragments(ranks.rules.fit, fragments)
-    refusals = {n: why for n, why in others.conflicts.items() if isinstance(why, Refusal)}
-    problems = [why for name, why in others.conflicts.items() if name not in refusals]
-    if others.problems or problems:
-        raise damaged([*others.problems, *problems], subject=source.root)
+    refusals = {n: why for n, why in assembled.conflicts.items() if isinstance(why, Refusal)}
+    problems = [why for name, why in assembled.conflicts.items() if name not in refusals]
+    if assembled.problems or problems:
+        raise damaged([*assembled.problems, *problems], subject=source.root)
     opened = [file.what for folder in folders for file in (folder.file, folder.distributed) if file]
-    others.tensors = tensors | others.tensors
-    others.notes += ranks.notes
-    others.conflicts = refusals | ranks.conflicts | conflicts | find_layer_wise_conflict(source)
-    catalog = others.catalog(
+    assembled.tensors = tensors | assembled.tensors
+    assembled.notes += ranks.notes
+    assembled.conflicts = refusals | ranks.conflicts | conflicts | find_layer_wise_conflict(source)
+    catalog = assembled.catalog(
         FORMAT_NAME,
         source,
         opened,
@@ -232,17 +232,17 @@ def _has_state(value: Any) -> bool:
 
 def _collect_others(folders: list[RankFolder], ranks: _ModelRanks) -> dict[int, dict[str, Leaf]]:
     """Return each rank's other values, with the whole model's layer numbers."""
-    others: dict[int, dict[str, Leaf]] = {}
+    by_rank: dict[int, dict[str, Leaf]] = {}
     for folder in folders:
         experts = folder.experts
-        own = others.setdefault(folder.number, {})
+        values = by_rank.setdefault(folder.number, {})
         for leaf in folder.rest.values():
             path = _rename_path(leaf.path, folder, ranks, experts)
             name, value = flat_name(path), leaf.value
             if isinstance(value, Refusal):
                 value = value.called(name)
-            own[name] = Leaf(path, value, isinstance(value, PlainLeaf))
-    return others
+            values[name] = Leaf(path, value, isinstance(value, PlainLeaf))
+    return by_rank
 
 
 def _rename_path(path: Path, folder: RankFolder, ranks: _ModelRanks, experts: int | None) -> Path:

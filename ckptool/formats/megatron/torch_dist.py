@@ -170,8 +170,8 @@ def _unwrap(entry: ObjectEntry) -> list[ObjectEntry]:
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
     if path:
         return [ObjectEntry(flat_name(path), path, value)]
-    named = assign_names(StateDictWalk(entry.name, 1 << 20).leaves(value))
-    return [ObjectEntry(name, path, leaf) for name, (path, leaf) in named.items()]
+    leaves = assign_names(StateDictWalk(entry.name, 1 << 20).leaves(value))
+    return [ObjectEntry(name, path, leaf) for name, (path, leaf) in leaves.items()]
 
 
 def _require_common(source: Source, catalog: Catalog, options: ScanOptions) -> None:
@@ -208,17 +208,17 @@ def _add_common(source: Source, catalog: Catalog) -> Catalog:
 
 def _make_arguments() -> Call:
     """Return the arguments that Megatron-LM compares with its own, as an ``argparse.Namespace``."""
-    made = Call(Global("argparse", "Namespace"), ())
-    made.state = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
-    return made
+    namespace = Call(Global("argparse", "Namespace"), ())
+    namespace.state = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    return namespace
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
     """Return the files of a run with one ``release``; Unsupported for another model's tensors."""
     _require_model(catalog)
     arguments = catalog.objects.get(_ARGUMENTS)
-    others = {n: e for n, e in catalog.objects.items() if e is not arguments}
-    values, notes = select_plain(replace(catalog, objects=others))
+    objects = {n: e for n, e in catalog.objects.items() if e is not arguments}
+    values, notes = select_plain(replace(catalog, objects=objects))
     states = {
         state.name: state for e in catalog.tensors.values() for state in _list_extra_states(e)
     }

@@ -133,18 +133,18 @@ def _files(
     source: Source, world: int | None = None, declared: Declared | None = None
 ) -> list[RankFile]:
     """Return the rank files: as declared, by names that say it, and by numbers if contents do."""
-    named = rank_files(source)
+    files = rank_files(source)
     if declared is not None:
-        named = add_declared_files(source, declared, named)
+        files = add_declared_files(source, declared, files)
     if METADATA not in source.files:
         numbered = find_numbered_files(
-            source, {item.file for item in named} - _of_two_numbers(named)
+            source, {item.file for item in files} - _of_two_numbers(files)
         )
         claimed = {item.file for item in numbered}
-        named = [*(item for item in named if item.file not in claimed), *numbered]
-        named = keep_processes(source, named)
-        named = [] if are_slices(source, named) else named
-    return _of_world(named, world)
+        files = [*(item for item in files if item.file not in claimed), *numbered]
+        files = keep_processes(source, files)
+        files = [] if are_slices(source, files) else files
+    return _of_world(files, world)
 
 
 def _of_world(files: list[RankFile], world: int | None) -> list[RankFile]:
@@ -294,8 +294,8 @@ def _merge(ranks: Mapping[int, RankLeaves], options: ScanOptions) -> Assembled:
     inner = {flat_name(member.path): (flat, member) for flat, member in members}
     tied = _tied_names(ranks, inner)
     members += [(inner[name][0], replace(inner[name][1], path=path)) for path, name in tied.items()]
-    known = {*inner, *map(flat_name, tied)}
-    rest = _select(ranks, lambda name: not is_flat(name) and name not in known)
+    member_names = {*inner, *map(flat_name, tied)}
+    rest = _select(ranks, lambda name: not is_flat(name) and name not in member_names)
     merged = assemble(rest, per_rank=options.per_rank)
     merged.problems += _wrong_pieces(ranks, flats, members)
     for flat, member in members:

@@ -69,12 +69,12 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         catalogs.append(FORMATS["rank-local"].reading.scan(source, options))
     writer = {"writer": "accelerate (by its file names)"}
     joined = join_catalogs(*catalogs)
-    beside = companions(source) | {n: source.files[n] for n in TRAINER_FILES if n in source.files}
+    extras = companions(source) | {n: source.files[n] for n in TRAINER_FILES if n in source.files}
     return replace(
         joined,
         format="accelerate",
         info=joined.info | writer,
-        companions=joined.companions | beside,
+        companions=joined.companions | extras,
     )
 
 

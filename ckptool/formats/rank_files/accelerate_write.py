@@ -42,8 +42,8 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     for entry in entries_of(catalog):
         _require_place(entry.name, entry.path)
     families = {entry.name: str(entry.path[0]) for entry in entries_of(catalog)}
-    beside = {name for name, family in families.items() if family not in _FOLDERS}
-    files, notes = _files_beside(keep_names(catalog, beside), mesh)
+    outside_names = {name for name, family in families.items() if family not in _FOLDERS}
+    files, notes = _files_beside(keep_names(catalog, outside_names), mesh)
     files = [*lay_out_companions(catalog, of_trainer=True), *files]
     for family, folder in _FOLDERS.items():
         names = {name for name, other in families.items() if other == family}
@@ -86,13 +86,13 @@ def _files_beside(catalog: Catalog, mesh: Mesh) -> tuple[list[FileLayout], list[
     for rank in mesh.ranks:
         leaves = [*_tensors_of(tensors, rank, mesh), *values_of(objects, rank, mesh)]
         for family, state in by_family(leaves).items():
-            own = _OF_A_RANK.get(family)
-            if own is None and rank > 0:
+            pattern = _OF_A_RANK.get(family)
+            if pattern is None and rank > 0:
                 continue
-            name = own.format(rank) if own else _name(family, is_trainers=is_trainers)
-            if own and is_trainers and mesh.size == 1:
+            name = pattern.format(rank) if pattern else _name(family, is_trainers=is_trainers)
+            if pattern and is_trainers and mesh.size == 1:
                 name = "rng_state.pth"
-            files.append(archive_file(name, state, rank=rank if own else None))
+            files.append(archive_file(name, state, rank=rank if pattern else None))
     return files, notes
 
 

@@ -48,20 +48,20 @@ def names_files(source: Source) -> bool:
 
 
 def add_declared_files(
-    source: Source, declared: Declared, named: Sequence[RankFile]
+    source: Source, declared: Declared, rank_files: Sequence[RankFile]
 ) -> list[RankFile]:
     """Return the rank files with those that metadata names; Damaged if two are one file."""
-    known = {(item.family, item.rank): item for item in named}
+    files_by_key = {(item.family, item.rank): item for item in rank_files}
     files: dict[str, RankFile] = {}
     for family, item in declared.items.items():
         for rank in _ranks_of(item):
             require_rank(rank, family)
-            file = _file_of(family, rank, item.layouts.get(rank), known)
+            file = _file_of(family, rank, item.layouts.get(rank), files_by_key)
             if files.setdefault(file.file, file) is not file:
                 message = f"{METADATA}: {file.file} is the file of several items or ranks"
                 raise Damaged(message, "metadata-unreadable", file=METADATA)
-    there = [item for file, item in files.items() if file in source.files]
-    return [*there, *(item for item in named if item.file not in files)]
+    present_files = [item for file, item in files.items() if file in source.files]
+    return [*present_files, *(item for item in rank_files if item.file not in files)]
 
 
 def _ranks_of(item: Item) -> list[int]:
@@ -69,33 +69,33 @@ def _ranks_of(item: Item) -> list[int]:
 
 
 def _file_of(
-    family: str, rank: int, layout: Layout | None, known: Mapping[tuple[str, int], RankFile]
+    family: str, rank: int, layout: Layout | None, files: Mapping[tuple[str, int], RankFile]
 ) -> RankFile:
     if layout is not None:
         return RankFile(layout.file, family, rank, None, True, layout.serialization)
-    return known.get((family, rank)) or RankFile(f"{family}_{rank}.pt", family, rank, None, True)
+    return files.get((family, rank)) or RankFile(f"{family}_{rank}.pt", family, rank, None, True)
 
 
 def missing_files(
     source: Source, files: Sequence[RankFile], declared: Declared
 ) -> Iterator[Problem]:
     """Yield what is missing of the items: files that metadata names, or of ranks without any."""
-    own = {
+    layouts_by_item = {
         name: [layout for layout in item.layouts.values() if layout is not None]
         for name, item in declared.items.items()
     }
     families = {item.family for item in files}
-    by_rank = [item for item in files if not own.get(item.family)]
+    by_rank = [item for item in files if not layouts_by_item.get(item.family)]
     yield from missing_ranks(by_rank, declared.world_size)
-    for name, layouts in own.items():
-        lost = [layout.file for layout in layouts if layout.file not in source.files]
+    for name, layouts in layouts_by_item.items():
+        missing = [layout.file for layout in layouts if layout.file not in source.files]
         if not layouts and name not in families:
-            lost = [f"{name}_{rank}.pt" for rank in _ranks_of(declared.items[name])]
-        if lost:
+            missing = [f"{name}_{rank}.pt" for rank in _ranks_of(declared.items[name])]
+        if missing:
             message = (
-                f"{name}: {METADATA} declares it, but its files are missing: {list_some(lost)}"
+                f"{name}: {METADATA} declares it, but its files are missing: {list_some(missing)}"
             )
-            yield Problem(message, "rank-missing", file=lost[0])
+            yield Problem(message, "rank-missing", file=missing[0])
 
 
 def missing_tensors(
@@ -106,9 +106,9 @@ def missing_tensors(
         of_ranks = families.get(name, ())
         if not of_ranks or not all(leaves for _, leaves in of_ranks):
             continue
-        held = {flat_name(leaf.path) for _, leaves in of_ranks for leaf in leaves.values()}
+        names = {flat_name(leaf.path) for _, leaves in of_ranks for leaf in leaves.values()}
         for path in map(flat_name, item.records):
-            if path not in held:
+            if path not in names:
                 full = f"{name}.{path}"
                 message = f"{full}: {METADATA} declares it, but no file holds it"
                 yield Problem(message, "data-missing", tensor=full)

@@ -110,29 +110,29 @@ def are_slices(source: Source, files: Sequence[RankFile]) -> bool:
     """
     if not files or not all(role_of(item.family) == "optimizer" for item in files):
         return False
-    named = ((name.rpartition(".")[0], name) for name in source.files if name.endswith(_SUFFIXES))
-    models = [(_says(stem), file) for stem, file in named if role_of(stem) == "model"]
+    stems = ((name.rpartition(".")[0], name) for name in source.files if name.endswith(_SUFFIXES))
+    models = [(_words_of(stem), file) for stem, file in stems if role_of(stem) == "model"]
     families = [
-        (_says(family), [item.file for item in of]) for family, of in by_family(files).items()
+        (_words_of(family), [item.file for item in of]) for family, of in by_family(files).items()
     ]
     return any(
-        have_slices(source, own, model)
-        for says, own in families
-        for said, model in models
-        if said <= says
+        have_slices(source, slices, model)
+        for words, slices in families
+        for model_words, model in models
+        if model_words <= words
     )
 
 
-def _says(stem: str) -> set[str]:
-    """Return what a name says besides what its file is for: which save or optimizer it is of."""
+def _words_of(stem: str) -> set[str]:
+    """Return the words of a name that say of which save or optimizer it is, not what it is for."""
     return set(without_words(stem).split("-")) - {""}
 
 
 def other_saves(files: Sequence[RankFile], file: str) -> frozenset[str]:
     """Return the files whose names state another save than that of one of them."""
-    own = next((save_in(item.family) for item in files if item.file == file), "")
     saves = {item.file: save_in(item.family) for item in files}
-    return frozenset(name for name, save in saves.items() if own and save not in ("", own))
+    save = saves.get(file, "")
+    return frozenset(name for name, other in saves.items() if save and other not in ("", save))
 
 
 def _are_whole_saves(files: Sequence[RankFile]) -> bool:
@@ -225,7 +225,7 @@ def find_numbered_files(source: Source, besides: Collection[str] = ()) -> list[R
         name = _split_numbers(file) if file not in besides else None
         if name is not None:
             families.setdefault((name.texts, name.of), []).append(name)
-    found: list[RankFile] = []
+    rank_files: list[RankFile] = []
     rank_of: dict[frozenset[int], dict[int, int]] = {}
     unproven: list[tuple[list[_NumberedName], list[int]]] = []
     for names in families.values():
@@ -234,16 +234,16 @@ def find_numbered_files(source: Source, besides: Collection[str] = ()) -> list[R
         numbers = [name.numbers[varying[0]] for name in names] if len(varying) == 1 else None
         ranks = _ranks_of(source, names, varying, numbers) if varying else None
         if ranks is not None:
-            found += _as_rank_files(names, ranks)
+            rank_files += _as_rank_files(names, ranks)
             if numbers is not None:
                 rank_of[frozenset(numbers)] = dict(zip(numbers, ranks, strict=True))
         elif numbers is not None:
             unproven.append((names, numbers))
     for names, numbers in unproven:
-        known = rank_of.get(frozenset(numbers))
-        if known is not None:
-            found += _as_rank_files(names, [known[number] for number in numbers])
-    return found
+        rank_by_number = rank_of.get(frozenset(numbers))
+        if rank_by_number is not None:
+            rank_files += _as_rank_files(names, [rank_by_number[number] for number in numbers])
+    return rank_files
 
 
 def _split_numbers(file: str) -> _NumberedName | None:
@@ -320,8 +320,8 @@ def is_state_of_a_rank(name: str) -> bool:
 
 def keep_processes(source: Source, files: Sequence[RankFile]) -> list[RankFile]:
     """Return the files without the families whose numbers are not ranks of processes."""
-    kept = {name for name, of in by_family(files).items() if _are_processes(source, of)}
-    return [item for item in files if item.family in kept]
+    families = {name for name, of in by_family(files).items() if _are_processes(source, of)}
+    return [item for item in files if item.family in families]
 
 
 def _are_processes(source: Source, items: Sequence[RankFile]) -> bool:
@@ -339,11 +339,11 @@ def require_one_save(root: str, files: list[RankFile], *, one_world: bool) -> No
 
     With ``one_world`` they must not state several world sizes either, as after a relaunch.
     """
-    known: dict[object, str] = {}
+    files_by_key: dict[object, str] = {}
     worlds: dict[int, list[str]] = {}
     saves: dict[str, list[str]] = {}
     for item in files:
-        other = known.setdefault((item.family, item.rank, item.world), item.file)
+        other = files_by_key.setdefault((item.family, item.rank, item.world), item.file)
         if other != item.file:
             message = f"{other} and {item.file} are both the {item.family} of rank {item.rank}"
             hint = "move the files of one of the two saves away"

@@ -47,7 +47,7 @@ def recorded_ranks(
 def _first_number(source: Source, files: Sequence[tuple[int, str]]) -> int | None:
     """Return the number of rank 0, which is 0 or 1; None if the numbers count something else."""
     expect_archives(source, (file for _, file in files[:2]))
-    found: dict[int, int] = {}
+    ranks: dict[int, int] = {}
     for number, file in files:
         try:
             rank = _recorded_rank(source, file, number)
@@ -55,12 +55,12 @@ def _first_number(source: Source, files: Sequence[tuple[int, str]]) -> int | Non
             continue
         if rank is None:
             return None
-        found[number] = rank
-        if len(set(found.values())) > 1 or len(found) == _ENOUGH:
+        ranks[number] = rank
+        if len(set(ranks.values())) > 1 or len(ranks) == _ENOUGH:
             break
-    if not found or (len(set(found.values())) == 1 and len(found) > 1):
+    if not ranks or (len(set(ranks.values())) == 1 and len(ranks) > 1):
         return None
-    offsets = {number - rank for number, rank in found.items()}
+    offsets = {number - rank for number, rank in ranks.items()}
     return next((first for first in (0, 1) if first in offsets), None)
 
 
@@ -146,18 +146,18 @@ def _shapes(leaves: Mapping[str, Leaf]) -> Counter[tuple[int, ...]]:
     return Counter(shape for shape in shapes if len(shape) > 1)
 
 
-def _are_equal(some: Mapping[str, Leaf], others: Mapping[str, Leaf]) -> bool:
+def _are_equal(one: Mapping[str, Leaf], other: Mapping[str, Leaf]) -> bool:
     """Return whether files have tensors of one name, and stored checksums say that all are equal.
 
     Steps, of one number, are equal on all ranks.
     """
-    pairs = [(some[name].value, others[name].value) for name in some.keys() & others.keys()]
-    said = [
+    pairs = [(one[name].value, other[name].value) for name in one.keys() & other.keys()]
+    contents = [
         (_content_of(a), _content_of(b))
         for a, b in pairs
         if isinstance(a, PlainLeaf) and isinstance(b, PlainLeaf) and math.prod(a.tensor.shape) > 1
     ]
-    return bool(said) and all(a is not None and a == b for a, b in said)
+    return bool(contents) and all(a is not None and a == b for a, b in contents)
 
 
 def _content_of(leaf: PlainLeaf) -> object:

@@ -49,8 +49,8 @@ def place_leaves(
     for name, leaf in leaves.items():
         by_rank = records.get(flat_name(leaf.path))
         if by_rank and isinstance(leaf.value, PlainLeaf):
-            own = _placed(name, leaf, by_rank.get(rank), rank)
-            placed[name] = leaf if keeps_whole and _is_whole(own, leaf.value.shape) else own
+            value = _placed(name, leaf, by_rank.get(rank), rank)
+            placed[name] = leaf if keeps_whole and _is_whole(value, leaf.value.shape) else value
     return placed
 
 

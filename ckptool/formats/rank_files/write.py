@@ -229,17 +229,17 @@ def _metadata(
     over the world.
     """
     mesh, ranks = placed.mesh, tuple(range(placed.mesh.size))
-    own = _mesh_spec(mesh.shape, mesh.ranks, mesh.names)
-    world = _mesh_spec((mesh.size,), ranks, None)
+    spec = _mesh_spec(mesh.shape, mesh.ranks, mesh.names)
+    world_spec = _mesh_spec((mesh.size,), ranks, None)
     items: dict[str, dict[str, Any]] = {}
     for name, entry in catalog.tensors.items():
         path = (*head, *entry.path)
         if tensors.is_plain(name):
-            data = _sharding(entry, world, [{"type": "Replicate"}])
+            data = _sharding(entry, world_spec, [{"type": "Replicate"}])
         else:
             rank = len(entry.shape)
             placements = [_placement(item, rank) for item in placed.placements[name]]
-            data = _sharding(entry, own, placements)
+            data = _sharding(entry, spec, placements)
         sharding = {"type": "DTensorShardingMetadata", "data": data}
         record = {"sharding_metadata": sharding, "ranks": ranks}
         items.setdefault(_item(path), {})[_nested_path(name, path[1:])] = [record]

@@ -52,8 +52,8 @@ def _probe(source: Source) -> bool:
     if file is None:
         return False
     size = source.files[file]
-    named = file.endswith(".safetensors")
-    return named or looks_like_safetensors(source.read(file, 0, min(size, 9)))
+    has_suffix = file.endswith(".safetensors")
+    return has_suffix or looks_like_safetensors(source.read(file, 0, min(size, 9)))
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
@@ -79,7 +79,7 @@ def _note_shards(file: str, metadata: Mapping[str, str]) -> Iterator[str]:
     """Yield a note on a file whose header says that its tensors are a rank's shards of others."""
     try:
         placed = json.loads(metadata.get(SHARDING, "{}"))
-        starts = [any(each["saved_offsets"]) for each in placed.values()]
+        starts = [any(record["saved_offsets"]) for record in placed.values()]
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         return
     if shards := sum(starts):
@@ -93,9 +93,9 @@ def read_whole_tensors(
     source: Source, file: str, options: ScanOptions
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Return the tensors of a file of whole tensors, and the file's metadata."""
-    before = len(options.problems or ())
+    count = len(options.problems or ())
     header = read_safetensors(source, file, options.problems)
-    if options.headers is not None and len(options.problems or ()) == before:
+    if options.headers is not None and len(options.problems or ()) == count:
         options.headers[file] = header
     tensors = {
         name: TensorEntry(name, (name,), item.kind.dtype, item.kind.shape, item.chunks)

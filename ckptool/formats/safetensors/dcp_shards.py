@@ -253,9 +253,9 @@ def _shard_file(
     mark: Mapping[str, str],
 ) -> FileLayout:
     info = {item.name: {"saved_offsets": list(item.box.lo)} for item in slices}
-    own = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
+    sharding = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
     name = f"shard-{rank + 1:05d}-model-{part + 1:05d}-of-{parts:05d}.safetensors"
-    metadata = {**PLAIN, **texts(name), **own, **mark}
+    metadata = {**PLAIN, **texts(name), **sharding, **mark}
     return lay_out_safetensors(name, slices, metadata, rank)
 
 

@@ -99,11 +99,11 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
             f"--to diffusers: {PIPELINE} is missing, which says what the pipeline is made of",
             hint="--to hf writes one model: put it into the folder of its component",
         )
-    known = {name.partition("/")[0] for name in catalog.files}
+    components = {name.partition("/")[0] for name in catalog.files}
     for entry in entries_of(catalog):
-        if len(entry.path) < 2 or entry.path[0] not in known:
+        if len(entry.path) < 2 or entry.path[0] not in components:
             raise Unsupported(
-                f"{entry.name}: the pipeline has no component for it, only {', '.join(known)}",
+                f"{entry.name}: the pipeline has no component for it, only {', '.join(components)}",
                 hint="names begin with the component's folder: rename or --drop it",
             )
     files, notes = lay_out_companions(catalog), list[str]()

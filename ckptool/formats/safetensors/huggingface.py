@@ -63,8 +63,8 @@ _LORA = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b")
 def _weights(source: Source) -> list[str]:
     """Return the model's safetensors files, without those of variants beside them."""
     names = all_weights(source)
-    others = variants(names)
-    return [name for name in names if name not in others]
+    copies = variants(names)
+    return [name for name in names if name not in copies]
 
 
 def _probe(source: Source) -> bool:
@@ -79,11 +79,11 @@ def _probe(source: Source) -> bool:
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
-    named = options.named
-    index = index_of(source, named)
+    user_file = options.named
+    index = index_of(source, user_file)
     weight_map, metadata = read_index(source, index) if index else ({}, None)
-    files = sorted(set(weight_map.values())) if index else unindexed(source, named)
-    if named is None:
+    files = sorted(set(weight_map.values())) if index else unindexed(source, user_file)
+    if user_file is None:
         _refuse_two_models(source, index, files)
     if index and options.problems is None:
         _require_shards(source, files, index)
@@ -93,25 +93,25 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         tensors, headers[file] = read_whole_tensors(source, file, options)
         return Assembled(tensors)
 
-    lost = _absent_tensors(source, index, weight_map) if options.problems is None else {}
-    present = [file for file in files if not lost or file in source.files]
+    absences = _absent_tensors(source, index, weight_map) if options.problems is None else {}
+    present = [file for file in files if not absences or file in source.files]
     expect_heads(source, present)
     wanted_by = index or wanted_by_names(source, files)
     contents, file_of, unread = read_shards(source, present, wanted_by, read, options)
-    contents.conflicts |= lost
+    contents.conflicts |= absences
     unread |= {*files} - {*present}
     notes: list[str] = []
     if index:
         if options.problems is not None:
-            beside = (name for name in _weights(source) if name not in files)
-            found = find_elsewhere(weight_map.keys() - file_of.keys(), beside, read, options)
-            contents.add(found.contents)
-            file_of |= found.file_of
-            files += found.files
+            other_files = (name for name in _weights(source) if name not in files)
+            strays = find_elsewhere(weight_map.keys() - file_of.keys(), other_files, read, options)
+            contents.add(strays.contents)
+            file_of |= strays.file_of
+            files += strays.files
         _judge_index(index, weight_map, file_of, unread, contents, options)
         notes += _index_notes(index, None if unread else metadata, contents.tensors, weight_map)
     options.report(contents.problems, subject=source.root)
-    copies = variants(all_weights(source)) - {*files} if named is None else set[str]()
+    copies = variants(all_weights(source)) - {*files} if user_file is None else set[str]()
     writers = filter(None, map(writer_of, headers.values()))
     info = {"writer": writer} if (writer := next(writers, None)) else {}
     info |= describe_config(source, options)
@@ -175,8 +175,8 @@ def _judge_index(
 
 def _variants_notes(copies: Collection[str]) -> Iterator[Problem]:
     if copies:
-        first, *others = sorted(copies)
-        more = f" ({plural(len(others), 'more file')})" if others else ""
+        first, *rest = sorted(copies)
+        more = f" ({plural(len(rest), 'more file')})" if rest else ""
         message = f"{first}: a variant of the model, not read{more}"
         yield Problem(message, "checkpoint-nested", file=first)
 
@@ -242,8 +242,8 @@ def lay_out(catalog: Catalog, request: Request, head: str = "") -> Layout:
     is_adapter = _is_adapter(fitting, {*catalog.companions, *request.assets})
     groups = [fitting]
     if not is_adapter:
-        apart = compatible_groups(catalog, fitting)
-        groups = [g for each in apart for g in group_by_size(each, request.max_shard_size)]
+        sets = compatible_groups(catalog, fitting)
+        groups = [g for tensors in sets for g in group_by_size(tensors, request.max_shard_size)]
     stem = _stem_of(catalog)
     names = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     if len(groups) == 1:
@@ -258,12 +258,12 @@ def lay_out(catalog: Catalog, request: Request, head: str = "") -> Layout:
     return Layout(tuple(files), folder=True, notes=(*notes, *note_tied(catalog)))
 
 
-def _is_adapter(tensors: list[TensorEntry], beside: set[str]) -> bool:
+def _is_adapter(tensors: list[TensorEntry], files: set[str]) -> bool:
     """Return whether this is PEFT's adapter, which PEFT looks for in one file of that name.
 
-    By the configuration ``beside`` it or, without one, by the names: all are LoRA's (PEFT 0.21).
+    By its configuration among the files or, without one, by the names: all are LoRA's (PEFT 0.21).
     """
-    configs = [name for name in _CONFIGS if name in beside]
+    configs = [name for name in _CONFIGS if name in files]
     if configs:
         return configs == [ADAPTER_CONFIG]
     return bool(tensors) and all(_LORA.search(entry.name) for entry in tensors)

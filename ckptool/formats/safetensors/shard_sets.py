@@ -57,9 +57,9 @@ def _stems(names: Iterable[str]) -> set[str]:
 
 def indexes(source: Source) -> list[str]:
     """Return the indexes in the folder, without those of variants beside the model's own."""
-    found = [m for name in source.files if "/" not in name and (m := _INDEX.fullmatch(name))]
-    own = {match["stem"] for match in found if not match["variant"]} | _stems(all_weights(source))
-    return [m.string for m in found if not m["variant"] or m["stem"] not in own]
+    matches = [m for name in source.files if "/" not in name and (m := _INDEX.fullmatch(name))]
+    stems = {m["stem"] for m in matches if not m["variant"]} | _stems(all_weights(source))
+    return [m.string for m in matches if not m["variant"] or m["stem"] not in stems]
 
 
 def is_of_a_set(source: Source, file: str) -> bool:
@@ -69,21 +69,19 @@ def is_of_a_set(source: Source, file: str) -> bool:
     return "/" not in file and (is_shard or _INDEX.fullmatch(file) is not None)
 
 
-def index_of(source: Source, named: str | None) -> str | None:
-    """Return the index to read: the one that is ``named``, or lists the named shard; else the main.
+def index_of(source: Source, file: str | None) -> str | None:
+    """Return the index to read: ``file``, or the one that lists it; without a file the main one.
 
     Of several, transformers' own. Raises Damaged if there are others only.
     """
-    if named is not None:
+    if file is not None:
         every = [name for name in source.files if "/" not in name and _INDEX.fullmatch(name)]
-        return (
-            named if named in every else next((i for i in every if _lists(source, i, named)), None)
-        )
-    found = indexes(source)
-    if len(found) > 1 and INDEX not in found:
-        message = f"{source.root}: several indexes: {', '.join(found)}"
-        raise Damaged(message, hint=f"give the path of one, such as {source.root}/{found[0]}")
-    return INDEX if INDEX in found else next(iter(found), None)
+        return file if file in every else next((i for i in every if _lists(source, i, file)), None)
+    names = indexes(source)
+    if len(names) > 1 and INDEX not in names:
+        message = f"{source.root}: several indexes: {', '.join(names)}"
+        raise Damaged(message, hint=f"give the path of one, such as {source.root}/{names[0]}")
+    return INDEX if INDEX in names else next(iter(names), None)
 
 
 def _lists(source: Source, index: str, file: str) -> bool:
@@ -93,17 +91,17 @@ def _lists(source: Source, index: str, file: str) -> bool:
         return False
 
 
-def unindexed(source: Source, named: str | None) -> list[str]:
+def unindexed(source: Source, file: str | None) -> list[str]:
     """Return the shards of a folder without an index, all that their names state.
 
-    They are those of the ``named`` one's set. Raises Damaged if there are several sets.
+    They are those of the set of ``file``, if any. Raises Damaged if there are several sets.
     """
     every = all_weights(source)
-    weights = [name for name in every if name not in variants(every)] if named is None else [named]
+    weights = [name for name in every if name not in variants(every)] if file is None else [file]
     matches = [m for name in weights if (m := SHARD.fullmatch(name))]
     if not matches:
         whole = whole_model(source)
-        return [whole] if named is None and whole is not None else weights
+        return [whole] if file is None and whole is not None else weights
     counts = {match["count"] for match in matches}
     if len(counts) > 1:
         message = f"{source.root}: file names state {', '.join(sorted(counts))} shards"
@@ -133,12 +131,12 @@ def unindexed(source: Source, named: str | None) -> list[str]:
 
 def wanted_by_names(source: Source, files: Sequence[str]) -> str:
     """Return what implies shards without an index, also of those that may be counted from 0."""
-    others = "the other shards' names"
+    description = "the other shards' names"
     if len(files) < 2 or [file for file in files if file not in source.files] != [files[-1]]:
-        return others
+        return description
     match = SHARD.fullmatch(files[0])
     if match is None or not int(match["number"]):
-        return others
+        return description
     start, end = match.span("number")
     zeroth = f"{files[0][:start]}{0:0{end - start}d}{files[0][end:]}"
-    return f"{others} (or {zeroth}, if they are counted from 0)"
+    return f"{description} (or {zeroth}, if they are counted from 0)"

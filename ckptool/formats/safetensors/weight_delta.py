@@ -64,9 +64,9 @@ def read_delta(source: Source, catalog: Catalog) -> WeightDelta:
     index = index_of(source, None)
     headers = [*catalog.metadata.values()]
     metadata = [read_index(source, index)[1]] if index else []
-    said = next(m for m in (*metadata, *headers) if isinstance(m, Mapping) and delta_info([m]))
+    fields = next(m for m in (*metadata, *headers) if isinstance(m, Mapping) and delta_info([m]))
     keys = ("version", _BASE, _ENCODING, *_MORE)
-    missing = [key for key in keys if said.get(key) is None]
+    missing = [key for key in keys if fields.get(key) is None]
     if missing:
         raise Damaged(f"{source.root}: its metadata has no {', '.join(missing)}")
     digests = {name: text for texts in headers for name, text in texts.items()}
@@ -75,16 +75,16 @@ def read_delta(source: Source, catalog: Catalog) -> WeightDelta:
             raise Damaged(f"{source.root}: {name} is {entry.dtype}, no compressed bytes")
         if name not in digests:
             raise Damaged(f"{source.root}: {name} has no checksum in the header of its file")
-    version, base, encoding, compression, checksum = (str(said[key]) for key in keys)
+    version, base, encoding, compression, checksum = (str(fields[key]) for key in keys)
     return WeightDelta(version, base, encoding, compression, checksum, digests)
 
 
-def delta_info(said: Iterable[object]) -> dict[str, str]:
+def delta_info(records: Iterable[object]) -> dict[str, str]:
     """Return the entry of ``Catalog.info`` for a weight delta, {} for weights.
 
-    ``said`` is the metadata of an index and of headers; any of them may say so.
+    ``records`` are the metadata of an index and of headers; any of them may say so.
     """
-    for metadata in said:
+    for metadata in records:
         if not isinstance(metadata, Mapping):
             continue
         base, encoding = metadata.get(_BASE), metadata.get(_ENCODING)
@@ -98,10 +98,10 @@ def delta_info(said: Iterable[object]) -> dict[str, str]:
 
 def delta_notes(info: Mapping[str, str]) -> list[Problem]:
     """Return the note that ``Catalog.info`` is that of a weight delta, none for weights."""
-    said = info.get(DELTA)
-    if said is None:
+    description = info.get(DELTA)
+    if description is None:
         return []
-    message = f"a weight delta of reinforcement learning, not weights ({said})"
+    message = f"a weight delta of reinforcement learning, not weights ({description})"
     return [Problem(message, "weight-delta").with_hint(HINT)]
 
 

@@ -79,17 +79,17 @@ class _Reader(Struct):
         shared = next((rank for rank, entry in rest.items() if entry.get("replicated")), None)
         if shared is not None:
             rest = {shared: rest[shared]}
-        found = {
+        parts = {
             rank: self._read_or_refuse(logical, rank, partial(self._of_rank, logical, rank, entry))
             for rank, entry in rest.items()
         }
         is_one = shared is not None or self.manifest.world_size == 1
-        if is_one or _are_equal([*found.values()]):
-            found = {rank: found[rank] for rank in [*found][:1]}
+        if is_one or _are_equal([*parts.values()]):
+            parts = {rank: parts[rank] for rank in [*parts][:1]}
         else:
-            found = {rank: _of_a_rank(contents, str(rank)) for rank, contents in found.items()}
-        for contents in found.values():
-            self.contents.add(contents)
+            parts = {rank: _of_a_rank(part, str(rank)) for rank, part in parts.items()}
+        for part in parts.values():
+            self.contents.add(part)
 
     def _read_or_refuse(self, logical: str, rank: int, work: Callable[[], Assembled]) -> Assembled:
         """Return what ``work`` reads at a path, or why that is refused."""
@@ -151,8 +151,8 @@ class _Reader(Struct):
         type_name = shards[0]["tensor"]["dtype"] if shards else "no shards"
         dtype, parameters = element_type(type_name), Assembled()
         if type_name in QUANTIZED and chunks:
-            found = self._parameters(path, shards)
-            parameters, dtype = found or parameters, dtype if found else None
+            quantization = self._parameters(path, shards)
+            parameters, dtype = quantization or parameters, dtype if quantization else None
         if dtype is None or not chunks:
             reason = f"not a plain tensor, but {type_name}"
             refusal = refuse_unread(flat_name(path), reason)
@@ -189,12 +189,12 @@ def _are_numbers(parameters: Mapping[str, Any]) -> bool:
 
 def _are_equal(of_ranks: list[Assembled]) -> bool:
     """Return whether all ranks have the same values at a path, and nothing that may be a tensor."""
-    first, *others = of_ranks or [Assembled()]
+    first, *rest = of_ranks or [Assembled()]
     return not any(map(_may_hold_tensor, of_ranks)) and all(
         other.objects.keys() == first.objects.keys()
         and other.conflicts.keys() == first.conflicts.keys()
         and all(same_value(one.value, other.objects[n].value) for n, one in first.objects.items())
-        for other in others
+        for other in rest
     )
 
 
@@ -206,8 +206,8 @@ def _may_hold_tensor(contents: Assembled) -> bool:
 def _of_a_rank(contents: Assembled, rank: str) -> Assembled:
     """Return what one of several ranks has, under names that begin with it."""
     bare = Catalog("", contents.tensors, contents.objects, {}, conflicts=contents.conflicts)
-    own = with_prefix(bare, rank)
-    return replace(contents, tensors=own.tensors, objects=own.objects, conflicts=own.conflicts)
+    full = with_prefix(bare, rank)
+    return replace(contents, tensors=full.tensors, objects=full.objects, conflicts=full.conflicts)
 
 
 def _add_mesh(contents: Assembled, entry: Fields) -> None:

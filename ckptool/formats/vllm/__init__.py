@@ -141,10 +141,10 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
             hint=f"--mesh {mesh.size}",
         )
     fitting, side, mark, notes = split_side(catalog, _EXTRA)
-    named = _without_aliases(fitting)
-    joiner = _Joiner(named, placed, sizes_of(request.config).key_value_heads)
+    tensors = _without_aliases(fitting)
+    joiner = _Joiner(tensors, placed, sizes_of(request.config).key_value_heads)
     files = [*lay_out_companions(catalog), *side]
-    mark = header_for(catalog, named, request.target) | mark
+    mark = header_for(catalog, tensors, request.target) | mark
     empty: dict[str, None] = {}
     for position, rank in enumerate(mesh.ranks):
         shards = list(joiner.shards(position))
@@ -155,7 +155,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     notes += [
         f"tied to another tensor, so not written: {entry.name}"
         for entry in fitting
-        if entry not in named
+        if entry not in tensors
     ]
     return Layout(tuple(files), folder=True, notes=(*notes, *joiner.notes))
 
@@ -223,12 +223,12 @@ class _Joiner:
     @property
     def notes(self) -> list[str]:
         """Return what vLLM's loader may not find as expected."""
-        apart = [name for name in self._groups if _PART.fullmatch(name)]
+        parts = [name for name in self._groups if _PART.fullmatch(name)]
         joined = [name for name in self._groups if "qkv_proj." in name]
         notes = []
-        if apart:
+        if parts:
             notes.append(
-                f"vLLM expects qkv_proj and gate_up_proj; {len(apart)} tensors such as {apart[0]}"
+                f"vLLM expects qkv_proj and gate_up_proj; {len(parts)} tensors such as {parts[0]}"
                 " are written as they are, not joined"
             )
         if joined and self._ranks > 1 and not self._heads:
@@ -265,18 +265,18 @@ class _Joiner:
     def _padded(self, entry: TensorEntry, position: int) -> _OutgoingShard:
         """Return a rank's rows of the vocabulary, which zero rows fill up to a multiple of 64."""
         rows, *rest = entry.shape
-        each, left = divmod(-(-rows // PADDING) * PADDING, self._ranks)
-        if left:
+        share, remainder = divmod(-(-rows // PADDING) * PADDING, self._ranks)
+        if remainder:
             raise Unsupported(
                 f"{entry.name}: {rows:,} rows, padded to a multiple of {PADDING}, do not"
                 f" make {self._ranks} equal parts"
             )
-        start, stop = min(rows, position * each), min(rows, (position + 1) * each)
+        start, stop = min(rows, position * share), min(rows, (position + 1) * share)
         box = Box((start, *(0 for _ in rest)), (stop, *rest))
         data = Data.of(entry.name, box, entry.dtype.itemsize)
         row = Box.whole(rest).volume * entry.dtype.itemsize
-        zeros = Literal(bytes((each - (stop - start)) * row))
-        return _OutgoingShard(entry.name, entry.dtype, (each, *rest), (data, zeros))
+        zeros = Literal(bytes((share - (stop - start)) * row))
+        return _OutgoingShard(entry.name, entry.dtype, (share, *rest), (data, zeros))
 
 
 def _part_file(

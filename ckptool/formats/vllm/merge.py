@@ -83,15 +83,15 @@ def _expert_entries(
     mixtral = "block_sparse_moe." in match["head"]
     for number, of_expert in enumerate(by_expert):
         for at, member in enumerate(members):
-            own = _halves(name, of_expert, at) if len(members) == 2 else of_expert
+            shards = _halves(name, of_expert, at) if len(members) == 2 else of_expert
             leaf = _MIXTRAL[member] if mixtral else member
             full = f"{match['head']}{number}.{leaf}.weight"
-            if len(own) == 1:
-                (whole,) = own.values()
+            if len(shards) == 1:
+                (whole,) = shards.values()
                 yield replace(whole, name=full, path=(full,))
             else:
                 rule = COLUMN if len(members) == 2 else ROW
-                yield merge_ranks(full, (full,), own, rule, world=world)
+                yield merge_ranks(full, (full,), shards, rule, world=world)
 
 
 def _by_expert(
@@ -155,12 +155,12 @@ _TABLE: RuleTable[_Facts] = RuleTable(
 class Merger(Struct):
     """Joins the ranks' tensors. ``unknown`` maps tensors without a known rule to the reason.
 
-    A given rule precedes a name, and keeps fused tensors as they are.
+    A user's rule precedes a name, and keeps fused tensors as they are.
     """
 
     config: ModelSizes
     world: int
-    given: GivenRules
+    user_rules: GivenRules
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -182,7 +182,7 @@ class Merger(Struct):
     def _entries(
         self, name: str, parts: RankShards, outputs: Mapping[str, RankShards]
     ) -> Iterator[TensorEntry]:
-        rule = self.given(name)
+        rule = self.user_rules(name)
         if rule is not None:
             yield self._entry(name, parts, rule)
             return
@@ -201,9 +201,9 @@ class Merger(Struct):
         else:
             if VOCABULARY.fullmatch(name):
                 parts = self._without_padding(name, parts)
-            alone = self.world == 1 and not VOCABULARY.fullmatch(name)
+            is_whole = self.world == 1 and not VOCABULARY.fullmatch(name)
             yield self._entry(
-                name, parts, REPLICATED if alone else _TABLE.find(name, (parts, self.world))
+                name, parts, REPLICATED if is_whole else _TABLE.find(name, (parts, self.world))
             )
 
     def _entry(self, name: str, parts: RankShards, rule: TpRule) -> TensorEntry:
@@ -261,16 +261,16 @@ class Merger(Struct):
 
     def _without_padding(self, name: str, parts: RankShards) -> RankShards:
         """Drop the rows after the vocabulary that the last ranks have."""
-        each = next(iter(parts.values())).shape[0]
-        vocabulary, rows = self.config.vocabulary, each * self.world
+        share = next(iter(parts.values())).shape[0]
+        vocabulary, rows = self.config.vocabulary, share * self.world
         if vocabulary is None or vocabulary == rows:
             return parts
         if not 0 < rows - vocabulary < PADDING * self.world:
             message = f"{name}: {rows:,} rows, but {CONFIG} says a vocabulary of {vocabulary:,}"
             raise Damaged(message, "config-mismatch", tensor=name)
         self.notes.append(f"{name}: dropped {rows - vocabulary} rows that pad the vocabulary")
-        left = {rank: min(each, max(0, vocabulary - rank * each)) for rank in parts}
-        return {rank: _rows_of(part, 0, left[rank]) for rank, part in parts.items()}
+        counts = {rank: min(share, max(0, vocabulary - rank * share)) for rank in parts}
+        return {rank: _rows_of(part, 0, counts[rank]) for rank, part in parts.items()}
 
     def add_tied(self) -> None:
         """Add the embeddings again if the config ties them: only the first name was saved."""

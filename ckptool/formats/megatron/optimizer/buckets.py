@@ -135,13 +135,13 @@ def drop_padding(entry: TensorEntry) -> TensorEntry:
     """
     if len(entry.shape) != 1 or find_bucket_group(entry.name) is None:
         return entry
-    kept: list[Chunk] = []
+    pieces: list[Chunk] = []
     size = 0
     for chunk in _select_parameters(sorted(entry.chunks, key=lambda chunk: chunk.box.lo)):
         stop = size + chunk.box.volume
-        kept.append(replace(chunk, box=Box((size,), (stop,))))
+        pieces.append(replace(chunk, box=Box((size,), (stop,))))
         size = stop
-    return replace(entry, shape=(size,), chunks=tuple(kept))
+    return replace(entry, shape=(size,), chunks=tuple(pieces))
 
 
 def _select_parameters(chunks: list[Chunk]) -> list[Chunk]:
@@ -150,17 +150,17 @@ def _select_parameters(chunks: list[Chunk]) -> list[Chunk]:
     A chunk that begins between two multiples of the alignment, after a chunk of the same rank or
     after padding, is padding: a parameter continues there only where another rank's part begins.
     """
-    kept: list[Chunk] = []
-    before: Chunk | None = None
+    pieces: list[Chunk] = []
+    previous: Chunk | None = None
     padding = False
     for chunk in chunks:
-        follows = before is not None and before.box.hi == chunk.box.lo
-        same_rank = before is not None and before.rank == chunk.rank
+        follows = previous is not None and previous.box.hi == chunk.box.lo
+        same_rank = previous is not None and previous.rank == chunk.rank
         padding = bool(chunk.box.lo[0] % ALIGNMENT) and follows and (same_rank or padding)
         if not padding:
-            kept.append(chunk)
-        before = chunk
-    return kept
+            pieces.append(chunk)
+        previous = chunk
+    return pieces
 
 
 class Bucket(Struct, frozen=True):
@@ -215,19 +215,19 @@ def _align(position: int) -> int:
 
 
 def find_slots_in_run(
-    numels: Sequence[int], total: int, alone: Set[int], views: Sequence[int | None]
+    numels: Sequence[int], total: int, embeddings: Set[int], views: Sequence[int | None]
 ) -> list[list[BucketSlot]]:
     """Return the slots of all parameters if buckets were saved as one run of ``total`` elements.
 
     The buckets themselves are not recorded: each way in which the parameters fill the run under
-    some bucket size is returned; none if there are too many to examine. ``alone`` are the positions
-    of shared embeddings, ``views`` where parameters begin in the buffer, if they were saved as
+    some bucket size is returned; none if there are too many to examine. ``embeddings`` are the
+    positions of shared ones, ``views`` where parameters begin in the buffer, if they were saved as
     views of it.
     """
     if sum(numels) == total:
         return [_pack(numels)]
     distinct: list[list[BucketSlot]] = []
-    for shared in (alone, frozenset[int]()) if alone else (alone,):
+    for shared in (embeddings, frozenset[int]()) if embeddings else (embeddings,):
         try:
             for slots in _find_ways(numels, total, shared, views):
                 if slots not in distinct:
@@ -269,7 +269,7 @@ class _Way(Struct, frozen=True):
 
 
 def _find_ways(
-    numels: Sequence[int], total: int, alone: Set[int], views: Sequence[int | None]
+    numels: Sequence[int], total: int, embeddings: Set[int], views: Sequence[int | None]
 ) -> Iterator[list[BucketSlot]]:
     """Yield every way that gives the total: one for each range of equivalent bucket sizes.
 
@@ -285,17 +285,17 @@ def _find_ways(
             if way.run == total:
                 yield list(way.slots[::-1])
         elif 0 <= total - way.run - rest[way.left] < ALIGNMENT * way.left:
-            open_ways += _extend(way, numels[way.left - 1], way.left - 1 in alone, views)
+            open_ways += _extend(way, numels[way.left - 1], way.left - 1 in embeddings, views)
     raise OverflowError
 
 
-def _extend(way: _Way, numel: int, alone: bool, views: Sequence[int | None]) -> Iterator[_Way]:
+def _extend(way: _Way, numel: int, shared: bool, views: Sequence[int | None]) -> Iterator[_Way]:
     """Yield the way with its next parameter: with the bucket ended after it, and without."""
     view = views[way.left - 1]
     start = _align(way.buffer)
     run = way.run + start - way.buffer
     begun = way.begun
-    if way.buffer == begun or (alone and start > begun):
+    if way.buffer == begun or (shared and start > begun):
         begun = start = _align_bucket(start, view)
     if view is not None and view != start:
         return
@@ -303,11 +303,11 @@ def _extend(way: _Way, numel: int, alone: bool, views: Sequence[int | None]) -> 
     slots = (*way.slots, BucketSlot(0, run, run + numel))
     added = replace(way, left=way.left - 1, run=run + numel, begun=begun, slots=slots)
     size = stop - begun
-    if alone or size > way.least:
+    if shared or size > way.least:
         end = _align_bucket(stop, None)
-        most = way.most if alone else min(way.most, size)
+        most = way.most if shared else min(way.most, size)
         yield replace(added, buffer=end, begun=end, most=most)
-    if not alone and size < way.most:
+    if not shared and size < way.most:
         yield replace(added, buffer=stop, least=max(way.least, size))
 
 

@@ -32,7 +32,7 @@ EXPERTS = "mlp.experts.experts."
 _NESTED = "transformer_layer."
 _QKV_NORM, _FC1_NORM = NORMS["input_layernorm."], NORMS["pre_mlp_layernorm."]
 _PROJECTION = "self_attention.linear_proj.weight"
-_BEFORE = (
+_EMBEDDINGS = (
     "embedding.word_embeddings.weight",
     "embedding.position_embeddings.weight",
     "embedding.tokentype_embeddings.weight",
@@ -90,17 +90,17 @@ def is_stacked_expert(inner: str) -> bool:
 
 
 def order_outer(keys: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the keys before the layers, the norms after them, and the heads.
+    """Return the keys of the embeddings before the layers, of the norms after, and of the heads.
 
     Layers that predict further tokens (``mtp``) are between the norms and the heads. Raises
     Undetermined for an unknown key.
     """
-    outer = set(keys)
-    unknown = outer.difference(_BEFORE, _NORMS, _HEADS)
+    names, tables = set(keys), (_EMBEDDINGS, _NORMS, _HEADS)
+    unknown = names.difference(*tables)
     if unknown:
         raise Undetermined(f"the place of {min(unknown)} among the model's parameters is not known")
-    before, norms, heads = ([k for k in table if k in outer] for table in (_BEFORE, _NORMS, _HEADS))
-    return before, norms, heads
+    embeddings, norms, heads = ([key for key in table if key in names] for table in tables)
+    return embeddings, norms, heads
 
 
 def order_layer(
@@ -113,15 +113,15 @@ def order_layer(
     """
     if any(key.startswith(_NESTED) for key in inner):
         return _order_prediction(inner, plans, implementation)
-    before = _find_precedences(set(inner), plans)
-    local = _is_local(before, implementation)
+    precedences = _find_precedences(set(inner), plans)
+    local = _is_local(precedences, implementation)
     table = _LOCAL if local else _FUSED
     place = {key: position for position, key in enumerate(table)}
     if not set(inner) <= place.keys():
-        return _sort_by_plans(before)
+        return _sort_by_plans(precedences)
     by_table = sorted(inner, key=lambda key: place[key])
-    broken = [(a, b) for b, earlier in before.items() for a in earlier if place[a] > place[b]]
-    return _sort_by_plans(before) if broken else by_table
+    broken = [(a, b) for b, earlier in precedences.items() for a in earlier if place[a] > place[b]]
+    return _sort_by_plans(precedences) if broken else by_table
 
 
 def _order_prediction(
@@ -140,28 +140,28 @@ def _order_prediction(
 
 def _find_precedences(inner: set[str], plans: Sequence[SavePlan]) -> dict[str, set[str]]:
     """Return for each key those before it in the layer in which a plan lists both first."""
-    before: dict[str, set[str]] = {key: set() for key in inner}
+    precedences: dict[str, set[str]] = {key: set() for key in inner}
     for plan in plans:
         met: dict[tuple[str, int], list[str]] = {}
-        seen: set[str] = set()
+        names: set[str] = set()
         for name, offset in plan:
             key = parse_layer_key(name, offset)
-            if key is None or key.inner not in inner or name in seen:
+            if key is None or key.inner not in inner or name in names:
                 continue
-            seen.add(name)
+            names.add(name)
             earlier = met.setdefault((key.prefix, key.number), [])
             if key.inner not in earlier:
-                before[key.inner].update(earlier)
+                precedences[key.inner].update(earlier)
                 earlier.append(key.inner)
-    return before
+    return precedences
 
 
-def _is_local(before: Mapping[str, set[str]], implementation: str | None) -> bool:
-    norm = next((key for key in before if key.startswith(_QKV_NORM)), None)
-    if norm and _PROJECTION in before:
-        if norm in before[_PROJECTION]:
+def _is_local(precedences: Mapping[str, set[str]], implementation: str | None) -> bool:
+    norm = next((key for key in precedences if key.startswith(_QKV_NORM)), None)
+    if norm and _PROJECTION in precedences:
+        if norm in precedences[_PROJECTION]:
             return True
-        if _PROJECTION in before[norm]:
+        if _PROJECTION in precedences[norm]:
             return False
     if implementation is None:
         raise Undetermined(
@@ -170,9 +170,9 @@ def _is_local(before: Mapping[str, set[str]], implementation: str | None) -> boo
     return implementation == "local"
 
 
-def _sort_by_plans(before: Mapping[str, set[str]]) -> list[str]:
+def _sort_by_plans(precedences: Mapping[str, set[str]]) -> list[str]:
     """Return the one order that the plans allow."""
-    sorter = TopologicalSorter(before)
+    sorter = TopologicalSorter(precedences)
     order: list[str] = []
     try:
         sorter.prepare()
@@ -193,18 +193,18 @@ def _sort_by_plans(before: Mapping[str, set[str]]) -> list[str]:
 
 def name_module(prefix: str, layer: int, inner: str, *, local: bool) -> str:
     """Return a layer parameter's name in the model: local layers have norms as modules."""
-    own = inner.removeprefix(_NESTED)
-    outer = inner[: len(inner) - len(own)]
+    module = inner.removeprefix(_NESTED)
+    wrapper = inner[: len(inner) - len(module)]
     for norm, key in NORMS.items() if local else ():
-        own = norm + own.removeprefix(key) if own.startswith(key) else own
-    return f"{prefix}{layer}.{outer}{own}"
+        module = norm + module.removeprefix(key) if module.startswith(key) else module
+    return f"{prefix}{layer}.{wrapper}{module}"
 
 
 def is_local(order: Sequence[str]) -> bool:
     """Return whether a layer's order is that of Megatron's own layers."""
-    own = [key.removeprefix(_NESTED) for key in order]
-    norms = [at for at, key in enumerate(own) if key.startswith(_QKV_NORM)]
-    return bool(norms) and _PROJECTION in own and norms[0] < own.index(_PROJECTION)
+    keys = [key.removeprefix(_NESTED) for key in order]
+    norms = [at for at, key in enumerate(keys) if key.startswith(_QKV_NORM)]
+    return bool(norms) and _PROJECTION in keys and norms[0] < keys.index(_PROJECTION)
 
 
 _STACKED = re.compile(r"(.*\blayers\.)(?![0-9])(.+)")
@@ -270,7 +270,7 @@ def group_layers(
 
     A chunk without a known writer counts as the first rank's. Layers are in order of their numbers.
     """
-    outer: dict[str, None] = {}
+    outer_keys: dict[str, None] = {}
     layers: dict[tuple[str, int], Layer] = {}
     for entry in entries:
         for chunk in entry.chunks:
@@ -278,9 +278,9 @@ def group_layers(
                 continue
             key = parse_layer_key(entry.name, chunk.box.lo)
             if key is None:
-                outer[entry.name] = None
+                outer_keys[entry.name] = None
                 continue
             new = Layer(key.prefix, key.number, key.stacked)
             layer = layers.setdefault((key.prefix, key.number), new)
             layer.keys.setdefault(key.inner, {})[key.expert] = entry.name
-    return list(outer), dict(sorted(layers.items()))
+    return list(outer_keys), dict(sorted(layers.items()))

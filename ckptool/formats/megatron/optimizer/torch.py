@@ -121,11 +121,11 @@ def match_buffers(
         saved = [[buffer for buffers in saved for buffer in buffers or ()]]
         expected = [[parameters for buffers in expected for parameters in buffers]]
     counts = [None if buffers is None else len(buffers) for buffers in saved]
-    wanted = [len(buffers) for buffers in expected]
+    numbers = [len(buffers) for buffers in expected]
     if len(saved) != len(expected) or any(
-        count not in (None, number) for count, number in zip(counts, wanted, strict=True)
+        count not in (None, number) for count, number in zip(counts, numbers, strict=True)
     ):
-        raise Undetermined(f"{counts} buffers, but the model has {wanted}")
+        raise Undetermined(f"{counts} buffers, but the model has {numbers}")
     return [
         pair
         for buffers, parameters in zip(saved, expected, strict=True)
@@ -239,8 +239,8 @@ def _list_groups(optimizer: Any) -> Iterator[tuple[dict[str, Any], dict[Any, Any
     lists = masters if isinstance(masters, list) else [[] for _ in groups]
     if len(lists) != len(groups):
         raise Undetermined(f"{len(lists)} lists of masters for {len(groups)} groups")
-    for group, own in zip(groups, lists, strict=True):
-        yield group, state, own
+    for group, group_masters in zip(groups, lists, strict=True):
+        yield group, state, group_masters
 
 
 _GroupKey = tuple[bool, bool, bool]

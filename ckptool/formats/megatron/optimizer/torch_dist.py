@@ -80,11 +80,11 @@ def name_state(source: Source, catalog: Catalog, plans: list[SavePlan]) -> Catal
         fragments = _read_fragments(source, state.values(), stages)
     except Undetermined as error:
         return replace(catalog, notes=(*catalog.notes, f"{_BY_BUCKET}: {error}"))
-    named, conflicts = merge_fragments(attrgetter("fit"), fragments)
+    parameters, conflicts = merge_fragments(attrgetter("fit"), fragments)
     objects = {n: e for n, e in catalog.objects.items() if not _GATHERED.match(n)}
     return replace(
         catalog,
-        tensors=rest | named,
+        tensors=rest | parameters,
         objects=objects,
         conflicts=catalog.conflicts | conflicts,
     )
@@ -171,12 +171,12 @@ class Stages(Struct, dict=True):
     def _list_runs(self, rank: Rank) -> list[list[LocalParameter]]:
         """Return a rank's parameters by virtual pipeline stage."""
         ranks = {writer for writer, stage in self._stage_of.items() if stage == rank[1]}
-        outer, layers = group_layers(self._whole.values(), ranks)
-        before, norms, heads = order_outer(outer)
+        outer_keys, layers = group_layers(self._whole.values(), ranks)
+        embeddings, norms, heads = order_outer(outer_keys)
         prediction = [layer for layer in layers.values() if layer.prefix == _PREDICTION]
-        own = [layer for layer in layers.values() if layer.prefix != _PREDICTION]
-        runs = [list(self._list_layers(run, rank)) for run in self._split_virtual(own)]
-        runs[0] = [*self._list_outer(before, rank), *runs[0]]
+        main_layers = [layer for layer in layers.values() if layer.prefix != _PREDICTION]
+        runs = [list(self._list_layers(run, rank)) for run in self._split_virtual(main_layers)]
+        runs[0] = [*self._list_outer(embeddings, rank), *runs[0]]
         if prediction and rank[1]:
             copied = [name for name in _EMBEDDINGS if name in self.model]
             runs[-1] = [*self._list_outer(copied, rank), *runs[-1]]
@@ -197,7 +197,7 @@ class Stages(Struct, dict=True):
         """
         pipeline, tensor = self.args.degree("PP"), self.args.degree("TP")
         world = max([len(self.plans), *(n + 1 for ranks in self.writers.values() for n in ranks)])
-        known = {
+        stages = {
             writer: self._find_rank(group[1], group[0] > 0)[1]
             for group, writers in self.writers.items()
             for writer in writers
@@ -205,7 +205,7 @@ class Stages(Struct, dict=True):
         outermost = {rank: rank * pipeline // world for rank in range(world)}
         inside = {rank: rank // tensor % pipeline for rank in range(world)}
         for layout in (outermost, inside):
-            if known.items() <= layout.items():
+            if stages.items() <= layout.items():
                 return layout
         raise Undetermined("its ranks are laid out in neither of Megatron's orders")
 
@@ -259,9 +259,9 @@ class Stages(Struct, dict=True):
             else [(key, n) for n in numbers for key in keys]
         )
         for key, number in pairs:
-            outer, _, last = key.partition(EXPERTS)
+            parent, _, last = key.partition(EXPERTS)
             inner = f"{last}{number}" if grouped else f"local_experts.{number}.{last}"
-            name = f"{layer.prefix}{layer.number}.{outer}mlp.experts.{inner}"
+            name = f"{layer.prefix}{layer.number}.{parent}mlp.experts.{inner}"
             stored = layer.keys[key]
             if None in stored:
                 yield self._make_parameter(name, stored[None], rank, layer.stacked + 1)
