@@ -140,10 +140,10 @@ class BlockCache:
     def _begin(self, key: Key, part: _Part) -> _Fetched:
         """Note, with the lock held, that a block is being fetched: the expected part, or all."""
         expected = self._expected.pop(key, _WHOLE)
-        wanted = expected if expected.holds(part) else _WHOLE
+        span = expected if expected.holds(part) else _WHOLE
         if key in self._kept:  # the same edge of two archives is read again for both
-            wanted = wanted.joined(self._kept[key].part)
-        fetched = _Fetched(wanted, Future())
+            span = span.joined(self._kept[key].part)
+        fetched = _Fetched(span, Future())
         self._forget(key)
         self._kept[key] = fetched
         self._held += fetched.part.nbytes
@@ -223,8 +223,8 @@ def _adjoining(
     run: list[tuple[int, _Fetched]] = []
     for number, fetched in blocks:
         if run:
-            last, before = run[-1]
-            if number != last + 1 or before.part.high < BLOCK or fetched.part.low:
+            last, previous = run[-1]
+            if number != last + 1 or previous.part.high < BLOCK or fetched.part.low:
                 yield run
                 run = []
         run.append((number, fetched))

@@ -78,8 +78,8 @@ class NoteFile:
         if not data:
             return None
         note = parse_note(data, CommitNote, self.path)
-        beside = {self._target.name, side_name(self._target.name)}
-        strangers = {*note.own, *note.names} - beside
+        own_names = {self._target.name, side_name(self._target.name)}
+        strangers = {*note.own, *note.names} - own_names
         if strangers and not note.folder:
             raise not_a_note(self.path, f"it speaks of other files than {self._target.name}")
         return note
@@ -139,8 +139,8 @@ def note_path(target: Path) -> Path:
 def targets_with_notes(folder: Path) -> list[Path]:
     """Return the places in a folder that an interrupted run was about to replace."""
     head, tail = note_path(folder / "*").name.split("*")
-    found = (path.name for path in folder.iterdir() if len(path.name) > len(head + tail))
-    noted = (name for name in found if name.startswith(head) and name.endswith(tail))
+    candidates = (path.name for path in folder.iterdir() if len(path.name) > len(head + tail))
+    noted = (name for name in candidates if name.startswith(head) and name.endswith(tail))
     names = {name[len(head) : -len(tail)] for name in noted} - {".", ".."}
     return sorted(folder / name for name in names)
 

@@ -85,8 +85,8 @@ def open_folder(folder: Path, below: str = "") -> Iterator[int]:
     descriptor = os.open(folder, flags)
     try:
         for name in filter(None, below.split("/")):
-            outer, descriptor = descriptor, os.open(name, flags, dir_fd=descriptor)
-            os.close(outer)
+            parent, descriptor = descriptor, os.open(name, flags, dir_fd=descriptor)
+            os.close(parent)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -150,13 +150,13 @@ def in_the_way(path: Path) -> Unsupported:
 
 def nearest_folder(folder: Path) -> Path:
     """Return a folder, or the nearest around it that exists; Unsupported for a file in the way."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-    if not nearest.is_dir():
+    place = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not place.is_dir():
         raise Unsupported(
-            f"{nearest}: not a folder to write into",
-            hint=f"it is a file: write beside it, in {nearest.parent}",
+            f"{place}: not a folder to write into",
+            hint=f"it is a file: write beside it, in {place.parent}",
         )
-    return nearest
+    return place
 
 
 def sync_folder(folder: Path) -> None:

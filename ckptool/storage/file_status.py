@@ -40,11 +40,11 @@ class FileStatus(NamedTuple):
         access = (status.st_mode, status.st_uid, status.st_gid, status.st_nlink)
         return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns, access)
 
-    def has_content_of(self, before: FileStatus) -> bool:
-        """Return whether nothing was written since ``before``, as far as the file system shows."""
-        if self[:3] != before[:3]:
+    def has_content_of(self, snapshot: FileStatus) -> bool:
+        """Return whether nothing was written since a snapshot, as far as the file system shows."""
+        if self[:3] != snapshot[:3]:
             return False
-        return self.changed == before.changed or self.access != before.access
+        return self.changed == snapshot.changed or self.access != snapshot.access
 
 
 def status_now(path: str) -> FileStatus | None:
@@ -88,8 +88,8 @@ def missing(file: str) -> Damaged:
 
 def changed(files: Iterable[str]) -> Changed:
     """Return the error for files that were written, replaced or removed while they were read."""
-    first, *others = files
-    more = f", and {len(others):,} more were" if others else ""
+    first, *rest = files
+    more = f", and {len(rest):,} more were" if rest else ""
     return Changed(
         f"{first}: it was changed while it was read{more}",
         "file-changed",

@@ -153,8 +153,8 @@ class LocalSource(Files):
     def changed(self, files: Iterable[str]) -> list[str]:
         """Return those files that were written, replaced or removed since listed."""
         listed = [(name, self.listed[name]) for name in files if name in self.listed]
-        now = ((name, before, status_now(self.path(name))) for name, before in listed)
-        return [n for n, before, s in now if s is None or not s.has_content_of(before)]
+        pairs = ((name, old, status_now(self.path(name))) for name, old in listed)
+        return [n for n, old, new in pairs if new is None or not new.has_content_of(old)]
 
     def modified(self, file: str) -> float:
         """Return when a file was last modified, in seconds since the epoch."""

@@ -68,9 +68,9 @@ def _join_near(runs: Iterable[VersionSpan]) -> Iterator[Range]:
             continue
         if joined is not None and file == joined.file:
             gap = max(0, start - joined.end)
-            wanted = joined.end - joined.start - unwanted
-            cheap = min(_CHEAP, 2 * wanted)
-            if unwanted + gap <= max(_GAP, cheap, wanted // _WORTH_A_GAP):
+            payload = joined.end - joined.start - unwanted
+            cheap = min(_CHEAP, 2 * payload)
+            if unwanted + gap <= max(_GAP, cheap, payload // _WORTH_A_GAP):
                 unwanted += gap
                 joined = joined._replace(end=max(joined.end, start + nbytes))
                 continue
@@ -178,26 +178,26 @@ class PlannedRanges:
 
         Threads may still read what was announced before.
         """
-        wanted = list(runs)
-        plan = self._cut(wanted)
+        spans = list(runs)
+        plan = self._cut(spans)
         with self._lock:
             self._plans = [plan, *(p for p in self._plans if p.unread)][:_MOST_PLANS]
             self._drop_unplanned()
         self._fetch_ahead(plan)
         return partial(self._end, plan)
 
-    def _cut(self, wanted: Sequence[VersionSpan]) -> _Plan:
+    def _cut(self, spans: Sequence[VersionSpan]) -> _Plan:
         """Return a plan of ranges as large as there is room for, beside those on their way.
 
         Small ones help if few bytes of each are read at once, not if they are read again later.
         """
         size = max(_LEAST, min(_LARGEST, self.capacity // _LEAST_KEPT))
-        plan = smaller = _Plan(wanted, size)
+        plan = smaller = _Plan(spans, size)
         while size > _LEAST and smaller.memory > max(
             self.capacity // 2, self.capacity - _AT_ONCE * size
         ):
             size = max(_LEAST, size // 2)
-            smaller = _Plan(wanted, size)
+            smaller = _Plan(spans, size)
         return smaller if 10 * smaller.memory < 9 * plan.memory else plan
 
     def has_planned(self, file: ObjectVersion, offset: int, nbytes: int) -> bool:
@@ -230,10 +230,10 @@ class PlannedRanges:
         """
         done = 0
         while done < len(buffer):
-            found = self._data(file, offset + done)
-            if found is None:
+            hit = self._data(file, offset + done)
+            if hit is None:
                 return None
-            plan, part, data = found
+            plan, part, data = hit
             low = offset + done - part.start
             piece = memoryview(data)[low : low + len(buffer) - done]
             buffer[done : done + len(piece)] = piece
@@ -317,26 +317,26 @@ class PlannedRanges:
                     future.set_exception(error)
                     return
 
-    def _make_room_ahead(self, plan: _Plan, wanted: Range) -> bool:
+    def _make_room_ahead(self, plan: _Plan, target: Range) -> bool:
         """Return whether there is room for a range, with the lock held.
 
         If the plan does not fit, ranges that only it needs later are dropped, if that suffices. If
         it fits, reading on makes room, and dropping would fetch bytes twice.
         """
-        missing = self._held + wanted.nbytes - self.capacity
+        missing = self._held + target.nbytes - self.capacity
         if missing <= 0 or plan.memory <= self.capacity:
             return missing <= 0
-        later = [part for part in self._droppable(wanted) if self._place(part) > plan.ahead]
-        later = [part for part in later if self._plans_of(part) == [plan]]
-        if sum(part.nbytes for part in later) < missing:
+        candidates = [part for part in self._droppable(target) if self._place(part) > plan.ahead]
+        candidates = [part for part in candidates if self._plans_of(part) == [plan]]
+        if sum(part.nbytes for part in candidates) < missing:
             return False
-        self._drop_last(later, self.capacity - wanted.nbytes)
+        self._drop_last(candidates, self.capacity - target.nbytes)
         return True
 
-    def _make_room(self, wanted: Range) -> None:
+    def _make_room(self, target: Range) -> None:
         """Drop, with the lock held, what is needed last while there is too much."""
         if self._held > self.capacity:
-            self._drop_last(self._droppable(wanted), self.capacity)
+            self._drop_last(self._droppable(target), self.capacity)
 
     def _drop_last(self, parts: list[Range], most: int) -> None:
         """Drop those of some ranges that are needed last until at most ``most`` bytes are left."""
@@ -345,9 +345,9 @@ class PlannedRanges:
                 return
             self._drop(part)
 
-    def _droppable(self, wanted: Range) -> list[Range]:
-        """Return the fetched ranges, except the one that is wanted."""
-        return [part for part, future in self._kept.items() if future.done() and part != wanted]
+    def _droppable(self, target: Range) -> list[Range]:
+        """Return the fetched ranges, except the target."""
+        return [part for part, future in self._kept.items() if future.done() and part != target]
 
     def _plans_of(self, part: Range) -> list[_Plan]:
         return [plan for plan in self._plans if part in plan.unread]

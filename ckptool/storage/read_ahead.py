@@ -42,7 +42,7 @@ class _Stream(Struct):
     """
 
     reached: int
-    asked: int
+    requested: int
     size: int
     ahead: int = 0
 
@@ -75,9 +75,9 @@ class ReadAhead:
         else:
             stream.ahead = min(_MOST, 2 * stream.ahead or nbytes)
         stream.reached = max(stream.reached, offset + nbytes)
-        start = stream.asked
-        wanted = stream.reached + stream.ahead + (_STEP - 1 if nbytes >= _PIECE else 0)
-        end = stream.asked = max(start, min(wanted // _STEP * _STEP, stream.size))
+        start = stream.requested
+        goal = stream.reached + stream.ahead + (_STEP - 1 if nbytes >= _PIECE else 0)
+        end = stream.requested = max(start, min(goal // _STEP * _STEP, stream.size))
         if start < end:
             deque(steps_asked(descriptor, start, end), maxlen=0)
 
@@ -104,7 +104,7 @@ def steps_asked(descriptor: int, start: int, end: int) -> Iterator[int]:
         yield nbytes
 
 
-def ask_aside(asked: Generator[int, None, None], ahead: ReadAhead) -> Callable[[], None]:
+def ask_aside(requests: Generator[int, None, None], ahead: ReadAhead) -> Callable[[], None]:
     """Request bytes on a separate thread, some at a time, a little ahead of what is read of them.
 
     Returns a function that ends this.
@@ -113,8 +113,8 @@ def ask_aside(asked: Generator[int, None, None], ahead: ReadAhead) -> Callable[[
 
     def work() -> None:
         most, reached = min(_FURTHEST, spare_memory()), ahead.read
-        with closing(asked):
-            for nbytes in asked:
+        with closing(requests):
+            for nbytes in requests:
                 reached += nbytes
                 while reached - ahead.read > most and not stop.is_set():
                     stop.wait(_PAUSE)

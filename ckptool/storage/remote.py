@@ -92,10 +92,11 @@ class RemoteSource(Files, FileReader):
 
         Nothing is asked if every read names the version that was listed.
         """
-        known = [name for name in files if name in self._infos]
-        asked = [n for n in known if not self._place.store.reads_version(self._infos[n].version)]
-        now = self._listed_now(asked)
-        return [name for name in asked if now.get(name) != self._infos[name]]
+        infos = {name: self._infos[name] for name in files if name in self._infos}
+        store = self._place.store
+        names = [name for name, info in infos.items() if not store.reads_version(info.version)]
+        now = self._listed_now(names)
+        return [name for name in names if now.get(name) != infos[name]]
 
     def _listed_now(self, files: Sequence[str]) -> Mapping[str, ObjectInfo]:
         """Return some of the files as the store lists them now."""

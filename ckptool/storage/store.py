@@ -67,10 +67,10 @@ def _open_client(url: str, options: Mapping[str, Any], policy: RetryPolicy) -> _
     if find_spec("obstore") is None:
         raise missing(url, "obstore", extra)
     with require_accepted(url):
-        found = service(url, {**fsspec_settings(scheme), **options})
-    if isinstance(found, Web):
-        return WebClient(found, policy)
-    return ObstoreClient(found, policy)
+        provider = service(url, {**fsspec_settings(scheme), **options})
+    if isinstance(provider, Web):
+        return WebClient(provider, policy)
+    return ObstoreClient(provider, policy)
 
 
 class Traffic(Struct):
@@ -168,39 +168,40 @@ class Store:
         """Return a place of the store as shown in messages."""
         return redact_url(self.client.url(key))
 
-    def find(self, key: str, what: str, *, alone: bool = False) -> dict[str, ObjectInfo]:
+    def find(self, key: str, what: str, *, file_only: bool = False) -> dict[str, ObjectInfo]:
         """Return all files below a place by their relative paths; a file itself is ``""``.
 
-        Where only a file counts, ``alone``, nothing below it is asked for. Raises NotFound if there
-        is none, or it cannot be listed; errors name it ``what``.
+        With ``file_only`` nothing below the place is asked for. Raises NotFound if there is none,
+        or it cannot be listed; errors name it ``what``.
         """
-        found = self._list_web(key) if self.scheme in WEB else self._list_files(key, what, alone)
-        if not found:
+        is_web = self.scheme in WEB
+        infos = self._list_web(key) if is_web else self._list_files(key, what, file_only)
+        if not infos:
             raise NotFound(f"{what}: no such file or folder")
-        self._sizes |= {name: info.nbytes for name, info in found.items()}
+        self._sizes |= {name: info.nbytes for name, info in infos.items()}
         folder, _, name = key.rpartition("/")
-        if key in found and name in INDEXES:
+        if key in infos and name in INDEXES:
             self._named.add(folder)
-        files = {name.removeprefix(key).lstrip("/"): info for name, info in found.items()}
+        files = {name.removeprefix(key).lstrip("/"): info for name, info in infos.items()}
         return dict(sorted(files.items()))
 
-    def _list_files(self, key: str, what: str, alone: bool) -> dict[str, ObjectInfo]:
+    def _list_files(self, key: str, what: str, file_only: bool) -> dict[str, ObjectInfo]:
         """Return a file if the name is a file's, or what a listing shows; a bucket lists no file.
 
         A file may have the name of a folder in a bucket. One request shows it.
         """
         in_bucket = self.scheme in _SERVICES and "/" in key
         is_named = in_bucket and is_file(key) and key.rpartition("/")[2] not in INDEXES
-        if is_named or (alone and in_bucket):
+        if is_named or (file_only and in_bucket):
             try:
-                if (found := self._file_at(key)) or alone:
-                    return found
+                if (infos := self._file_at(key)) or file_only:
+                    return infos
             except Unaccepted:
                 raise
             except Denied:  # S3's answer for a missing key if one may not list
                 pass
-        found = self._list(key, what)
-        return found if found or is_named or not in_bucket else self._file_at(key)
+        infos = self._list(key, what)
+        return infos if infos or is_named or not in_bucket else self._file_at(key)
 
     def _file_at(self, key: str) -> dict[str, ObjectInfo]:
         """Return the file of this key, if there is one."""
@@ -267,8 +268,8 @@ class Store:
         def info_of(name: str) -> ObjectInfo | None:
             return look(key_of(name))
 
-        found = files_below(info_of, lambda name: self.get(key_of(name), key_of(name)))
-        return {f"{folder}/{name}": info for name, info in found.items()}
+        infos = files_below(info_of, lambda name: self.get(key_of(name), key_of(name)))
+        return {f"{folder}/{name}": info for name, info in infos.items()}
 
     def _list_web(self, key: str) -> dict[str, ObjectInfo]:
         """Return a file, or the files of a folder as far as they can be known."""
@@ -371,13 +372,13 @@ class Store:
 
 def _weakly(method: Callable[_P, _T]) -> Callable[_P, _T]:
     """Return a method with a weak reference to its store: no cycle keeps its connections."""
-    held = WeakMethod(method)
+    reference = WeakMethod(method)
 
-    def call(*arguments: _P.args, **named: _P.kwargs) -> _T:
-        known = held()
-        if known is None:
+    def call(*arguments: _P.args, **keywords: _P.kwargs) -> _T:
+        bound = reference()
+        if bound is None:
             raise ReferenceError("the store is no longer open")
-        return known(*arguments, **named)
+        return bound(*arguments, **keywords)
 
     return call
 

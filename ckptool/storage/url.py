@@ -32,11 +32,11 @@ _options: ContextVar[Mapping[str, Any]] = ContextVar(
 @contextmanager
 def storage_options(options: Mapping[str, Any]) -> Iterator[None]:
     """Open the stores of all URLs parsed in this context with these options of their clients."""
-    before = _options.set(options)
+    token = _options.set(options)
     try:
         yield
     finally:
-        _options.reset(before)
+        _options.reset(token)
 
 
 class RemotePath:
@@ -143,7 +143,7 @@ class RemotePath:
     def file_now(self) -> ObjectInfo | None:
         """Return what the store knows of the file here; None if there is none."""
         with suppress(NotFound):
-            return self.store.find(self.key, str(self), alone=True).get("")
+            return self.store.find(self.key, str(self), file_only=True).get("")
         return None
 
     def afresh(self) -> RemotePath:
@@ -197,8 +197,8 @@ def may_contain(outer: Location, inner: Location) -> bool:
     if not (isinstance(outer, RemotePath) and isinstance(inner, RemotePath)):
         folder, place = outer.resolve(), inner.resolve()
         return folder == place or folder in place.parents
-    (kind, account), (other, named) = outer.store.account, inner.store.account
-    if kind != other or (account and named and account != named):
+    (kind, account), (other_kind, other_account) = outer.store.account, inner.store.account
+    if kind != other_kind or (account and other_account and account != other_account):
         return False
     return inner.key == outer.key or inner.key.startswith(f"{outer.key}/")
 

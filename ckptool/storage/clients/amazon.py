@@ -45,25 +45,25 @@ class Amazon(Service):
         """Return obstore's store for a bucket."""
         from obstore.store import S3Store
 
-        found = self._by_environment(bucket) or self._by_botocore(bucket)
-        endpoint = found.config["endpoint"]
+        place = self._by_environment(bucket) or self._by_botocore(bucket)
+        endpoint = place.config["endpoint"]
         config: Any = {
-            **found.config,
+            **place.config,
             "aws_endpoint_url_s3": endpoint,  # obstore prefers the one that the environment has
             "disable_bulk_delete": True,  # which not all stores know
             "s3_express": bucket.endswith("--x-s3"),
         }
-        options = settings.options(endpoint, **found.client)
+        options = settings.options(endpoint, **place.client)
         return self.build(
-            lambda: S3Store(bucket, config=config, credential_provider=found.credentials, **options)
+            lambda: S3Store(bucket, config=config, credential_provider=place.credentials, **options)
         )
 
-    def has_moved(self, bucket: str, answer: Answer, asked: Any) -> bool:
+    def has_moved(self, bucket: str, answer: Answer, store: Any) -> bool:
         """Return whether S3 says that a bucket is in another region than it was asked in."""
         if not answer.is_elsewhere:
             return False
-        region = answer.region or _find_region(asked.config, bucket)
-        if region in ("", asked.config["region"]):
+        region = answer.region or _find_region(store.config, bucket)
+        if region in ("", store.config["region"]):
             return False
         self._regions[bucket] = region
         return True
@@ -90,14 +90,14 @@ class Amazon(Service):
             session = boto3.Session(profile_name=options.pop("profile", None))
         except ProfileNotFound as error:
             raise UsageError(f"{self.scheme}://{bucket}: {error_text(error)}") from None
-        given, chosen = options.pop("client_kwargs", {}), options.pop("config_kwargs", {})
+        keywords, chosen = options.pop("client_kwargs", {}), options.pop("config_kwargs", {})
         if (endpoint := options.pop("endpoint_url", None)) is not None:
-            given = {"endpoint_url": endpoint, **given}
+            keywords = {"endpoint_url": endpoint, **keywords}
         if bucket in self._regions:
-            given = {**given, "region_name": self._regions[bucket]}
+            keywords = {**keywords, "region_name": self._regions[bucket]}
         keys = [
-            options.pop(name, None) or given.get(given_as)
-            for name, given_as in (
+            options.pop(name, None) or keywords.get(keyword)
+            for name, keyword in (
                 ("key", "aws_access_key_id"),
                 ("secret", "aws_secret_access_key"),
                 ("token", "aws_session_token"),
@@ -105,7 +105,7 @@ class Amazon(Service):
         ]
         unsigned = Config(**{**chosen, "signature_version": UNSIGNED})
         more = {"use_ssl": options.pop("use_ssl")} if "use_ssl" in options else {}
-        ours = session.client("s3", config=unsigned, **more, **given)
+        ours = session.client("s3", config=unsigned, **more, **keywords)
         config = {
             **_address(ours, bucket),
             "region": ours.meta.region_name,
@@ -116,14 +116,14 @@ class Amazon(Service):
         }
         credentials = None if config["skip_signature"] else _credentials(session, keys)
         proxies = (chosen.get("proxies") or {}).get(urlsplit(config["endpoint"]).scheme)
-        verify = given.get("verify", session._session.get_config_variable("ca_bundle"))
+        verify = keywords.get("verify", session._session.get_config_variable("ca_bundle"))
         client = _trust(verify) | ({"proxy_url": proxies} if proxies else {})
         return _Bucket(config, credentials, client)
 
-    def _encryption(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        if unknown := [name for name in given if name not in _ENCRYPTION]:
+    def _encryption(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        if unknown := [name for name in options if name not in _ENCRYPTION]:
             raise self.unknown(f"s3_additional_kwargs: {', '.join(unknown)}")
-        return {_ENCRYPTION[name]: value for name, value in given.items()}
+        return {_ENCRYPTION[name]: value for name, value in options.items()}
 
 
 def _find_region(config: Mapping[str, str], bucket: str) -> str:
@@ -162,10 +162,10 @@ def _address(client: Any, bucket: str) -> dict[str, Any]:
         client.head_object(Bucket=bucket, Key="key")
     except _Addressed as error:
         parts = urlsplit(str(error))
-    before = parts.path.removesuffix("/key")
-    in_path = before.endswith(f"/{bucket}")
+    path = parts.path.removesuffix("/key")
+    in_path = path.endswith(f"/{bucket}")
     return {
-        "endpoint": f"{parts.scheme}://{parts.netloc}{before.removesuffix(f'/{bucket}')}",
+        "endpoint": f"{parts.scheme}://{parts.netloc}{path.removesuffix(f'/{bucket}')}",
         "virtual_hosted_style_request": not in_path,
     }
 

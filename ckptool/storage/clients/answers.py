@@ -78,11 +78,11 @@ def answer_of(error: Exception, key: str) -> Exception:
     return _unquoted(text, key)
 
 
-def _unsigned(key: str, kind: str, said: str) -> Exception:
+def _unsigned(key: str, kind: str, text: str) -> Exception:
     """Return why a provider gives no credentials, from its error's class and text."""
     if kind in _MALFORMED:
         return UsageError(f"{key}: the credentials are malformed", hint=_KEYS_HINT)
-    return NoCredentials(said) if _UNKNOWN.search(kind) else Answer(f"{kind}: {said}")
+    return NoCredentials(text) if _UNKNOWN.search(kind) else Answer(f"{kind}: {text}")
 
 
 def _unquoted(text: str, key: str) -> Exception:
@@ -94,26 +94,26 @@ def _unquoted(text: str, key: str) -> Exception:
         return Unsupported(message, hint="download the checkpoint first")
     if (span := _RANGE.search(text)) is not None:
         return Answer(f"the answer covers other bytes: bytes {span[1]}-{int(span[2]) - 1}")
-    for mark, cause, known in _CAUSES:
+    for mark, cause, status in _CAUSES:
         if mark in text:
-            return Answer(cause, known)
+            return Answer(cause, status)
     return Answer(text.partition("\n\nDebug source")[0].rpartition(" - ")[2])
 
 
 def _answer(text: str, status: int, reason: str) -> Exception:
     """Return an answer with a status; PartsRemain for one to the removal of an upload."""
     code, message, region = (
-        found[1] if (found := pattern.search(text)) else ""
+        match[1] if (match := pattern.search(text)) else ""
         for pattern in (_CODE, _MESSAGE, _REGION)
     )
-    said = ": ".join(filter(None, (code or reason, message if message != code else "")))
+    description = ": ".join(filter(None, (code or reason, message if message != code else "")))
     if (part := _PART.search(text)) is not None:
-        said = f"{said} (part {part[1]})"
+        description = f"{description} (part {part[1]})"
     if "performing DELETE" in text and "uploadId=" in text and status not in GONE:
-        return PartsRemain(f"{status}: {said}", status)
+        return PartsRemain(f"{status}: {description}", status)
     retries = _RETRIES.search(text)
     again = f" ({retries[1]} retries)" if retries is not None else ""
-    return Answer(f"{status}: {said}{again}", status, code, region)
+    return Answer(f"{status}: {description}{again}", status, code, region)
 
 
 def _unnamable(key: str, error: Exception) -> Unsupported:

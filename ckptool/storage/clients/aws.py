@@ -64,8 +64,8 @@ def find_signer(environment: Mapping[str, str]) -> Signer | None:
     stored = None if names - _UNDERSTOOD else _profile(environment)
     if stored is None:
         return None
-    given = {name: environment.get(name.upper(), "") for name in _KEYS}
-    keys = given if any(given[name] for name in _KEYS[:2]) else stored
+    variables = {name: environment.get(name.upper(), "") for name in _KEYS}
+    keys = variables if any(variables[name] for name in _KEYS[:2]) else stored
     region = environment.get("AWS_DEFAULT_REGION") or stored.get("region", "us-east-1")
     places = (environment.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
     endpoint = next(filter(None, places), stored.get("endpoint_url", "")).rstrip("/")
@@ -91,15 +91,15 @@ def _profile(environment: Mapping[str, str]) -> dict[str, str] | None:
         return None
     if name == "default" and "profile default" in config:
         return None
-    said = [stored.get(name), config.get(name if name == "default" else f"profile {name}")]
-    found = [section for section in said if section is not None]
-    if not found and "AWS_PROFILE" in environment:
+    candidates = [stored.get(name), config.get(name if name == "default" else f"profile {name}")]
+    sections = [section for section in candidates if section is not None]
+    if not sections and "AWS_PROFILE" in environment:
         return None
-    if any(section.keys() - _IN_A_PROFILE for section in found):
+    if any(section.keys() - _IN_A_PROFILE for section in sections):
         return None
-    if sum(not section.keys().isdisjoint(_KEYS) for section in found) > 1:
+    if sum(not section.keys().isdisjoint(_KEYS) for section in sections) > 1:
         return None
-    return {key: value for section in reversed(found) for key, value in section.items()}
+    return {key: value for section in reversed(sections) for key, value in section.items()}
 
 
 def _sections(file: str) -> dict[str, dict[str, str]]:

@@ -47,16 +47,17 @@ class Azure(Service):
         options = {n: value for n, value in self.options.items() if n not in _NO_MATTER}
         if options.pop("location_mode", "primary") != "primary":
             raise self.unknown("location_mode: only primary locations are read")
-        said = _connection(options.pop("connection_string", None) or _variable("connection_string"))
-        account = said.get("AccountName") or options.pop("account_name", None)
+        text = options.pop("connection_string", None) or _variable("connection_string")
+        fields = _connection(text)
+        account = fields.get("AccountName") or options.pop("account_name", None)
         account = account or self._host[1:].partition(".")[0] or _variable("account_name")
-        given = {name: options.pop(name, None) or _variable(name) for name in _SECRETS}
-        given["account_key"] = said.get("AccountKey") or given["account_key"]
-        given["sas_token"] = said.get("SharedAccessSignature") or given["sas_token"]
+        keys = {name: options.pop(name, None) or _variable(name) for name in _SECRETS}
+        keys["account_key"] = fields.get("AccountKey") or keys["account_key"]
+        keys["sas_token"] = fields.get("SharedAccessSignature") or keys["sas_token"]
         host = options.pop("account_host", None)
-        endpoint = options.pop("endpoint", None) or said.get("BlobEndpoint")
-        endpoint = endpoint or _endpoint(account, said, host)
-        if not account and "BlobEndpoint" not in said:
+        endpoint = options.pop("endpoint", None) or fields.get("BlobEndpoint")
+        endpoint = endpoint or _endpoint(account, fields, host)
+        if not account and "BlobEndpoint" not in fields:
             raise UsageError(
                 f"{self.scheme}://{container}: no account is named",
                 hint="set AZURE_STORAGE_ACCOUNT_NAME, or AZURE_STORAGE_CONNECTION_STRING",
@@ -64,8 +65,8 @@ class Azure(Service):
         anonymous = options.pop("anon", None)
         if anonymous is None:
             anonymous = (_variable("anon") or "false").lower() not in ("false", "0", "f")
-        held = options.pop("credential", None)
-        provider = None if said and not any(given.values()) else _provider(given, held, anonymous)
+        login = options.pop("credential", None)
+        provider = None if fields and not any(keys.values()) else _provider(keys, login, anonymous)
         config: Any = {
             "account_name": account or urlsplit(endpoint).netloc.partition(".")[0],
             "endpoint": endpoint.rstrip("/"),
@@ -92,31 +93,29 @@ def _connection(text: str | None) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _endpoint(account: str | None, said: Mapping[str, str], host: str | None) -> str:
-    suffix = said.get("EndpointSuffix", "core.windows.net")
-    protocol = said.get("DefaultEndpointsProtocol", "https")
+def _endpoint(account: str | None, fields: Mapping[str, str], host: str | None) -> str:
+    suffix = fields.get("EndpointSuffix", "core.windows.net")
+    protocol = fields.get("DefaultEndpointsProtocol", "https")
     return f"{protocol}://{host or f'{account}.blob.{suffix}'}"
 
 
 def _provider(
-    given: Mapping[str, str | None], held: Any, anonymous: bool
+    keys: Mapping[str, str | None], login: Any, anonymous: bool
 ) -> Callable[[], Any] | None:
     """Return what gives obstore credentials; None for nobody."""
-    if given["account_key"] and held is None:
-        key = given["account_key"]
+    if keys["account_key"] and login is None:
+        key = keys["account_key"]
         return lambda: {"access_key": key, "expires_at": None}
-    if given["sas_token"] and held is None:
-        signature = given["sas_token"].lstrip("?")
+    if keys["sas_token"] and login is None:
+        signature = keys["sas_token"].lstrip("?")
         return lambda: {"sas_token": signature, "expires_at": None}
-    if anonymous and held is None:
+    if anonymous and login is None:
         return None
     from obstore.auth.azure import AzureCredentialProvider
 
-    if held is None and given["client_id"] and given["client_secret"] and given["tenant_id"]:
+    if login is None and keys["client_id"] and keys["client_secret"] and keys["tenant_id"]:
         from azure.identity import ClientSecretCredential
 
-        held = ClientSecretCredential(
-            given["tenant_id"], given["client_id"], given["client_secret"]
-        )
-    provider: Callable[[], Any] = AzureCredentialProvider(held)
+        login = ClientSecretCredential(keys["tenant_id"], keys["client_id"], keys["client_secret"])
+    provider: Callable[[], Any] = AzureCredentialProvider(login)
     return provider

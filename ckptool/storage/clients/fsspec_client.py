@@ -73,18 +73,18 @@ class FsspecClient:
     def find(self, key: str) -> dict[str, ObjectInfo]:
         """Return all files below a place, or the file there, by their keys."""
         self.fs.invalidate_cache()
-        found: Mapping[str, dict[str, Any]] = self.fs.find(key, detail=True)
+        infos: Mapping[str, dict[str, Any]] = self.fs.find(key, detail=True)
         return {
             name: _info(info)
-            for name, info in found.items()
+            for name, info in infos.items()
             if info.get("type", "file") == "file" and not name.endswith("/")
         }
 
     def info(self, key: str) -> ObjectInfo | None:
         """Return the store's current information on a file; None if a folder is there."""
         self.fs.invalidate_cache()
-        found = self.fs.info(key)
-        return _info(found) if found.get("type", "file") == "file" else None
+        fields = self.fs.info(key)
+        return _info(fields) if fields.get("type", "file") == "file" else None
 
     def get(self, key: str) -> memoryview:
         """Return all of a small file."""
@@ -144,8 +144,8 @@ class FsspecClient:
         """Whether parts are read in fsspec's own way."""
         from fsspec import AbstractFileSystem
 
-        own = type(self.fs).cat_file is not AbstractFileSystem.cat_file
-        return not (own or self.fs.async_impl)
+        is_overridden = type(self.fs).cat_file is not AbstractFileSystem.cat_file
+        return not (is_overridden or self.fs.async_impl)
 
 
 def _discard(stream: Any) -> None:

@@ -22,15 +22,15 @@ class Google(Service):
         from obstore.store import GCSStore
 
         options = {n: value for n, value in self.options.items() if n not in _NO_MATTER}
-        given = options.pop("endpoint_url", None) or os.environ.get("STORAGE_EMULATOR_HOST")
-        endpoint = (given or _ENDPOINT).rstrip("/")
+        address = options.pop("endpoint_url", None) or os.environ.get("STORAGE_EMULATOR_HOST")
+        endpoint = (address or _ENDPOINT).rstrip("/")
         endpoint = endpoint if "://" in endpoint else f"http://{endpoint}"
         is_emulator = endpoint.startswith("http:")  # gets no token that it was not given
         provider = _provider(options.pop("token", "anon" if is_emulator else None))
-        held = getattr(provider, "credentials", None)
+        credentials = getattr(provider, "credentials", None)
         project, payer = options.pop("project", None), options.pop("requester_pays", False)
         payer = project if payer is True else payer
-        payer = payer or getattr(held, "quota_project_id", None)
+        payer = payer or getattr(credentials, "quota_project_id", None)
         if provider is None and is_emulator:  # obstore (0.12) signs what it writes in any case
             provider = _static("anonymous")
         config: Any = {"base_url": endpoint, "skip_signature": provider is None, **options}
@@ -61,18 +61,18 @@ def _provider(token: Any) -> Callable[[], Any] | None:
     scopes = [_SCOPE]
     try:
         if isinstance(token, dict):
-            held, _ = auth.load_credentials_from_dict(token, scopes=scopes)
+            credentials, _ = auth.load_credentials_from_dict(token, scopes=scopes)
         elif is_file:
-            held, _ = auth.load_credentials_from_file(token, scopes=scopes)
+            credentials, _ = auth.load_credentials_from_file(token, scopes=scopes)
         elif token is None or is_named:
-            held, _ = auth.default(scopes=scopes)
+            credentials, _ = auth.default(scopes=scopes)
         else:
-            held = token
+            credentials = token
     except DefaultCredentialsError:
         if token is None:
             return None
         raise
-    provider: Callable[[], Any] = GoogleCredentialProvider(held)
+    provider: Callable[[], Any] = GoogleCredentialProvider(credentials)
     return provider
 
 

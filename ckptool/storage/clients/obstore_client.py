@@ -63,10 +63,10 @@ class ObstoreClient:
         obstore (0.12) checks the status and Content-Range, but not how many bytes come.
         """
         pinned = self.pins and file.version.startswith('"')
-        wanted: Any = {"range": (start, end)} | ({"if_match": file.version} if pinned else {})
+        options: Any = {"range": (start, end)} | ({"if_match": file.version} if pinned else {})
 
         def read(obstore: Any, store: Any, name: str) -> tuple[memoryview, Mapping[str, Any]]:
-            answer = obstore.get(store, name, options=wanted)
+            answer = obstore.get(store, name, options=options)
             return _bytes(answer), answer.meta
 
         data, meta = self._ask(file.key, read)
@@ -159,18 +159,18 @@ def _list(obstore: Any, store: Any, key: str) -> dict[str, Mapping[str, Any]]:
     empty, has the name of a folder or is there twice is asked for by its name.
     """
     listed = obstore.list(store, key or None, chunk_size=1000).collect()
-    found = [one for one in listed if one["path"] != key]
-    files = {one["path"]: one for one in found}
+    entries = [entry for entry in listed if entry["path"] != key]
+    files = {entry["path"]: entry for entry in entries}
     folders = {path[:at] for path in files for at, letter in enumerate(path) if letter == "/"}
-    seen: set[str] = set()
-    for one in found:
-        path = one["path"]
-        if path in seen or path in folders or not one["size"]:
+    paths: set[str] = set()
+    for entry in entries:
+        path = entry["path"]
+        if path in paths or path in folders or not entry["size"]:
             try:
                 files[path] = obstore.head(store, path)
             except FileNotFoundError:
                 files.pop(path, None)
-        seen.add(path)
+        paths.add(path)
     return files
 
 
@@ -187,8 +187,8 @@ def _is_made_since(began: datetime, meta: _Meta) -> bool:
 
 
 def _head(obstore: Any, store: Any, name: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = obstore.head(store, name)
-    return found
+    meta: Mapping[str, Any] = obstore.head(store, name)
+    return meta
 
 
 def _bytes(answer: Any) -> memoryview:

@@ -88,10 +88,10 @@ class Service:
         """Return obstore's store for a place."""
         raise NotImplementedError
 
-    def has_moved(self, place: str, answer: Answer, asked: Any) -> bool:
+    def has_moved(self, place: str, answer: Answer, store: Any) -> bool:
         """Return whether an answer tells that a place has another address, and note that.
 
-        ``asked`` is the store of obstore that gave it.
+        ``store`` is that of obstore which gave the answer.
         """
         return False
 
@@ -114,8 +114,8 @@ def fsspec_settings(scheme: str) -> dict[str, Any]:
 
     The settings are in variables, in files, or in memory.
     """
-    named = any(name.startswith("FSSPEC_") for name in os.environ)
-    if not named and "fsspec.config" not in sys.modules:
+    has_variables = any(name.startswith("FSSPEC_") for name in os.environ)
+    if not has_variables and "fsspec.config" not in sys.modules:
         folder = os.environ.get("FSSPEC_CONFIG_DIR") or os.path.expanduser("~/.config/fsspec")
         if not os.path.isdir(folder):
             return {}

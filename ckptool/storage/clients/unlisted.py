@@ -39,13 +39,13 @@ def files_below(info_of: InfoOf, read: Callable[[str], bytes]) -> dict[str, Obje
 
     ``info_of`` returns None for a missing file. Raises NotFound if none of them exists.
     """
-    known = _infos(_KNOWN, info_of)
-    if not known:
+    infos = _infos(_KNOWN, info_of)
+    if not infos:
         raise NotFound("no files can be listed, and no index or .metadata was found")
-    named = {
-        match.decode() for name in known if name in INDEXES for match in _NAMED.findall(read(name))
+    names = {
+        match.decode() for name in infos if name in INDEXES for match in _NAMED.findall(read(name))
     }
-    return known | _infos(sorted(named - known.keys()), info_of)
+    return infos | _infos(sorted(names - infos.keys()), info_of)
 
 
 def _infos(names: Sequence[str], info_of: InfoOf) -> dict[str, ObjectInfo]:

@@ -34,11 +34,11 @@ class Web(Service):
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         super().__init__(url, options)
-        given = dict(self.options)
-        client = {**given.pop("client_kwargs", {})}
-        self._headers = {**client.pop("headers", {}), **given.pop("headers", {})}
-        self._checks = client.pop("ssl", given.pop("ssl", True)) is not False
-        if unknown := [*given, *client]:
+        rest = dict(self.options)
+        client = {**rest.pop("client_kwargs", {})}
+        self._headers = {**client.pop("headers", {}), **rest.pop("headers", {})}
+        self._checks = client.pop("ssl", rest.pop("ssl", True)) is not False
+        if unknown := [*rest, *client]:
             raise unaccepted(url, ", ".join(unknown), "headers and ssl are accepted")
 
     def key(self, url: str) -> str:
@@ -60,8 +60,8 @@ class Web(Service):
         parts = urlsplit(folder)
         headers = dict(self._headers)
         if parts.username is not None:
-            known = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            headers["Authorization"] = f"Basic {base64.b64encode(known.encode()).decode()}"
+            credentials = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            headers["Authorization"] = f"Basic {base64.b64encode(credentials.encode()).decode()}"
             host = parts.netloc.rpartition("@")[2]
             folder = urlunsplit(parts._replace(netloc=host))
         more = {} if self._checks else {"allow_invalid_certificates": True}

@@ -54,10 +54,10 @@ class PlacedFiles(Files):
 
     def changed(self, files: Iterable[str]) -> list[str]:
         """Return those files of which what they lie in was written, replaced or removed."""
-        asked = [name for name in files if name in self._places]
-        held = self._by_holder(asked)
-        gone = {(holder, name) for holder, names in held.items() for name in holder.changed(names)}
-        return [name for name in asked if self._places[name][:2] in gone]
+        members = [name for name in files if name in self._places]
+        pairs = self._by_holder(members).items()
+        changes = {(holder, name) for holder, names in pairs for name in holder.changed(names)}
+        return [name for name in members if self._places[name][:2] in changes]
 
     def modified(self, file: str) -> float:
         """Return when a file was last modified, in seconds since the epoch; 0 if unknown."""
@@ -91,18 +91,18 @@ class PlacedFiles(Files):
 
     def _by_holder(self, files: Iterable[str]) -> dict[Files, list[str]]:
         """Return the files of each holder that some of these files lie in, in its order."""
-        held: dict[Files, list[str]] = {holder: [] for holder in self._holders}
+        names_by_holder: dict[Files, list[str]] = {holder: [] for holder in self._holders}
         for name in files:
             place = self._places[name]
-            held[place.holder].append(place.name)
-        return {holder: names for holder, names in held.items() if names}
+            names_by_holder[place.holder].append(place.name)
+        return {holder: names for holder, names in names_by_holder.items() if names}
 
     def _spans_by_holder(self, spans: Iterable[ReadSpan]) -> dict[Files, list[ReadSpan]]:
-        held: dict[Files, list[ReadSpan]] = {}
+        runs: dict[Files, list[ReadSpan]] = {}
         for file, offset, nbytes in spans:
             place = self._places[file]
-            held.setdefault(place.holder, []).append((place.name, place.offset + offset, nbytes))
-        return held
+            runs.setdefault(place.holder, []).append((place.name, place.offset + offset, nbytes))
+        return runs
 
 
 class PlacedReader:
@@ -142,12 +142,13 @@ class PlacedReader:
         return reader, place.name, place.offset + offset
 
 
-def join_folders(first: Files, others: Mapping[str, Files]) -> PlacedFiles:
-    """Return a folder, and ``others`` by name, as its subfolders; it has none that is called so."""
+def join_folders(first: Files, subfolders: Mapping[str, Files]) -> PlacedFiles:
+    """Return a folder with more ``subfolders``, by names that none of its own has."""
     places = places_in(first)
-    for folder, files in others.items():
+    for folder, files in subfolders.items():
         places |= places_in(files, f"{folder}/")
-    return PlacedFiles(", ".join([first.root, *(files.root for files in others.values())]), places)
+    roots = [first.root, *(files.root for files in subfolders.values())]
+    return PlacedFiles(", ".join(roots), places)
 
 
 def places_in(files: Files, head: str = "") -> dict[str, Place]:
