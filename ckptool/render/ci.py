@@ -40,37 +40,37 @@ def _suite(suite: Suite, *, strict: bool) -> ElementTree.Element:
     report = suite.report
     path = visible(str(report.path))
     failing = {id(finding) for finding in report.fails(strict)}
-    found: dict[str, list[Finding]] = {check: [] for check in (*ALWAYS, *suite.asked)}
+    by_check: dict[str, list[Finding]] = {check: [] for check in (*ALWAYS, *suite.asked)}
     for finding in report.findings:
-        found.setdefault(CODES[finding.code].check, []).append(finding)
-    made = ElementTree.Element("testsuite", name=path)
+        by_check.setdefault(CODES[finding.code].check, []).append(finding)
+    element = ElementTree.Element("testsuite", name=path)
     failures = 0
-    for check, findings in found.items():
-        case = ElementTree.SubElement(made, "testcase", classname=path, name=check)
+    for check, findings in by_check.items():
+        case = ElementTree.SubElement(element, "testcase", classname=path, name=check)
         failed = [finding for finding in findings if id(finding) in failing]
         if failed:
             failures += 1
             message = CODES[failed[0].code].meaning
             ElementTree.SubElement(case, "failure", message=message).text = _lines(failed)
-        others = [finding for finding in findings if id(finding) not in failing]
-        if others:
-            ElementTree.SubElement(case, "system-out").text = _lines(others)
+        rest = [finding for finding in findings if id(finding) not in failing]
+        if rest:
+            ElementTree.SubElement(case, "system-out").text = _lines(rest)
     if suite.reasons:
         failures += 1
-        case = ElementTree.SubElement(made, "testcase", classname=path, name="step")
+        case = ElementTree.SubElement(element, "testcase", classname=path, name="step")
         text = "\n".join(map(visible, suite.reasons))
         ElementTree.SubElement(case, "failure", message="not a good step").text = text
-    made.attrib |= {"tests": str(len(made)), "failures": str(failures)}
-    return made
+    element.attrib |= {"tests": str(len(element)), "failures": str(failures)}
+    return element
 
 
 def _lines(findings: Iterable[Finding]) -> str:
-    return "\n".join(f"{each.code}: {visible(each.message)}" for each in findings)
+    return "\n".join(f"{finding.code}: {visible(finding.message)}" for finding in findings)
 
 
 def show_annotations(reports: Iterable[VerifyReport], *, stderr: bool) -> None:
     """Print GitHub workflow commands: one per cause, errors first, at most ten."""
-    found = [
+    pairs = [
         (report, finding)
         for level in _LEVELS
         for report in reports
@@ -78,9 +78,9 @@ def show_annotations(reports: Iterable[VerifyReport], *, stderr: bool) -> None:
         if finding.severity is level
     ]
     screen = console(stderr=stderr)
-    for report, finding in found[:MOST_ANNOTATIONS]:
+    for report, finding in pairs[:MOST_ANNOTATIONS]:
         screen.print(annotation(report, finding), markup=False, soft_wrap=True)
-    more = len(found) - MOST_ANNOTATIONS
+    more = len(pairs) - MOST_ANNOTATIONS
     if more > 0:
         screen.print(f"and {plural(more, 'more finding')}, not annotated", markup=False)
 
@@ -92,8 +92,8 @@ def annotation(report: VerifyReport, finding: Finding) -> str:
     if Path(file).is_relative_to(Path.cwd()):
         file = str(Path(file).relative_to(Path.cwd()))  # GitHub marks the checkout's files by these
     fields = {"file": file, "title": f"ckptool {finding.code}"}
-    named = ",".join(f"{key}={_property(value)}" for key, value in fields.items())
-    return f"::{_LEVELS[finding.severity]} {named}::{_data(visible(finding.message))}"
+    properties = ",".join(f"{key}={_property(value)}" for key, value in fields.items())
+    return f"::{_LEVELS[finding.severity]} {properties}::{_data(visible(finding.message))}"
 
 
 def _data(text: str) -> str:

@@ -74,9 +74,9 @@ def show_converted_steps(report: ConvertRunReport) -> None:
     heads = ("step", "checkpoint", "", "size", "")
     emit(screen, columns(screen, rows, "rllrl", heads=heads))
     counts = {state: len(report.of_state(state)) for state in _STATES}
-    said = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
+    summary = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
     answer = ("OK", "bold green") if report.ok else ("FAILED", "bold red")
-    show_lines([[], [answer, f": {said or 'no step'}"]])
+    show_lines([[], [answer, f": {summary or 'no step'}"]])
 
 
 def show_merge(report: MergeReport) -> None:
@@ -99,9 +99,9 @@ def show_merge(report: MergeReport) -> None:
 def rewriting_lines(report: RewrittenReport) -> Iterator[str]:
     """Yield what was matched, with some of the names, and what was cast, renamed and excluded."""
     for matched in report.matched:
-        such = ", such as" if matched.tensors + matched.values > len(matched.names) else ":"
+        separator = ", such as" if matched.tensors + matched.values > len(matched.names) else ":"
         counted = _counted(matched.tensors, matched.values)
-        yield f"  {matched.option} {matched.pattern} matches {counted}{such}"
+        yield f"  {matched.option} {matched.pattern} matches {counted}{separator}"
         yield from (f"    {name}" for name in matched.names)
     for what, counts in (("cast", report.cast), ("dequantized", report.dequantized)):
         yield from (

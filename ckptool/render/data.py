@@ -43,24 +43,24 @@ def print_json_line(content: Mapping[str, Any]) -> None:
 
 def _json_pieces(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield the text of an object, which would take the memory of all rows again if held whole."""
-    before = "{"
+    opening = "{"
     for key, value in content.items():
-        yield before
+        yield opening
         if isinstance(value, list) and len(value) > _PIECE:
             yield from _list_pieces(key, value)
         else:
             yield _indent({key: value})[1:-2]
-        before = ","
+        opening = ","
     yield "\n}" if content else "{}"
 
 
 def _list_pieces(key: str, rows: Sequence[Any]) -> Iterator[str]:
     """Yield the text of a member of an object: its key, and a list of many rows."""
     head, end = f"{{\n  {json.dumps(key)}: [", "\n  ]\n}"
-    before = head[1:]
+    opening = head[1:]
     for start in range(0, len(rows), _PIECE):
-        yield before + _indent({key: rows[start : start + _PIECE]})[len(head) : -len(end)]
-        before = ","
+        yield opening + _indent({key: rows[start : start + _PIECE]})[len(head) : -len(end)]
+        opening = ","
     yield end[:-2]
 
 
@@ -127,6 +127,6 @@ def _text(value: object) -> str:
         return ""
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+    if isinstance(value, list) and value and all(isinstance(text, str) for text in value):
         return ", ".join(value)
     return json.dumps(value, ensure_ascii=False)

@@ -133,13 +133,13 @@ def _show_changed(
         )
     rows = [
         [
-            (each.tensor.name, "bold"),
-            _relative(each.relative),
-            f"{each.tensor.differing:,}",
-            f"{each.tensor.elements:,}",
-            _largest(each.tensor.largest),
+            (change.tensor.name, "bold"),
+            _relative(change.relative),
+            f"{change.tensor.differing:,}",
+            f"{change.tensor.elements:,}",
+            _largest(change.tensor.largest),
         ]
-        for each in changed
+        for change in changed
     ]
     heads = ("tensor", "change", "differ", "of", "largest")
     what = f"changed ({_CHANGE}; largest: |b - a| of one element)"

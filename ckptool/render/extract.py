@@ -44,12 +44,12 @@ def _text(values: Values, width: int) -> str:
     )
 
 
-def _heading(taken: TensorSlice) -> Text:
-    entry = taken.entry
-    text = Text.assemble((visible(entry.name), "bold"), (visible(taken.subscript), "bold cyan"))
+def _heading(part: TensorSlice) -> Text:
+    entry = part.entry
+    text = Text.assemble((visible(entry.name), "bold"), (visible(part.subscript), "bold cyan"))
     text.append("  ").append(str(list(entry.shape)), "green")
-    if taken.subscript:
-        text.append(f" of {list(taken.of)}", "dim")
+    if part.subscript:
+        text.append(f" of {list(part.of)}", "dim")
     text.append("  ").append(short_name(entry.dtype.name), "yellow")
     return text.append(f"  {size(entry.nbytes)}")
 
@@ -61,11 +61,11 @@ def show_extract(report: ExtractReport) -> None:
     head = Text.assemble("wrote ", (visible(str(report.target)), "bold"))
     head.append(f" ({report.target_format}): {counted}, {size(report.write_bytes)},")
     head.append(f" from {report.source_format}")
-    lines = [Text("  ").append_text(_heading(taken)) for taken in report.slices]
+    lines = [Text("  ").append_text(_heading(part)) for part in report.slices]
     emit(screen, [head, *lines])
 
 
-def values_json(taken: Extraction, read: Sequence[Values]) -> dict[str, Any]:
+def values_json(extraction: Extraction, read: Sequence[Values]) -> dict[str, Any]:
     """Return the numbers as ``ckptool.extract/2``; complex ones as ``[real, imaginary]``.
 
     Raises Unsupported if there are more than MOST_IN_JSON of a tensor.
@@ -82,5 +82,5 @@ def values_json(taken: Extraction, read: Sequence[Values]) -> dict[str, Any]:
         if numbers.dtype.kind == "c":
             numbers = np.stack([numbers.real, numbers.imag], -1)
         tensors.append(values.slice.to_dict() | {"values": numbers.tolist()})
-    head = {"source": taken.opened.path, "source_format": taken.opened.format.name}
+    head = {"source": extraction.opened.path, "source_format": extraction.opened.format.name}
     return document("extract", **head, tensors=tensors)

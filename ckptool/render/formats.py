@@ -55,19 +55,19 @@ def show_map_check(report: MapCheck) -> None:
     Of the rules without a match only those similar to such a name are listed.
     """
     out = console()
-    near = [each for each in report.rules if each.nearest]
+    near = [rule for rule in report.rules if rule.nearest]
     names = ("unmatched name", "count", "nearest rule"), report.names
     rules = ("unmatched rule", "", "nearest name"), near
-    for number, (heads, found) in enumerate(table for table in (names, rules) if table[1]):
+    for number, (heads, entries) in enumerate(table for table in (names, rules) if table[1]):
         if number:
             say()
-        rows = [(e.name, f"{e.count:,}" if e.count else "", e.nearest or "-") for e in found]
+        rows = [(e.name, f"{e.count:,}" if e.count else "", e.nearest or "-") for e in entries]
         emit(out, columns(out, rows, "lrl", heads=heads))
     if rest := len(report.rules) - len(near):
         say(f"{plural(rest, 'more rule' if near else 'rule')} matched no tensor")
     way = f"{report.map} ({report.source} to {report.target})"
-    taken = f"matches {report.matched:,} of {plural(report.tensors, 'tensor')}"
-    say(f"{'OK' if report.ok else 'FAILED'}: {way} {taken}")
+    summary = f"matches {report.matched:,} of {plural(report.tensors, 'tensor')}"
+    say(f"{'OK' if report.ok else 'FAILED'}: {way} {summary}")
     if report.problem:
         say(report.problem)
     if report.hint:

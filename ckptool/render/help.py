@@ -60,7 +60,7 @@ def find_word(pages: Mapping[str, str], word: str) -> list[Place]:
     """
     letters = re.escape(word).replace(r"\ ", r"[\s-]+")
     pattern = re.compile(rf"(?i)(?<![a-z0-9]){letters}")
-    found: list[tuple[bool, bool, Place]] = []
+    places: list[tuple[bool, bool, Place]] = []
     for topic, page in pages.items():
         for section in re.split(r"(?m)^#+ ", page)[1:]:
             heading, _, text = section.partition("\n")
@@ -68,8 +68,8 @@ def find_word(pages: Mapping[str, str], word: str) -> list[Place]:
             sentence = next(filter(pattern.search, _sentences(text)), None)
             if in_heading or sentence is not None:
                 place = Place(topic, _plain(heading), sentence or "")
-                found.append((topic in _FOR_DEVELOPERS, not in_heading, place))
-    return [place for _, _, place in sorted(found, key=itemgetter(0, 1))]
+                places.append((topic in _FOR_DEVELOPERS, not in_heading, place))
+    return [place for _, _, place in sorted(places, key=itemgetter(0, 1))]
 
 
 def show_places(places: Sequence[Place]) -> None:

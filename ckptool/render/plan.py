@@ -49,7 +49,7 @@ def show_choices(report: ReshardReport) -> None:
 def show_files(files: Iterable[FileLayout]) -> None:
     """Show every file with its size; those whose names differ in one number are one line."""
     screen = console()
-    rows = [row for alike in _alike(files) for row in _file_rows(alike)]
+    rows = [row for group in _alike(files) for row in _file_rows(group)]
     emit(screen, first_lines(screen, columns(screen, rows, "rlr", cuts=1)))
 
 
@@ -61,16 +61,16 @@ def _alike(files: Iterable[FileLayout]) -> list[list[FileLayout]]:
     return list(groups.values())
 
 
-def _file_rows(alike: Sequence[FileLayout]) -> list[list[str]]:
+def _file_rows(files: Sequence[FileLayout]) -> list[list[str]]:
     """Return a row for each file, or one for all if they count from the first to the last."""
-    each = [_DIGITS.split(file.path) for file in alike]
-    varied = [at for at, place in enumerate(zip(*each, strict=True)) if len({*place}) > 1]
-    numbers = [int(pieces[varied[0]]) for pieces in each] if len(varied) == 1 else []
+    names = [_DIGITS.split(file.path) for file in files]
+    varied = [at for at, place in enumerate(zip(*names, strict=True)) if len({*place}) > 1]
+    numbers = [int(pieces[varied[0]]) for pieces in names] if len(varied) == 1 else []
     if len(numbers) < _FEW or numbers != [*range(numbers[0], numbers[0] + len(numbers))]:
-        return [[size(file.nbytes), file.path, ""] for file in alike]
-    (at,), first, last = varied, each[0], each[-1]
+        return [[size(file.nbytes), file.path, ""] for file in files]
+    (at,), first, last = varied, names[0], names[-1]
     name = "".join([*first[:at], f"{{{first[at]}..{last[at]}}}", *first[at + 1 :]])
-    return [[size(sum(file.nbytes for file in alike)), name, f"x{len(alike)}"]]
+    return [[size(sum(file.nbytes for file in files)), name, f"x{len(files)}"]]
 
 
 def show_moves(report: MapReport) -> None:

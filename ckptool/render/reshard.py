@@ -89,5 +89,5 @@ def _from_to(nbytes: Sequence[int]) -> str:
 def _ranks(report: ReshardReport) -> str:
     mean = sum(report.rank_bytes) / len(report.rank_bytes)
     most = max(report.rank_bytes)
-    over = f", largest {most / mean - 1:.1%} above the mean" if mean and most > mean else ""
-    return f"  per rank: {_from_to(report.rank_bytes)}{over}"
+    excess = f", largest {most / mean - 1:.1%} above the mean" if mean and most > mean else ""
+    return f"  per rank: {_from_to(report.rank_bytes)}{excess}"

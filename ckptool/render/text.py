@@ -75,11 +75,11 @@ def columns(
     excess = sum(width + 2 for width in widths if width) - screen.width
     if excess <= 0 or not screen.is_terminal:
         return [_line(row, widths, aligns) for row in parts]
-    kept = min(widths[cuts], max(_NARROWEST, widths[cuts] - excess)) if cuts is not None else 0
-    if cuts is not None and widths[cuts] - kept >= excess:
-        cells = _shorten([row[cuts] for row in parts], kept)
-        if all(cell.width <= kept for cell in cells):
-            widths[cuts] = kept
+    room = min(widths[cuts], max(_NARROWEST, widths[cuts] - excess)) if cuts is not None else 0
+    if cuts is not None and widths[cuts] - room >= excess:
+        cells = _shorten([row[cuts] for row in parts], room)
+        if all(cell.width <= room for cell in cells):
+            widths[cuts] = room
             parts = [
                 [*row[:cuts], cell, *row[cuts + 1 :]]
                 for row, cell in zip(parts, cells, strict=True)
@@ -119,14 +119,14 @@ def _line(row: Sequence[_Part], widths: Sequence[int], aligns: str) -> Text:
     for part, width, align in zip(row, widths, aligns, strict=True):
         if not width:
             continue
-        text, style, own, taken = part
-        padding = " " * max(0, width - taken)
+        text, style, inner_spans, cells = part
+        padding = " " * max(0, width - cells)
         pieces += ("  ", padding, text) if align == "r" else ("  ", text, padding)
         begin = end + 2 + (len(padding) if align == "r" else 0)
         end += 2 + len(padding) + len(text)
         if style:
             spans.append(Span(begin, begin + len(text), style))
-        spans += [span.move(begin) for span in own]
+        spans += [span.move(begin) for span in inner_spans]
     line = Text("".join(pieces), spans=spans)
     line.rstrip()
     return line
@@ -140,19 +140,19 @@ def _stacked(
     The last cell begins beside the others if there is room for some words.
     """
     rest = [0 if at == longest else width for at, width in enumerate(widths)]
-    beside = sum(width + 2 for width in rest if width)
-    others = _line(row, rest, aligns)
+    column = sum(width + 2 for width in rest if width)
+    rest_line = _line(row, rest, aligns)
     cell = _line([row[longest]], [row[longest].width], "l")
     if longest < len(widths) - 1:
-        deeper = "" if beside <= room < beside + 2 else _indent(cell)
-        lines = [cell, Text.assemble(deeper, others)]
+        deeper = "" if column <= room < column + 2 else _indent(cell)
+        lines = [cell, Text.assemble(deeper, rest_line)]
         return _NEW_LINE.join(_folded(line, room) for line in lines if line.plain.strip())
-    if room - beside < _NARROWEST_WORDS:
-        lines = [others, Text.assemble(_indent(others), cell)]
+    if room - column < _NARROWEST_WORDS:
+        lines = [rest_line, Text.assemble(_indent(rest_line), cell)]
         return _NEW_LINE.join(_folded(line, room) for line in lines if line.plain.strip())
-    first, *more = _folded(cell, room - beside, deeper=0).split("\n")
-    others.pad_right(beside - others.cell_len)
-    line = _NEW_LINE.join([others + first, *(Text(" " * beside) + each for each in more)])
+    first, *more = _folded(cell, room - column, deeper=0).split("\n")
+    rest_line.pad_right(column - rest_line.cell_len)
+    line = _NEW_LINE.join([rest_line + first, *(Text(" " * column) + part for part in more)])
     line.rstrip()
     return line
 
@@ -169,9 +169,9 @@ def _folded(line: Text, room: int, deeper: int = 2) -> Text:
     if line.cell_len <= room:
         return line
     line.rstrip()
-    found = len(_indent(line))
-    indent, further = (" " * min(cells, room // 2) for cells in (found, found + deeper))
-    line = Text.assemble(indent, line[found:])
+    depth = len(_indent(line))
+    indent, further = (" " * min(cells, room // 2) for cells in (depth, depth + deeper))
+    line = Text.assemble(indent, line[depth:])
     pieces: list[Text] = []
     while line.cell_len > room:
         at = _break_in(line.plain, room, len(further if pieces else indent))
@@ -205,8 +205,8 @@ def _shorten(parts: Sequence[_Part], width: int) -> list[_Part]:
     for share in _HEAD_SHARES if long else ():
         cut = {text: without_inside(Text(text), width, share).plain for text in long}
         counts = Counter((*cut.values(), *short))
-        apart = dict.fromkeys((text for text, seen in cut.items() if counts[seen] == 1), share)
-        best = max(best, apart, key=len)
+        shares = dict.fromkeys((text for text, end in cut.items() if counts[end] == 1), share)
+        best = max(best, shares, key=len)
         if len(best) == len(long):
             break
     return [_cut(part, width, best[part.plain]) if part.plain in best else part for part in parts]
@@ -221,27 +221,27 @@ def without_inside(text: Text, width: int, head: float) -> Text:
     """Shorten a text to ``width`` cells, with the share ``head`` before the ellipsis."""
     if text.cell_len <= width:
         return text
-    kept = width - 1
+    count = width - 1
     while True:
-        before = _before_ellipsis(text.plain, kept, head)
-        first, last = text[:before], text[len(text) - (kept - before) :]
-        if first.cell_len + last.cell_len < width or not kept:
+        begin = _before_ellipsis(text.plain, count, head)
+        first, last = text[:begin], text[len(text) - (count - begin) :]
+        if first.cell_len + last.cell_len < width or not count:
             return Text.assemble(first, ("…", "dim"), last)
-        kept -= 1
+        count -= 1
 
 
-def _before_ellipsis(text: str, kept: int, head: float) -> int:
-    """Return how many of ``kept`` characters come first; ``{0..11}`` is not cut if possible."""
-    wanted = round(kept * head)
+def _before_ellipsis(text: str, count: int, head: float) -> int:
+    """Return how many of ``count`` characters come first; ``{0..11}`` is not cut if possible."""
+    target = round(count * head)
     if "{" not in text:
-        return wanted
+        return target
 
-    def has_whole_braces(before: int) -> bool:
-        ends = text[:before], text[len(text) - kept + before :]
+    def has_whole_braces(position: int) -> bool:
+        ends = text[:position], text[len(text) - count + position :]
         return all(end.count("{") == end.count("}") for end in ends)
 
-    nearest = sorted(range(kept + 1), key=lambda before: abs(before - wanted))
-    return next(filter(has_whole_braces, nearest), wanted)
+    positions = sorted(range(count + 1), key=lambda position: abs(position - target))
+    return next(filter(has_whole_braces, positions), target)
 
 
 def emit(screen: Console, lines: Iterable[Text]) -> None:
@@ -280,8 +280,8 @@ def _wrapped(line: Text, room: int) -> Text:
     further = f"{_indent(line)}  "
     pieces, begin, end = list[Text](), 0, 0
     for word in _WORD.finditer(line.plain):
-        taken = cell_len(line.plain[begin : word.end()]) + (len(further) if pieces else 0)
-        if taken > room and end > begin:
+        width = cell_len(line.plain[begin : word.end()]) + (len(further) if pieces else 0)
+        if width > room and end > begin:
             pieces.append(line[begin:end])
             begin = word.start()
         end = word.end()

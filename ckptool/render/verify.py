@@ -44,13 +44,13 @@ def show_verify(report: VerifyReport) -> None:
 
 def show_findings(findings: Iterable[Finding]) -> None:
     """Show each kind of finding with its hint, most severe first."""
-    by_code = sorted(findings, key=lambda each: (each.severity.place, each.code))
+    by_code = sorted(findings, key=lambda finding: (finding.severity.place, finding.code))
     for code, group in groupby(by_code, key=lambda finding: finding.code):
-        alike = list(group)
-        severity, hint = alike[0].severity, alike[0].hint
+        members = list(group)
+        severity, hint = members[0].severity, members[0].hint
         word, meaning = (severity.value, _COLORS[severity]), (CODES[code].meaning, "dim")
         show_lines([[], [word, " ", (code, "bold"), "  ", meaning]])
-        _print_some([finding.message for finding in alike], _MOST_FINDINGS)
+        _print_some([finding.message for finding in members], _MOST_FINDINGS)
         if hint:
             say("  ", ("hint:", "cyan"), f" {hint}")
 
@@ -176,8 +176,8 @@ def show_followed(report: StepReport, code: int | None, *, as_json: bool) -> Non
     answer = [("OK", "bold green"), "    "] if report.ok else [("FAILED", "bold red")]
     remarks = [_remarks(report)] if _remarks(report) else []
     remarks += [f"the command ended with {code}"] if code else []
-    said = f"  {'; '.join(remarks)}" if remarks else ""
-    say(*answer, f" {report.path}{said}")
+    suffix = f"  {'; '.join(remarks)}" if remarks else ""
+    say(*answer, f" {report.path}{suffix}")
 
 
 def _step_row(step: StepReport, report: RunReport) -> list[Cell]:

@@ -164,12 +164,12 @@ def _limits(report: BenchReport) -> list[Text]:
     """Return a line for each kind of limit that was measured."""
     lines = []
     for start, names in _LIMITS.items():
-        known = {name: value for name in names if (value := report.limits.get(name))}
-        shown = ", ".join(f"{names[name]} {rate(value)}" for name, value in known.items())
+        values = {name: value for name in names if (value := report.limits.get(name))}
+        shown = ", ".join(f"{names[name]} {rate(value)}" for name, value in values.items())
         lines += [start + shown] if shown else []
-    first, *others = lines or ["could not be measured"]
+    first, *rest = lines or ["could not be measured"]
     head = Text.assemble(("limits  ", "dim"), first)
-    return [head, *(Text(f"        {line}") for line in others)]
+    return [head, *(Text(f"        {line}") for line in rest)]
 
 
 def describe_machine(
@@ -186,14 +186,14 @@ def describe_machine(
 def _row(report: BenchReport, result: Measured) -> list[Text]:
     name = _name(report, result)
     style = name.style
-    beside = "" if result.slowdown is None else f"{result.slowdown:+.0%}"
+    slowdown = "" if result.slowdown is None else f"{result.slowdown:+.0%}"
     return [
         name,
         Text(seconds(result.blocked_median), style),
         Text("" if result.overlapped_median is None else seconds(result.overlapped_median), style),
         Text(seconds(result.blocked[0]), "dim"),
         Text(seconds(result.durable_median), style),
-        Text(beside, style),
+        Text(slowdown, style),
         Text(f"+ {size(result.host_extra)}", style),
         Text("" if result.pinned is None else f"+ {size(result.pinned)}", style),
         Text(f"+ {size(result.device_used or result.device_peak)}", style),
@@ -244,8 +244,8 @@ def _abort_rows(report: BenchReport) -> list[list[Text]]:
     rows = [[Text(heading, "dim") for heading in _ABORT_HEADINGS.split("|")]]
     for result in report.ranked:
         if left := result.abort:
-            over = " (the save was over before the kill)" if left.finished else ""
-            folder = Text(left.folder + over, "bold red" if left.folder == BROKEN else "")
+            remark = " (the save was over before the kill)" if left.finished else ""
+            folder = Text(left.folder + remark, "bold red" if left.folder == BROKEN else "")
             leftovers = map(_leftovers, (left.processes, left.shared, left.files))
             rows.append([Text(visible(result.name)), folder, *leftovers])
     return rows
@@ -280,14 +280,15 @@ def _notes(report: BenchReport) -> list[Text]:
 
 def _dirty(result: Measured) -> str:
     """Return how a strategy's save differs, with the first elements that do; or nothing."""
-    found = result.consistency
-    if found.cause is None:
+    consistency = result.consistency
+    if consistency.cause is None:
         return ""
     where = ""
-    for one in found.differences[:1]:
-        ranges = ", ".join(f"{begin:,}:{end:,}" for begin, end in one.ranges)
-        where = f"; first {one.tensor} on rank {one.rank}, elements {ranges} of {one.of:,}"
-    return f"{result.name}: {found.cause}{where}"
+    for difference in consistency.differences[:1]:
+        ranges = ", ".join(f"{begin:,}:{end:,}" for begin, end in difference.ranges)
+        where = f"; first {difference.tensor} on rank {difference.rank}"
+        where += f", elements {ranges} of {difference.of:,}"
+    return f"{result.name}: {consistency.cause}{where}"
 
 
 def _change_lines(changes: Sequence[Change]) -> list[Text]:
@@ -307,5 +308,5 @@ def _change(change: Change) -> str:
 
 def show_recommended(report: BenchReport) -> None:
     """Print the name of the best strategy and why, in one line."""
-    named = "" if report.best is None or report.training.is_known else f"{report.best.name}: "
-    console().print(f"{visible(named)}{visible(advice(report))}", markup=False, soft_wrap=True)
+    prefix = "" if report.best is None or report.training.is_known else f"{report.best.name}: "
+    console().print(f"{visible(prefix)}{visible(advice(report))}", markup=False, soft_wrap=True)

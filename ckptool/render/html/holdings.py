@@ -45,7 +45,7 @@ class Holdings(Struct):
         shape: dict[str, Any] = {"edges": []}
         if is_grid(boxes, entry.shape):
             edges = ({0, *(box.hi[dim] for box in boxes)} for dim in range(len(entry.shape)))
-            shape = {"edges": [_runs(sorted(each)) for each in edges]}
+            shape = {"edges": [_runs(sorted(bounds)) for bounds in edges]}
         else:
             holders = [pair for pair in holders if pair[0].volume][:_MOST_BOXES]
             shape = {"boxes": [box for box, _ in holders], "more": len(boxes) - len(holders)}
@@ -65,16 +65,16 @@ class Holdings(Struct):
 
 def holdings(catalog: Catalog) -> Holdings:
     """Describe the tensors of a catalog by rank."""
-    made = Holdings()
-    known: dict[object, dict[str, Any]] = {}
+    result = Holdings()
+    descriptions: dict[object, dict[str, Any]] = {}
     for name, entry in catalog.tensors.items():
         mesh = entry.mesh or catalog.mesh
         written = tuple((c.box, c.rank, tuple(k.rank for k in c.copies)) for c in entry.chunks)
         key = (entry.shape, entry.placements, mesh, written)
-        if key not in known:
-            known[key] = made.add(entry, mesh)
-        made.of[name] = known[key]
-    return made
+        if key not in descriptions:
+            descriptions[key] = result.add(entry, mesh)
+        result.of[name] = descriptions[key]
+    return result
 
 
 def _by_files(entry: TensorEntry) -> _Holders:

@@ -41,16 +41,16 @@ def page(report: Mapping[str, Any]) -> bytes:
 def _findings(report: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield from report.get("findings", ())
     for step in report.get("steps", ()):
-        for each in step.get("reports", ()):
-            yield from _findings(each)
+        for part in step.get("reports", ()):
+            yield from _findings(part)
 
 
 def inspect_page(report: InspectReport, stats: StatsReport | None = None) -> bytes:
     """Return the page of a checkpoint, with the ranks that hold each tensor."""
     content = report.to_dict() | ({} if stats is None else {**stats.more()})
-    held = holdings(report.catalog)
-    rows = [row | held.of[row["name"]] for row in content["tensors"]]
-    tables = {"boxes": held.boxes, "ranks": held.ranks, "order": _order(report.catalog.mesh)}
+    holders = holdings(report.catalog)
+    rows = [row | holders.of[row["name"]] for row in content["tensors"]]
+    tables = {"boxes": holders.boxes, "ranks": holders.ranks, "order": _order(report.catalog.mesh)}
     return _filled(content | {"tensors": _packed(rows, "name"), "held": tables})
 
 
@@ -74,12 +74,12 @@ def _filled(content: Mapping[str, Any]) -> bytes:
     style = (folder / "page.css").read_text("utf-8")
     script = "\n".join((folder / f"{name}.js").read_text("utf-8") for name in _SCRIPTS)
     allowed = f"style-src {_hash(style)}; script-src {_hash(script)}"
-    said = content.get("path") or content.get("advice") or "diff"
+    subject = content.get("path") or content.get("advice") or "diff"
     command = str(content["schema"]).removeprefix("ckptool.").partition("/")[0]
     text = Template((folder / "page.html").read_text("utf-8")).substitute(
         policy=f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none';"
         " require-trusted-types-for 'script'",
-        title=escape(visible(f"{command} {said}")),
+        title=escape(visible(f"{command} {subject}")),
         version=__version__,
         style=style,
         data=_inert(content),

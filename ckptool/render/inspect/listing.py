@@ -95,27 +95,27 @@ def value_lines(catalog: Catalog, screen: Console) -> list[Text]:
 
 
 def _value_rows(
-    name: str, value: Any, depth: int = _DEEPEST_NODE, seen: set[int] | None = None
+    name: str, value: Any, depth: int = _DEEPEST_NODE, ids: set[int] | None = None
 ) -> Iterator[tuple[str, Any, str]]:
     """Yield a value with its text; after an object with attributes, these.
 
-    The attributes of a node of omegaconf are what it holds, with theirs in turn; those of one that
-    was ``seen`` are not repeated.
+    The attributes of a node of omegaconf are what it holds, with theirs in turn; those of an object
+    among ``ids`` were shown, and are not repeated.
     """
-    seen = set() if seen is None else seen
-    held = unwrap(value)
-    is_node = held is not value
-    fields: Any = held if is_node and isinstance(held, dict) else {}
-    if isinstance(held, Call) and simple_value(held) is None:
-        arguments, fields = content_of(held) or ((), {})
+    ids = set() if ids is None else ids
+    content = unwrap(value)
+    is_node = content is not value
+    fields: Any = content if is_node and isinstance(content, dict) else {}
+    if isinstance(content, Call) and simple_value(content) is None:
+        arguments, fields = content_of(content) or ((), {})
         fields = fields if not arguments else {}
-    fields = {} if id(held) in seen else fields
-    seen.add(id(held))
-    shown = plural(len(fields), "attribute") if fields else preview(held, _LONGEST_VALUE)
+    fields = {} if id(content) in ids else fields
+    ids.add(id(content))
+    shown = plural(len(fields), "attribute") if fields else preview(content, _LONGEST_VALUE)
     yield name, value, shown
     for key, inner in fields.items():
         if is_node and depth:
-            yield from _value_rows(f"{name}.{key}", inner, depth - 1, seen)
+            yield from _value_rows(f"{name}.{key}", inner, depth - 1, ids)
         else:
             yield f"{name}.{key}", inner, preview(inner, _LONGEST_VALUE)
 
@@ -129,9 +129,9 @@ def metadata_lines(catalog: Catalog, screen: Console, most: int | None = None) -
     if not files:
         return []
     rows: list[list[Cell]] = [
-        [f"  {key}", (preview(text, _LONGEST_VALUE), "cyan"), (_where(found, text), "dim")]
-        for key, found in islice(sorted(files.items()), most)
-        for text in found
+        [f"  {key}", (preview(text, _LONGEST_VALUE), "cyan"), (_where(by_text, text), "dim")]
+        for key, by_text in islice(sorted(files.items()), most)
+        for text in by_text
     ]
     title = Text.assemble((f"  {plural(len(files), 'text')} in __metadata__", "bold"))
     if most is not None and len(files) > most:
@@ -149,7 +149,7 @@ def _where(files: Mapping[str, Sequence[str]], text: str) -> str:
 def stats_lines(stats: Sequence[TensorStats], console: Console) -> list[Text]:
     """Return a row per tensor; NaN and Inf in red if there are any."""
     rows = [_statistics(item) for item in stats]
-    shown = next((each for each in _LESS if _fits(rows, each, console)), _LESS[-1])
+    shown = next((choice for choice in _LESS if _fits(rows, choice, console)), _LESS[-1])
     heads = [_STATISTICS[at] for at in shown]
     sides = "".join("lllrrrrrrr"[at] for at in shown)
     lines = columns(
@@ -166,8 +166,8 @@ def stats_lines(stats: Sequence[TensorStats], console: Console) -> list[Text]:
 def _fits(rows: Sequence[Sequence[Cell]], shown: Sequence[int], console: Console) -> bool:
     """Return whether these columns are one line each, with enough of the names."""
     widths = [max(map(cell_width, [_STATISTICS[at], *(row[at] for row in rows)])) for at in shown]
-    taken = sum(width + 2 for width in (min(widths[0], _NAME), *widths[1:]))
-    return not console.is_terminal or taken <= console.width
+    total = sum(width + 2 for width in (min(widths[0], _NAME), *widths[1:]))
+    return not console.is_terminal or total <= console.width
 
 
 def _statistics(item: TensorStats) -> list[Cell]:

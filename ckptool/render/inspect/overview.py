@@ -51,8 +51,8 @@ def _header(report: InspectReport, screen: Console) -> list[Text]:
         (visible(str(report.path)), "bold"), "  ", (f"{catalog.format}", "bold cyan")
     )
     info = catalog.info
-    named = ("framework", "version") if "framework" in info else ()
-    framework = " ".join(info[key] for key in named if key in info)
+    keys = ("framework", "version") if "framework" in info else ()
+    framework = " ".join(info[key] for key in keys if key in info)
     facts = [("writer", _writer(info)), ("framework", framework)]
     if report.step is not None:
         facts.append(("step", f"{report.step:,}"))
@@ -68,8 +68,8 @@ def _header(report: InspectReport, screen: Console) -> list[Text]:
 
 def _writer(info: dict[str, str]) -> str:
     rest = [f"{key} {value}" for key, value in info.items() if key not in ("writer", *_ROWS)]
-    named = ("writer",) if "framework" in info else ("writer", "version")
-    writer = " ".join(info[key] for key in named if key in info)
+    keys = ("writer",) if "framework" in info else ("writer", "version")
+    writer = " ".join(info[key] for key in keys if key in info)
     return ", ".join(filter(None, [writer, *rest]))
 
 
@@ -130,15 +130,15 @@ def module_lines(
     modules = sorted_modules(report, depth, sort)
     whole = max(report.totals.nbytes, 1)
     rows: list[list[Cell]] = []
-    for each in modules:
-        part = each.nbytes / whole
+    for module in modules:
+        part = module.nbytes / whole
         rows.append(
             [
-                each.module,
-                (", ".join(map(short_name, each.dtypes)), "yellow"),
-                f"{each.tensors:,}",
-                magnitude(each.elements),
-                size(each.nbytes),
+                module.module,
+                (", ".join(map(short_name, module.dtypes)), "yellow"),
+                f"{module.tensors:,}",
+                magnitude(module.elements),
+                size(module.nbytes),
                 f"{part:.1%}",
                 (_bar(part, _BAR // 2, screen), "green"),
             ]
@@ -159,13 +159,13 @@ def _tensors(catalog: Catalog, screen: Console, sort: str) -> list[Text]:
     if by_size:
         rows = [[*row, nbytes] for row, nbytes in zip(rows, sizes, strict=True)]
     drawn = columns(screen, rows, "llllrr" if by_size else "llllr", cuts=0)
-    kept = drawn[:1]
+    result = drawn[:1]
     for above, below, text in zip(lines, lines[1:], drawn[1:], strict=False):
-        kept += [text] if by_size or above.part == below.part else [Text(), text]
+        result += [text] if by_size or above.part == below.part else [Text(), text]
     if len(lines) > most:
         more = f"  ... and {len(lines) - most:,} more lines; use --tensors '*' to list all tensors"
-        kept.append(Text(more, style="dim"))
-    return kept
+        result.append(Text(more, style="dim"))
+    return result
 
 
 def _tensor(line: TensorLine, brief: bool) -> list[Cell]:
@@ -213,16 +213,16 @@ def rank_lines(catalog: Catalog, screen: Console) -> list[Text]:
     return _load_lines(loads, unknown, "chunks", screen)
 
 
-def mesh_lines(held: MeshHoldings, screen: Console) -> list[Text]:
+def mesh_lines(holdings: MeshHoldings, screen: Console) -> list[Text]:
     """Return how tensors would be placed on another mesh, and a row for each of its ranks."""
-    counts = Counter((each.placements, each.reason) for each in held.choices.values())
+    counts = Counter((choice.placements, choice.reason) for choice in holdings.choices.values())
     rows = [
         (f"{count:,}", (", ".join(map(str, placements)), "magenta"), (f"({reason})", "dim"))
         for (placements, reason), count in counts.most_common(8)
     ]
     lines = columns(screen, rows, "rll", heads=("tensors", "placements", ""))
-    loads = dict(enumerate(held.loads))
-    title = Text.assemble("  on mesh ", (visible(mesh_text(held.mesh)), "bold"))
+    loads = dict(enumerate(holdings.loads))
+    title = Text.assemble("  on mesh ", (visible(mesh_text(holdings.mesh)), "bold"))
     return [title, *lines, Text(), *_load_lines(loads, 0, "tensors", screen)]
 
 

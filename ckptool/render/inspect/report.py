@@ -38,7 +38,7 @@ def show(
     report: InspectReport,
     console: Console,
     options: InspectOptions = OVERVIEW,
-    held: MeshHoldings | None = None,
+    holdings: MeshHoldings | None = None,
     stats: Sequence[TensorStats] = (),
 ) -> None:
     """Print the whole overview, or only the requested views."""
@@ -55,8 +55,8 @@ def show(
         views.append(shard_lines(catalog, options.shards, console))
     if options.rank_bytes:
         views.append(rank_lines(catalog, console))
-    if held is not None:
-        views.append(mesh_lines(held, console))
+    if holdings is not None:
+        views.append(mesh_lines(holdings, console))
     if options.values and not of_values:
         views.append([*value_lines(catalog, console), *metadata_lines(catalog, console)])
     if not views:

@@ -111,20 +111,20 @@ class _Picture:
 
     def _row(self, row: int, above: list[Chunk]) -> tuple[Text, list[Chunk]]:
         """Draw a line of blocks, and return its chunks; ``above`` are those of the line before."""
-        line, seen, cells = Text(), [], self._across.cells
-        found = {column: self._chunks(row, column) for column in set(cells)}
-        for chunks, block in groupby(cells, key=found.__getitem__):
+        line, row_chunks, cells = Text(), [], self._across.cells
+        by_column = {column: self._chunks(row, column) for column in set(cells)}
+        for chunks, block in groupby(cells, key=by_column.__getitem__):
             begins = not (len(chunks) == 1 and chunks[0] in above)
             line.append_text(self._block(chunks, len(list(block)), begins=begins))
-            seen += chunks if len(chunks) == 1 else []
-        return line, seen
+            row_chunks += chunks if len(chunks) == 1 else []
+        return line, row_chunks
 
     def _chunks(self, row: int, column: int) -> list[Chunk]:
         at = [0] * self._rank
         for axis, position in ((self._down, row), (self._across, column)):
             if axis.dim is not None:
                 at[axis.dim] = position
-        return [found.chunk for found in self._index.find(Box.at(at, [1] * self._rank))]
+        return [overlap.chunk for overlap in self._index.find(Box.at(at, [1] * self._rank))]
 
     def _block(self, chunks: list[Chunk], width: int, *, begins: bool) -> Text:
         if len(chunks) != 1:
@@ -190,19 +190,19 @@ def _make_axis(
     shape: Sequence[int],
     chunks: Sequence[Chunk],
     dim: int | None,
-    wanted: int,
+    target: int,
     least: int,
     most: int,
 ) -> _Axis:
-    """Return cells for a dim: about ``wanted``, at least ``least`` per box, for ``most`` boxes."""
+    """Return cells for a dim: about ``target``, at least ``least`` per box, for ``most`` boxes."""
     if dim is None:
-        return _Axis(None, (0,) * wanted)
+        return _Axis(None, (0,) * target)
     length = shape[dim]
     solid = [chunk.box for chunk in chunks if chunk.box.volume]
     edges = {edge for box in solid for edge in (box.lo[dim], box.hi[dim]) if 0 < edge < length}
     bounds = [0, *sorted(edges), length]
     runs, remark = pairwise(bounds), ""
-    blocks = [(low, max(least, round(wanted * (high - low) / length))) for low, high in runs]
+    blocks = [(low, max(least, round(target * (high - low) / length))) for low, high in runs]
     if len(blocks) > most:
         remark = f"{len(blocks):,} boxes along dim {dim}, drawn as {most} blocks"
         blocks = [(length * i // most, least) for i in range(most)]
@@ -222,9 +222,9 @@ def legend_lines(entry: TensorEntry, screen: Console) -> list[Text]:
     """Return a row per box, including replicas; if there are hundreds, per rank and file."""
     groups: dict[object, list[ChunkLocation]] = {}
     locations = list(chunk_locations(entry))
-    for number, each in enumerate(locations):
-        key = number if len(locations) <= _MOST_BOXES else (each.rank, each.at.file)
-        groups.setdefault(key, []).append(each)
+    for number, location in enumerate(locations):
+        key = number if len(locations) <= _MOST_BOXES else (location.rank, location.at.file)
+        groups.setdefault(key, []).append(location)
     rows = [_row(group) for group in groups.values()]
     most = _MOST_LEGEND_LINES if screen.is_terminal else len(rows)
     lines = columns(screen, rows[:most], "lrllrrl", heads=_HEADINGS, cuts=2)
@@ -235,14 +235,14 @@ def legend_lines(entry: TensorEntry, screen: Console) -> list[Text]:
 
 def _row(group: list[ChunkLocation]) -> list[Cell]:
     """Return the line of one box, or of several boxes of one rank and file."""
-    first, *others = sorted(group, key=lambda each: each.at.offset)
+    first, *rest = sorted(group, key=lambda location: location.at.offset)
     box = str(first.box) if first.box.volume else f"{first.box} (empty)"
     return [
         ("  ", f"on {_color(first.rank)}"),
         ("?" if first.rank is None else str(first.rank), "bold"),
         first.at.file,
-        (plural(len(group), "box") if others else box, "green"),
-        f"{first.at.offset:,}" + (f" .. {others[-1].at.offset:,}" if others else ""),
-        f"{sum(each.nbytes for each in group):,}",
-        ("" if others else first.remark, "dim"),
+        (plural(len(group), "box") if rest else box, "green"),
+        f"{first.at.offset:,}" + (f" .. {rest[-1].at.offset:,}" if rest else ""),
+        f"{sum(location.nbytes for location in group):,}",
+        ("" if rest else first.remark, "dim"),
     ]

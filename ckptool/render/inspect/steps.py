@@ -41,10 +41,10 @@ def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
     for step, line in zip(run.steps, lines, strict=True):
         result.append(line)
         result += [Text(f"      {part}", "dim") for part in _wrapped(step.reasons, screen)]
-    named = [f"{s.pointer} points to {_name(s, run)}" for s in run.steps if s.pointer is not None]
+    remarks = [f"{s.pointer} points to {_name(s, run)}" for s in run.steps if s.pointer is not None]
     if run.mentions:
-        named.append(f"steps are also named in {list_some(run.mentions, 3)}")
-    result += [Text(), *(Text(f"  {visible(line)}") for line in named)] if named else []
+        remarks.append(f"steps are also named in {list_some(run.mentions, 3)}")
+    result += [Text(), *(Text(f"  {visible(line)}") for line in remarks)] if remarks else []
     last = next((step for step in run.steps if step.complete), None)
     if last is None:
         return result

@@ -70,8 +70,8 @@ def _record(call: Call, limit: int) -> str | None:
     if limit < 4:
         return f"{name}(… {count:,} items)"
     shown = chain(
-        (preview(each, limit // 2) for each in arguments),
-        (f"{visible(key)}={preview(each, limit // 2)}" for key, each in fields.items()),
+        (preview(value, limit // 2) for value in arguments),
+        (f"{visible(key)}={preview(value, limit // 2)}" for key, value in fields.items()),
     )
     return name + _enclosed(shown, "()", count, limit)
 
@@ -115,26 +115,26 @@ def notable_values(entries: Iterable[ObjectEntry], most: int = 8) -> list[tuple[
     Progress, rates, seeds and sizes come first; what an object keeps private is left out.
     Of an object with attributes, such as arguments, those are shown that are looked for.
     """
-    found: list[tuple[int, int, str, Any]] = []
+    items: list[tuple[int, int, str, Any]] = []
     optimizer: list[ObjectEntry] = []
     for entry in entries:
         if state_category(entry) == "optimizer":
             optimizer.append(entry)
         elif isinstance(entry.value, int | float | str):
-            found.append((_rank(entry.name), len(entry.path), entry.name, entry.value))
+            items.append((_rank(entry.name), len(entry.path), entry.name, entry.value))
         else:
-            found += _attributes(entry)
-    shown = sorted((each for each in found if each[0] <= _ORDINARY), key=itemgetter(0, 1))
+            items += _attributes(entry)
+    shown = sorted((item for item in items if item[0] <= _ORDINARY), key=itemgetter(0, 1))
     values = [(name, preview(value)) for _, _, name, value in shown[:most]]
     return values + _hyperparameters(optimizer)
 
 
 def _attributes(entry: ObjectEntry) -> Iterator[tuple[int, int, str, Any]]:
     """Yield the attributes of an object that are looked for, as ``notable_values`` sorts them."""
-    held = unwrap(entry.value)
-    fields: Any = held if held is not entry.value and isinstance(held, dict) else {}
-    if isinstance(held, Call) and simple_value(held) is None:
-        fields = (content_of(held) or ((), {}))[1]
+    content = unwrap(entry.value)
+    fields: Any = content if content is not entry.value and isinstance(content, dict) else {}
+    if isinstance(content, Call) and simple_value(content) is None:
+        fields = (content_of(content) or ((), {}))[1]
     for key, inner in fields.items():
         value = unwrap(inner)
         if isinstance(value, int | float | str) and (rank := _rank(str(key))) < _ORDINARY:
