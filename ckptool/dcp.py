@@ -149,8 +149,8 @@ class CheckpointReader(StorageReader):
             planner.commit_tensor(item, tensor)
 
     def _target(self, item: ReadItem, tensor: torch.Tensor) -> Target:
-        wanted = dtype_of(tensor) if self._cast else None
-        entry = self.checkpoint.entry(item.storage_index.fqn, wanted)
+        cast_type = dtype_of(tensor) if self._cast else None
+        entry = self.checkpoint.entry(item.storage_index.fqn, cast_type)
         box = Box.at(item.storage_offsets, item.lengths)
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         if (dtype, shape) != (entry.dtype.name, box.shape):

@@ -100,8 +100,8 @@ class Keywords:
     invalid value.
     """
 
-    def __init__(self, function: str, values: Mapping[str, Any], known: type) -> None:
-        hints, options = hints_of(known), keywords_of(known.__name__)
+    def __init__(self, function: str, values: Mapping[str, Any], kind: type) -> None:
+        hints, options = hints_of(kind), keywords_of(kind.__name__)
         self._parsed: dict[str, Any] = {}
         for name, value in values.items():
             if name not in hints:
@@ -109,20 +109,20 @@ class Keywords:
             if value is None:
                 continue
             if not _fits(value, hints[name]):
-                given = f"{function}({name}={value!r}): a {type(value).__name__}"
+                call = f"{function}({name}={value!r}): a {type(value).__name__}"
                 takes = f"{type_text(hints[name])} ({options[name].help})"
-                raise TypeError(f"{given}, but it takes {takes}")
+                raise TypeError(f"{call}, but it takes {takes}")
             self._parsed[name] = options[name].parse(value, name)
 
-    def options(self, kind: type[Options], /, **given: Any) -> Options:
-        """Return the options of a class; ``given`` are fields that are set as they are."""
-        return build(OptionGroup(kind), self._parsed, **given)  # type: ignore[no-any-return]
+    def options(self, kind: type[Options], /, **fields: Any) -> Options:
+        """Return the options of a class; ``fields`` are set as they are."""
+        return build(OptionGroup(kind), self._parsed, **fields)  # type: ignore[no-any-return]
 
 
 @cache
-def hints_of(known: type) -> dict[str, Any]:
+def hints_of(kind: type) -> dict[str, Any]:
     """Return the type of each keyword."""
-    return get_type_hints(known)
+    return get_type_hints(kind)
 
 
 def type_text(hint: Any) -> str:
@@ -134,7 +134,7 @@ def type_text(hint: Any) -> str:
 
 def _unknown(function: str, name: str, options: Mapping[str, Option]) -> TypeError:
     renamed = {
-        each.former[2:].replace("-", "_"): key for key, each in options.items() if each.former
+        option.former[2:].replace("-", "_"): key for key, option in options.items() if option.former
     }
     close = [renamed[name]] if name in renamed else get_close_matches(name, options, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -170,8 +170,8 @@ class _Default:
 _DEFAULT = _Default()
 
 
-def with_keywords(known: type) -> Callable[[Function], Function]:
-    """Show the keywords of ``**options: Unpack[known]`` in a function's signature and docstring.
+def with_keywords(kind: type) -> Callable[[Function], Function]:
+    """Show the keywords of ``**options: Unpack[kind]`` in a function's signature and docstring.
 
     Type checkers understand ``Unpack``; this serves ``help``, ``?`` and completion. URLs are opened
     with the ``storage_option`` among the keywords.
@@ -182,24 +182,24 @@ def with_keywords(known: type) -> Callable[[Function], Function]:
 
         @wraps(function)
         def run(*arguments: Any, **options: Any) -> Any:
-            given = options.get("storage_option")
-            with url.storage_options(given if isinstance(given, Mapping) else {}):
+            storage = options.get("storage_option")
+            with url.storage_options(storage if isinstance(storage, Mapping) else {}):
                 return function(*arguments, **options)
 
         keywords = [
             Parameter(name, Parameter.KEYWORD_ONLY, default=_DEFAULT, annotation=hint)
-            for name, hint in hints_of(known).items()
+            for name, hint in hints_of(kind).items()
         ]
-        kept = [p for p in declared.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        run.__signature__ = declared.replace(parameters=[*kept, *keywords])  # type: ignore[attr-defined]
-        run.__doc__ = f"{function.__doc__ or ''}\n{_keyword_lines(known)}"
+        rest = [p for p in declared.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        run.__signature__ = declared.replace(parameters=[*rest, *keywords])  # type: ignore[attr-defined]
+        run.__doc__ = f"{function.__doc__ or ''}\n{_keyword_lines(kind)}"
         return run  # type: ignore[return-value]
 
     return decorate
 
 
-def _keyword_lines(known: type) -> str:
-    rows = (f"{name}: {option.help}" for name, option in keywords_of(known.__name__).items())
+def _keyword_lines(kind: type) -> str:
+    rows = (f"{name}: {option.help}" for name, option in keywords_of(kind.__name__).items())
     lines = [wrap(row, 84, subsequent_indent="    ") for row in rows]
     return "\n".join(["    Keywords:", *(f"        {line}" for row in lines for line in row)])
 
@@ -220,8 +220,8 @@ def source_text() -> Iterator[str]:
         classes = ", ".join(f"``{part.kind.__name__}``" for part in parts)
         yield from ("", "", f"class {name}({base}, total=False):")
         yield from (f'    """Keywords of {classes}."""', "")
-        own = [keyword for keyword in hints if keyword not in written[base]]
-        yield from (f"    {keyword}: {hints[keyword]}" for keyword in own)
+        additions = [keyword for keyword in hints if keyword not in written[base]]
+        yield from (f"    {keyword}: {hints[keyword]}" for keyword in additions)
         written[name] = hints
 
 

@@ -235,15 +235,15 @@ class Checkpoint(Mapping[str, Any]):
         incomplete.
         """
         entry = self.entry(name) if dtype is None else cast_entry(self, name, dtype)
-        wanted = parse_index(entry, index)
+        picks = parse_index(entry, index)
         as_ = as_ or installed_library()
         if as_ == "torch":
-            return read_torch(self, entry, wanted, device, out)
+            return read_torch(self, entry, picks, device, out)
         if as_ != "numpy":
             raise UsageError(f"as_={as_!r}: torch or numpy")
         if device is not None:
             raise UsageError(f"device={device!r}: numpy has no devices")
-        return read_numpy(self, entry, wanted, out)
+        return read_numpy(self, entry, picks, out)
 
     def entry(self, name: str, dtype: DType | None = None) -> TensorEntry:
         """Return a tensor whose chunks tile it exactly, cast if another floating type is given.
@@ -283,19 +283,19 @@ class Checkpoint(Mapping[str, Any]):
             located = self._containers.locate(wanted)
         self._fill(located, workers)
 
-    def fill_part(self, entry: TensorEntry, wanted: Sequence[Pick], memory: BoxMemory) -> None:
+    def fill_part(self, entry: TensorEntry, picks: Sequence[Pick], memory: BoxMemory) -> None:
         """Read the wanted elements of a tensor into memory of the same shape."""
         from ckptool.engine.read.tensors import FillRequest
 
-        spans = [pick.indexes for pick in wanted]
+        spans = [pick.indexes for pick in picks]
         if not all(spans):
             return
         around = Box(tuple(span[0] for span in spans), tuple(span[-1] + 1 for span in spans))
-        if [*map(Pick, map(range, entry.shape))] == [*wanted]:
+        if [*map(Pick, map(range, entry.shape))] == [*picks]:
             self.fill([FillRequest(entry, around, memory)])
             return
         (located,) = self._containers.locate([FillRequest(entry, around, memory)])
-        part = take(located.entry, wanted)
+        part = take(located.entry, picks)
         self._fill([FillRequest(part, Box.whole(part.shape), memory)])
 
     def _fill(self, located: Sequence[FillRequest], workers: int | None = None) -> None:
@@ -364,10 +364,10 @@ def open(path: AnyPath, **options: Unpack[OpenKeywords]) -> Checkpoint:
     Raises NotFound, Unrecognized, Damaged, Hostile, UsageError or Unsupported.
     """
     keywords = Keywords("open", options, OpenKeywords)
-    named = location(path)
-    opened = open_checkpoint(named, keywords.options(ReadOptions), whole=False)
+    place = location(path)
+    opened = open_checkpoint(place, keywords.options(ReadOptions), whole=False)
     catalog = rewrite(opened, keywords.options(RewriteOptions), check=require_sound).catalog
-    return Checkpoint(opened, catalog, named, options)
+    return Checkpoint(opened, catalog, place, options)
 
 
 def reopen(place: str, options: OpenKeywords, version: str) -> Checkpoint:

@@ -130,11 +130,11 @@ def stats(
     from ckptool.commands.open import open_checkpoint
 
     read = Keywords("stats", options, ReadKeywords).options(ReadOptions)
-    given = _opened(path, options)
+    checkpoint = _opened(path, options)
     place, _ = _place(path, options)
-    opened = given.opened if given is not None else open_checkpoint(place, read)
-    asked = [tensors] if isinstance(tensors, str) else tensors
-    return _stats(opened, asked, counted(progress))
+    opened = checkpoint.opened if checkpoint is not None else open_checkpoint(place, read)
+    globs = [tensors] if isinstance(tensors, str) else tensors
+    return _stats(opened, globs, counted(progress))
 
 
 @with_keywords(DiffKeywords)
@@ -175,8 +175,8 @@ def extract(
 
     place, keywords = _place(path, options)
     parsed = Keywords("extract", keywords, ExtractKeywords).options(ExtractOptions)
-    asked = [names] if isinstance(names, str) else names
-    planned = prepare_extract(place, asked, location(out), parsed)
+    subscripts = [names] if isinstance(names, str) else names
+    planned = prepare_extract(place, subscripts, location(out), parsed)
     return planned.run(counted(progress))
 
 
@@ -272,10 +272,10 @@ def verify(
     """
     from ckptool.commands.verify.answer import answer
 
-    place, given = _place(path, options)
-    asked = Keywords("verify", given, VerifyKeywords).options(Question)
-    asked.require_possible()
-    return answer(place, asked, counted(progress))
+    place, keywords = _place(path, options)
+    question = Keywords("verify", keywords, VerifyKeywords).options(Question)
+    question.require_possible()
+    return answer(place, question, counted(progress))
 
 
 @with_keywords(CompareKeywords)
@@ -292,8 +292,8 @@ def compare(
     """
     from ckptool.commands.verify.compare.against import against
 
-    place, given = _place(path, options)
-    keywords = Keywords("compare", given, CompareKeywords)
+    place, arguments = _place(path, options)
+    keywords = Keywords("compare", arguments, CompareKeywords)
     parsed, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)
     comparing = keywords.options(CompareOptions)
     return against(place, location(other), parsed, rewrite, comparing, counted(progress))

@@ -27,29 +27,29 @@ class Containers:
         self._located: dict[int, Chunk] = {}
         self._lock = threading.Lock()
 
-    def locate(self, wanted: Sequence[FillRequest]) -> list[FillRequest]:
-        """Return the catalog with only the chunks that hold the boxes, each at a place to read."""
-        needed = [self._chunks(target) for target in wanted]
+    def locate(self, requests: Sequence[FillRequest]) -> list[FillRequest]:
+        """Return the requests with only the chunks that hold their boxes, at places to read."""
+        chunk_lists = [self._chunks(target) for target in requests]
         with self._lock:
             self._open(
                 {
                     (target.entry.name, id(chunk)): (target.entry, chunk)
-                    for target, chunks in zip(wanted, needed, strict=True)
+                    for target, chunks in zip(requests, chunk_lists, strict=True)
                     for chunk in chunks
                     if id(chunk) not in self._located
                 }.values()
             )
         entries = (
             replace(target.entry, chunks=tuple(self._located[id(chunk)] for chunk in chunks))
-            for target, chunks in zip(wanted, needed, strict=True)
+            for target, chunks in zip(requests, chunk_lists, strict=True)
         )
-        return [w._replace(entry=entry) for w, entry in zip(wanted, entries, strict=True)]
+        return [w._replace(entry=entry) for w, entry in zip(requests, entries, strict=True)]
 
-    def _chunks(self, wanted: FillRequest) -> list[Chunk]:
-        index = self._indexes.get(wanted.entry.name)
+    def _chunks(self, request: FillRequest) -> list[Chunk]:
+        index = self._indexes.get(request.entry.name)
         if index is None:
-            index = self._indexes[wanted.entry.name] = ChunkIndex(wanted.entry)
-        return [found.chunk for found in index.find(wanted.box)]
+            index = self._indexes[request.entry.name] = ChunkIndex(request.entry)
+        return [overlap.chunk for overlap in index.find(request.box)]
 
     def _open(self, closed: Iterable[tuple[TensorEntry, Chunk]]) -> None:
         """Open the containers of chunks, but not those of their copies."""
@@ -60,13 +60,13 @@ class Containers:
             tensors[entry.name] = entry
         if not tensors:
             return
-        alone = {
+        entries = {
             n: replace(e, chunks=tuple(replace(c, copies=()) for c in chunks[n]))
             for n, e in tensors.items()
         }
-        catalog = self._catalog.with_tensors(alone)
+        catalog = self._catalog.with_tensors(entries)
         located = self._opened.open_containers(catalog, Opens.LATE_IN_STORES).tensors
-        for name in alone:
+        for name in entries:
             if name not in located:
                 raise Unsupported(
                     f"{name}: a tensor subclass that wraps others, not a plain tensor",

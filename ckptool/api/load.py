@@ -200,9 +200,9 @@ def dtype_of(value: Any) -> DType | None:
     return BY_NAME.get(str(getattr(value, "dtype", "")).removeprefix("torch."))
 
 
-def cast_hint(entry: TensorEntry, wanted: str) -> str:
+def cast_hint(entry: TensorEntry, dtype: str) -> str:
     """Return what to do where the state dict has another element type."""
-    source, target = entry.dtype, BY_NAME.get(wanted)
+    source, target = entry.dtype, BY_NAME.get(dtype)
     if target is None or {source.kind, target.kind} != {"float"}:
         return "nothing is cast silently"
     if not entry.shape and state_category(entry) != "model":
@@ -241,9 +241,9 @@ def fill_targets(
             filled = first.setdefault(_memory_of(target.tensor), target)
             if (filled.entry.chunks, filled.box) != (target.entry.chunks, target.box):
                 tied.append((filled, target))
-        wanted = [FillRequest(t.entry, t.box, staging.memory(t.tensor)) for t in first.values()]
+        requests = [FillRequest(t.entry, t.box, staging.memory(t.tensor)) for t in first.values()]
     try:
-        checkpoint.fill(wanted, workers)
+        checkpoint.fill(requests, workers)
     finally:
         staging.finish()
     _require_same(checkpoint, [*tied, *_find_overlaps(first)], workers)
@@ -271,8 +271,8 @@ def _find_overlaps(targets: Mapping[tuple[Any, ...], Target]) -> Iterator[tuple[
         end = max(end, stop)
     for group in filter(lambda group: len(group) > 1, groups):
         for target in group:
-            others = (other for other in group if other.entry.name != target.entry.name)
-            if (other := next(others, None)) is not None:
+            neighbors = (other for other in group if other.entry.name != target.entry.name)
+            if (other := next(neighbors, None)) is not None:
                 yield other, target
 
 
@@ -281,8 +281,8 @@ def _require_same(
 ) -> None:
     """Raise Unsupported if boxes for the same memory are not the same; neither is kept."""
     memories = [_ComparedMemory(target.tensor) for _, target in pairs]
-    wanted = [FillRequest(t.entry, t.box, m) for (_, t), m in zip(pairs, memories, strict=True)]
-    checkpoint.fill(wanted, workers)
+    requests = [FillRequest(t.entry, t.box, m) for (_, t), m in zip(pairs, memories, strict=True)]
+    checkpoint.fill(requests, workers)
     for (first, target), memory in zip(pairs, memories, strict=True):
         if memory.differs.is_set():
             raise Unsupported(

@@ -35,7 +35,7 @@ def installed_library() -> Literal["torch", "numpy"]:
 def read_torch(
     checkpoint: Checkpoint,
     entry: TensorEntry,
-    wanted: Sequence[Pick],
+    picks: Sequence[Pick],
     device: Any,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -44,7 +44,7 @@ def read_torch(
 
     from ckptool.api.tensors import Staging, torch_dtype, why_not_filled
 
-    shape = _shape(wanted)
+    shape = _shape(picks)
     if out is None:
         out = torch.empty(shape, dtype=torch_dtype(entry.dtype.name), device=device)
     else:
@@ -55,7 +55,7 @@ def read_torch(
         raise Unsupported(f"{entry.name}: cannot be read into what is {obstacle}")
     staging = Staging()
     try:
-        checkpoint.fill_part(entry, wanted, staging.memory(out))
+        checkpoint.fill_part(entry, picks, staging.memory(out))
     finally:
         staging.finish()
     return out
@@ -64,7 +64,7 @@ def read_torch(
 def read_numpy(
     checkpoint: Checkpoint,
     entry: TensorEntry,
-    wanted: Sequence[Pick],
+    picks: Sequence[Pick],
     out: np.ndarray[Any, Any] | None,
 ) -> np.ndarray[Any, np.dtype[Any]]:
     """Read into ``out``, or a new array; Unsupported if numpy has no such element type."""
@@ -73,7 +73,7 @@ def read_numpy(
     from ckptool.engine.read.gather import unit
     from ckptool.engine.read.tensors import ArrayMemory
 
-    dtype, shape = numpy_dtype(entry), _shape(wanted)
+    dtype, shape = numpy_dtype(entry), _shape(picks)
     if out is None:
         out = np.empty(shape, dtype)
     else:
@@ -81,12 +81,12 @@ def read_numpy(
         _require_fits(entry, shape, out.shape, out.dtype.name)
     if not out.flags.writeable:
         raise Unsupported(f"{entry.name}: cannot be read into a read-only array")
-    checkpoint.fill_part(entry, wanted, ArrayMemory(out.view(unit(entry.dtype.itemsize))))
+    checkpoint.fill_part(entry, picks, ArrayMemory(out.view(unit(entry.dtype.itemsize))))
     return out
 
 
-def _shape(wanted: Sequence[Pick]) -> tuple[int, ...]:
-    return tuple(len(pick.indexes) for pick in wanted if not pick.is_one)
+def _shape(picks: Sequence[Pick]) -> tuple[int, ...]:
+    return tuple(len(pick.indexes) for pick in picks if not pick.is_one)
 
 
 def _require_kind(out: object, kind: type, expected: str) -> None:
@@ -95,13 +95,13 @@ def _require_kind(out: object, kind: type, expected: str) -> None:
 
 
 def _require_fits(
-    entry: TensorEntry, shape: tuple[int, ...], given: tuple[int, ...], dtype: str
+    entry: TensorEntry, shape: tuple[int, ...], sizes: tuple[int, ...], dtype: str
 ) -> None:
-    """Raise Unsupported if memory of this shape and type is not what is read."""
-    if (given, dtype) != (shape, entry.dtype.name):
+    """Raise Unsupported if memory of these sizes and type does not fit the shape that is read."""
+    if (sizes, dtype) != (shape, entry.dtype.name):
         raise Unsupported(
-            f"{entry.name}: {entry.dtype} {list(shape)} is read, but out is {dtype} {list(given)}",
-            hint="nothing is cast silently: use dtype= to cast" if given == shape else None,
+            f"{entry.name}: {entry.dtype} {list(shape)} is read, but out is {dtype} {list(sizes)}",
+            hint="nothing is cast silently: use dtype= to cast" if sizes == shape else None,
         )
 
 
@@ -119,19 +119,19 @@ def numpy_dtype(entry: TensorEntry) -> np.dtype[Any]:
         hint += ", or `pip install ml_dtypes`, which has bfloat16 and 8-bit types"
     else:
         if theirs is not None:
-            found: np.dtype[Any] = np.dtype(theirs)
-            return found
+            dtype: np.dtype[Any] = np.dtype(theirs)
+            return dtype
     raise Unsupported(f"{entry.name}: numpy has no {entry.dtype}", hint=hint)
 
 
 def cast_entry(checkpoint: Checkpoint, name: str, dtype: object) -> TensorEntry:
     """Return a tensor to be read as ``dtype``; Unsupported if it is not to be cast to that."""
     entry = checkpoint.entry(name)
-    known = str(dtype).removeprefix("torch.")
-    wanted = entry.dtype if known == entry.dtype.name else parse_dtype(known)
-    cast = checkpoint.entry(name, wanted)
-    if cast.dtype != wanted:
+    text = str(dtype).removeprefix("torch.")
+    target = entry.dtype if text == entry.dtype.name else parse_dtype(text)
+    cast = checkpoint.entry(name, target)
+    if cast.dtype != target:
         is_float = entry.dtype.kind == "float"
         why = "it is quantized, or a number such as a step counter" if is_float else "no float"
-        raise Unsupported(f"{name}: {entry.dtype} is not cast to {wanted}: {why}")
+        raise Unsupported(f"{name}: {entry.dtype} is not cast to {target}: {why}")
     return cast

@@ -73,8 +73,8 @@ def _open(tree: dict[str, Any]) -> OpenedCheckpoint:
     """Return the state dict as an open checkpoint, each storage of its tensors as a file."""
     state = _collect(tree)
     for name, entry in state.tensors.items():
-        here = sum(chunk.box.volume for chunk in entry.chunks)
-        if here != entry.elements:
+        count = sum(chunk.box.volume for chunk in entry.chunks)
+        if count != entry.elements:
             raise Unsupported(
                 f"{name}: this process holds only a part of its {entry.elements:,} elements",
                 hint=TO_SAVE_SHARDS,

@@ -112,13 +112,13 @@ def _prepare(
     )
     source.token = states[0].token
     with ranks.together():
-        holders = _find_holders([each.tensors for each in states])
+        holders = _find_holders([part.tensors for part in states])
     shared = [place for place, chunks in holders.items() if len(chunks) > 1]
-    mine = (_box_alone(state.tensors[name], holders[name, box][ranks.rank])
+    boxes = (_box_alone(state.tensors[name], holders[name, box][ranks.rank])
             for name, box in shared if ranks.rank in holders[name, box])  # fmt: skip
-    found = ranks.gather(digests(mine, TensorSource(source), source.policy.workers))
+    sums = ranks.gather(digests(boxes, TensorSource(source), source.policy.workers))
     with ranks.together():
-        _require_equal(holders, found)
+        _require_equal(holders, sums)
         catalog = _merge_states(states, holders)
     row = Format("memory", "tensors in memory", Detection(), Reading(lambda _, options: catalog))
     opened = OpenedCheckpoint(FilePath("memory"), source, row, catalog)
@@ -139,10 +139,10 @@ def _find_holders(of_ranks: Sequence[Mapping[str, TensorEntry]]) -> Holders:
     problems = []
     for rank, tensors in enumerate(of_ranks):
         for name, entry in tensors.items():
-            other, known = first.setdefault(name, (rank, entry))
-            if (entry.shape, entry.dtype, entry.path) != (known.shape, known.dtype, known.path):
-                looks = [f"{e.dtype.name} {list(e.shape)}" for e in (known, entry)]
-                problem = f"{name}: {looks[0]} on rank {other}, {looks[1]} on rank {rank}"
+            owner, model = first.setdefault(name, (rank, entry))
+            if (entry.shape, entry.dtype, entry.path) != (model.shape, model.dtype, model.path):
+                looks = [f"{e.dtype.name} {list(e.shape)}" for e in (model, entry)]
+                problem = f"{name}: {looks[0]} on rank {owner}, {looks[1]} on rank {rank}"
                 problems.append(Problem(problem, tensor=name))
             for chunk in entry.chunks:
                 holders[name, chunk.box][rank] = replace(chunk, rank=rank)
@@ -158,12 +158,12 @@ def _box_alone(entry: TensorEntry, chunk: Chunk) -> TensorEntry:
     return replace(entry, name=name, shape=whole.shape, chunks=(replace(chunk, box=whole),))
 
 
-def _require_equal(holders: Holders, found: Sequence[Mapping[str, str]]) -> None:
+def _require_equal(holders: Holders, sums: Sequence[Mapping[str, str]]) -> None:
     """Raise Damaged if ranks hold different values of the same box."""
     problems = []
     for name, box in holders:
         label = f"{name} {box}"
-        hexes = {rank: of_rank[label] for rank, of_rank in enumerate(found) if label in of_rank}
+        hexes = {rank: of_rank[label] for rank, of_rank in enumerate(sums) if label in of_rank}
         first = next(iter(hexes), 0)
         for rank, digest in hexes.items():
             if digest != hexes[first]:
@@ -181,32 +181,32 @@ def _merge_states(states: Sequence[_StateDescription], holders: Holders) -> Cata
     """
     loads = [0] * len(states)
     chunks: dict[str, list[Chunk]] = defaultdict(list)
-    first = {name: entry for each in reversed(states) for name, entry in each.tensors.items()}
+    first = {name: entry for state in reversed(states) for name, entry in state.tensors.items()}
     for (name, box), of_ranks in holders.items():
         rank = min(of_ranks, key=lambda rank: (loads[rank], rank))
         loads[rank] += box.volume * first[name].dtype.itemsize
         chunks[name].append(of_ranks[rank])
-    names = dict.fromkeys(name for each in states for name in each.tensors)
+    names = dict.fromkeys(name for state in states for name in state.tensors)
     tensors = {name: replace(first[name], chunks=tuple(chunks[name])) for name in names}
-    files = {file: nbytes for each in states for file, nbytes in each.files.items()}
+    files = {file: nbytes for state in states for file, nbytes in state.files.items()}
     return with_parts(Catalog("memory", tensors, _merge_objects(states), files))
 
 
 def _merge_objects(states: Sequence[_StateDescription]) -> dict[str, ObjectEntry]:
     """Return the values of all ranks; Damaged if two of one name differ, or one is a tensor."""
     merged: dict[str, tuple[int, ObjectEntry]] = {}
-    tensors = {name: rank for rank, each in enumerate(states) for name in each.tensors}
+    tensors = {name: rank for rank, state in enumerate(states) for name in state.tensors}
     problems = []
-    for rank, each in enumerate(states):
-        for name, entry in each.objects.items():
-            first, known = merged.setdefault(name, (rank, entry))
+    for rank, state in enumerate(states):
+        for name, entry in state.objects.items():
+            first, model = merged.setdefault(name, (rank, entry))
             if name in tensors:
                 problem = f"{name}: a tensor on rank {tensors[name]}, a value on rank {rank}"
                 problems.append(Problem(problem, tensor=name))
-            elif entry.path != known.path:
-                places = f"{list(known.path)} on rank {first}, {list(entry.path)} on rank {rank}"
+            elif entry.path != model.path:
+                places = f"{list(model.path)} on rank {first}, {list(entry.path)} on rank {rank}"
                 problems.append(Problem(f"{name}: at {places}"))
-            elif not same_value(entry.value, known.value):
+            elif not same_value(entry.value, model.value):
                 problems.append(Problem(f"{name}: ranks {first} and {rank} hold different values"))
     if problems:
         raise damaged(problems, subject="the values of ranks", hint=_TO_NAME_APART)

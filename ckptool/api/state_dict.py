@@ -110,12 +110,12 @@ class NameMatch(NamedTuple):
 def match_names(checkpoint: Checkpoint, names: Collection[str]) -> NameMatch:
     """Compare a state dict's names with a checkpoint's; empty dicts in the latter do not count."""
     catalog = checkpoint.catalog
-    known = {*catalog.tensors, *catalog.objects, *catalog.conflicts}
+    catalog_names = {*catalog.tensors, *catalog.objects, *catalog.conflicts}
     empty = {name for name, entry in catalog.objects.items() if entry.value == {}}
     return NameMatch(
-        tuple(name for name in names if name in known),
-        tuple(name for name in names if name not in known),
-        tuple(sorted(known - empty - set(names))),
+        tuple(name for name in names if name in catalog_names),
+        tuple(name for name in names if name not in catalog_names),
+        tuple(sorted(catalog_names - empty - set(names))),
     )
 
 

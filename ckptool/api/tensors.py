@@ -81,7 +81,7 @@ def local_parts(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
 def local_pieces(tensor: torch.Tensor) -> tuple[Piece, ...]:
     """Return which boxes of the global tensor lie where in this rank's memory.
 
-    Returns None if the rank is not on the mesh. Strided shards are read as FSDP2 cuts them, if this
+    Returns none if the rank is not on the mesh. Strided shards are read as FSDP2 cuts them, if this
     rank's local shape fits that. Raises ValueError if the attributes declare shards that do not
     fit, Damaged if the local shape fits no interpretation.
     """
@@ -210,7 +210,7 @@ class Staging:
     def __init__(self) -> None:
         self._local = threading.local()
         self._lanes: list[_Lane] = []
-        self._before: dict[torch.device, Any] = {}
+        self._events: dict[torch.device, Any] = {}
 
     def memory(self, tensor: torch.Tensor) -> BoxMemory:
         """Return where to write the elements of a tensor that can be filled.
@@ -224,15 +224,15 @@ class Staging:
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
             return ArrayMemory(bits_of(tensor))
-        if tensor.device not in self._before:
-            self._before[tensor.device] = _work_so_far(tensor.device)
+        if tensor.device not in self._events:
+            self._events[tensor.device] = _work_so_far(tensor.device)
         return _DeviceMemory(tensor, self)
 
     def lane(self, device: torch.device) -> _Lane:
         """Return the buffers of this thread for a device."""
         lanes: dict[Any, _Lane] = self._local.__dict__.setdefault("lanes", {})
         if device not in lanes:
-            lanes[device] = _Lane(device, self._before[device])
+            lanes[device] = _Lane(device, self._events[device])
             self._lanes.append(lanes[device])
         return lanes[device]
 
@@ -299,17 +299,17 @@ def _make_event(device: torch.device) -> Any:
 
 
 class _Lane:
-    """One thread's copies to one device, which come after the event ``before``.
+    """One thread's copies to one device, which come after an event on it.
 
     The thread calls torch as little as it can, and stages in numpy's arrays: with most of torch's
     calls it gives the GIL away and waits for it again (docs/decisions.md has the numbers).
     """
 
-    def __init__(self, device: torch.device, before: Any) -> None:
+    def __init__(self, device: torch.device, event: Any) -> None:
         module = _module(device)
         self._stream = module.Stream(device) if _has_streams(device) else None
         if self._stream is not None:
-            self._stream.wait_event(before)
+            self._stream.wait_event(event)
             module.set_stream(self._stream)  # this thread's alone, which ends with the read
         self._buffers = [_Buffer(device, self._stream) for _ in range(2)]
 

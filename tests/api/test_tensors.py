@@ -61,7 +61,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 def begun(target: torch.Tensor) -> tuple[tensors.Staging, tensors._DeviceMemory]:
     """Staging for a tensor that passes for one on a device."""
     made = tensors.Staging()
-    made._before[target.device] = tensors._work_so_far(target.device)
+    made._events[target.device] = tensors._work_so_far(target.device)
     return made, tensors._DeviceMemory(target, made)
 
 
