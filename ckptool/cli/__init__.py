@@ -68,19 +68,19 @@ def _run() -> int:
 
 def _show_failure(error: Exception) -> int:
     """Show an error, as plain text if memory is exhausted, and return its exit code."""
-    known = known_error(error)
+    failure = known_error(error)
     try:
         if "--debug" in sys.argv:
             traceback.print_exception(error)
         from ckptool.render.messages import show_error
 
-        show_error(known)
-        _print_json_error(known)
+        show_error(failure)
+        _print_json_error(failure)
     except BrokenPipeError:
         raise
     except Exception:  # noqa: BLE001 (no memory or no stack for more than plain text)
-        os.write(2, f"error: {ascii(str(known.message))[1:-1]}\n".encode())
-    return known.exit_code
+        os.write(2, f"error: {ascii(str(failure.message))[1:-1]}\n".encode())
+    return failure.exit_code
 
 
 def _print_json_error(error: CkptoolError) -> None:

@@ -99,13 +99,13 @@ def _command_meant(word: str, commands: Iterable[str]) -> str | None:
     for ours, theirs in OTHERS_WORDS.items():
         if word in theirs.split():
             return f"did you mean {ours}?"
-    here = (name for name in os.listdir() if not name.startswith("."))
-    return did_you_mean(word, [*commands, *here], "`ckptool --help` lists the commands")
+    files = (name for name in os.listdir() if not name.startswith("."))
+    return did_you_mean(word, [*commands, *files], "`ckptool --help` lists the commands")
 
 
 def _has(command: Any, flag: str) -> bool:
     """Return whether a command has an option of this flag."""
-    return any(flag in (*each.opts, *each.secondary_opts) for each in command.params)
+    return any(flag in (*param.opts, *param.secondary_opts) for param in command.params)
 
 
 def load_command(name: str) -> Any:
@@ -113,14 +113,14 @@ def load_command(name: str) -> Any:
     from ckptool.cli.parameters import with_options
 
     module = import_module(f"ckptool.cli.{MODULES.get(name, name)}")
-    alone = typer.Typer(add_completion=False)
+    app = typer.Typer(add_completion=False)
     command = getattr(module, name)
     run, words = with_options(command)
-    alone.command(name, cls=Command, help=_help(name, command), epilog=epilog(name))(run)
-    made: Any = get_command(alone)
-    for parameter in made.params:  # typer has no lists of several words
+    app.command(name, cls=Command, help=_help(name, command), epilog=epilog(name))(run)
+    result: Any = get_command(app)
+    for parameter in result.params:  # typer has no lists of several words
         parameter.nargs = words.get(parameter.name, parameter.nargs)
-    return made
+    return result
 
 
 def _help(name: str, command: Any) -> str:
@@ -143,8 +143,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(value: bool) -> None:
+    if value:
         typer.echo(f"ckptool {__version__}")
         raise typer.Exit
 

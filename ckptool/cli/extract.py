@@ -58,13 +58,13 @@ def _print(source: Location, names: Sequence[str], options: ExtractOptions, scre
     from ckptool.render.extract import MOST_IN_JSON, show_values, values_json
     from ckptool.render.messages import show_notes
 
-    taken = open_slices(source, names, options)
+    extraction = open_slices(source, names, options)
     if not screen.quiet:
-        show_notes(taken.notes)
+        show_notes(extraction.notes)
     if screen.as_json:
-        print_json(values_json(taken, read_values(taken, MOST_IN_JSON)))
+        print_json(values_json(extraction, read_values(extraction, MOST_IN_JSON)))
     else:
-        show_values(read_values(taken))
+        show_values(read_values(extraction))
 
 
 def _write(

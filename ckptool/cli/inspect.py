@@ -64,17 +64,17 @@ def inspect(
     if report is None:
         _show_run(place, reading, page_file, form)
         return
-    held = _hold(report, options.mesh) if options.mesh else None
+    holdings = _hold(report, options.mesh) if options.mesh else None
     statistics = _read_stats(report, options.stats) if options.stats else None
     write_inspect_page(page_file, report, statistics)
     if form != "text":
         from ckptool.commands.inspect.views import inspect_json
 
-        content = inspect_json(report, options, held, is_table=form != "json")
+        content = inspect_json(report, options, holdings, is_table=form != "json")
         content |= {} if statistics is None else statistics.more()
         _print_content(content, form, [*views, "tensors"][0])
     else:
-        _show(report, options, held, statistics)
+        _show(report, options, holdings, statistics)
     if options.verbose:
         _show_traffic(report)
     if report.problems:
@@ -84,7 +84,7 @@ def inspect(
 def _show(
     report: InspectReport,
     options: InspectOptions,
-    held: MeshHoldings | None,
+    holdings: MeshHoldings | None,
     statistics: StatsReport | None,
 ) -> None:
     """Show a report on the screen, save that if it is asked, and show the notes."""
@@ -93,7 +93,7 @@ def _show(
     from ckptool.render.text import console
 
     shown = console(record=options.export is not None)
-    show(report, shown, options, held, () if statistics is None else statistics)
+    show(report, shown, options, holdings, () if statistics is None else statistics)
     if options.export is not None:
         _export(shown, options.export)
     show_notes(report.notes)

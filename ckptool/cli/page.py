@@ -24,11 +24,11 @@ def require_page(html: str | None) -> Path | None:
     from ckptool.render.html.page import MARK
     from ckptool.storage.disk import nearest_folder, require_marked
 
-    named = "such as --html page.html"
+    example = "such as --html page.html"
     if html in ("", "-"):
-        raise UsageError(f"--html {html!r}: a page needs the name of a file", hint=named)
+        raise UsageError(f"--html {html!r}: a page needs the name of a file", hint=example)
     if "://" in html:
-        raise UsageError(f"--html {html}: needs a local path, not a URL", hint=named)
+        raise UsageError(f"--html {html}: needs a local path, not a URL", hint=example)
     file = Path(html)
     if file.is_dir():
         raise UsageError(
@@ -57,13 +57,13 @@ def write_inspect_page(file: Path | None, report: InspectReport, stats: StatsRep
         _write(file, inspect_page(report, stats), quiet=False)
 
 
-def _write(file: Path, made: bytes, *, quiet: bool) -> None:
+def _write(file: Path, content: bytes, *, quiet: bool) -> None:
     """Write a page; a rename replaces an earlier one."""
     from ckptool.core.text import size
     from ckptool.render.html.page import MARK
     from ckptool.render.messages import show_step
     from ckptool.storage.disk import write_whole
 
-    write_whole(file, made, mark=MARK)
+    write_whole(file, content, mark=MARK)
     if not quiet:
-        show_step(f"wrote {file} ({size(len(made))})")
+        show_step(f"wrote {file} ({size(len(content))})")

@@ -48,10 +48,10 @@ def with_options(command: Command) -> tuple[Command, dict[str, int]]:
             parameters += map(_parameter, options_of(group))
         else:
             parameters.append(parameter.replace(annotation=hint))
-    declared = {option.keyword: option for each in groups.values() for option in options_of(each)}
+    declared = {option.keyword: option for item in groups.values() for option in options_of(item)}
     if any(option.panel == RARE for option in declared.values()):
         parameters.append(_help_all())
-    RENAMED.update({each.former: each.flag for each in declared.values() if each.former})
+    RENAMED.update({item.former: item.flag for item in declared.values() if item.former})
 
     @wraps(command)
     def run(**values: Any) -> None:
@@ -60,21 +60,21 @@ def with_options(command: Command) -> tuple[Command, dict[str, int]]:
         values.pop("help_all", None)
         _set_screen(values["color"], no_progress=values["no_progress"])
         written = {name: values.pop(name) for name in declared}
-        known = {name: v for name, v in written.items() if v is not None and v != []}
+        given_values = {name: v for name, v in written.items() if v is not None and v != []}
 
         def parse(name: str) -> Any:
             option = declared[name]
-            return option.parse(known[name], option.flag.partition("/")[0])
+            return option.parse(given_values[name], option.flag.partition("/")[0])
 
         opening = "storage_option"  # they apply to every URL among the other arguments
-        with storage_options(parse(opening) if opening in known else {}):
-            parsed = {name: parse(name) for name in known}
+        with storage_options(parse(opening) if opening in given_values else {}):
+            parsed = {name: parse(name) for name in given_values}
             sources = values.get("sources") or [None]  # of a merge, the first stands for all
             with _naming_places(values.get("source", sources[0]), values.get("target")):
                 command(**values, **{name: build(group, parsed) for name, group in groups.items()})
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__annotations__ = {item.name: item.annotation for item in parameters}
     words = {name: option.kind.words for name, option in declared.items() if option.kind.words > 1}
     return run, words
 
@@ -86,8 +86,8 @@ _PLACE = r"(?<=\s)(?:CKPT|SRC|DST)(?=[\s`])"
 @contextmanager
 def _naming_places(source: str | None, target: str | None) -> Iterator[None]:
     """Put the places of the command line into the commands of an error's hint, to be copied."""
-    given = {"CKPT": source, "SRC": source, "DST": target}
-    places = {word: quote(place) for word, place in given.items() if place}
+    texts = {"CKPT": source, "SRC": source, "DST": target}
+    places = {word: quote(place) for word, place in texts.items() if place}
 
     def named(command: re.Match[str]) -> str:
         return re.sub(_PLACE, lambda word: places.get(word[0], word[0]), command[0])

@@ -117,17 +117,18 @@ class Command(TyperCommand):
 
         order = {None: 0, SPEED: 2} | ({RARE: 3} if ctx.meta.get(_SHOWS_ALL) else {RARE: -1})
         declared = self.params
-        placed = [(order.get(getattr(each, "rich_help_panel", None), 1), each) for each in declared]
-        self.params = [each for at, each in sorted(placed, key=itemgetter(0)) if at >= 0]
+        places = [order.get(getattr(param, "rich_help_panel", None), 1) for param in declared]
+        pairs = sorted(zip(places, declared, strict=True), key=itemgetter(0))
+        self.params = [param for place, param in pairs if place >= 0]
         try:
             super().format_help(ctx, formatter)
         finally:
             self.params = declared
 
 
-def show_all_help(ctx: typer.Context, asked: bool) -> None:
+def show_all_help(ctx: typer.Context, value: bool) -> None:
     """Show the help with what is rarely needed, and exit, if that is asked."""
-    if asked:
+    if value:
         ctx.meta[_SHOWS_ALL] = True
         typer.echo(ctx.get_help())
         raise typer.Exit
@@ -135,7 +136,7 @@ def show_all_help(ctx: typer.Context, asked: bool) -> None:
 
 def _require_values(command: Any, args: Sequence[str]) -> None:
     """Raise UsageError where a flag stands in the place of an option's value, as typer allows."""
-    flags = {flag: each for each in command.params for flag in (*each.opts, *each.secondary_opts)}
+    flags = {flag: item for item in command.params for flag in (*item.opts, *item.secondary_opts)}
     words = args[: args.index("--")] if "--" in args else args
     for word, value in pairwise(words):
         option = flags.get(word) if word.startswith("--") else None
@@ -145,14 +146,14 @@ def _require_values(command: Any, args: Sequence[str]) -> None:
 
 def _require_once(command: Any, args: Sequence[str]) -> None:
     """Raise UsageError where an option of one value has two, of which typer drops the first."""
-    known = dict[str, str]()
-    once = {flag: each for each in command.params if _takes_one(each) for flag in each.opts}
+    values = dict[str, str]()
+    once = {flag: param for param in command.params if _takes_one(param) for flag in param.opts}
     words = args[: args.index("--")] if "--" in args else args
     for word, following in pairwise([*words, ""]):
-        flag, equals, own = word.partition("=")
-        value = own if equals else following
-        if (option := once.get(flag)) and known.setdefault(option.name, value) != value:
-            message = f"{option.opts[0]} takes one value, not {known[option.name]} and {value}"
+        flag, equals, inline = word.partition("=")
+        value = inline if equals else following
+        if (option := once.get(flag)) and values.setdefault(option.name, value) != value:
+            message = f"{option.opts[0]} takes one value, not {values[option.name]} and {value}"
             raise UsageError(message, hint=_described(option))
 
 
@@ -207,8 +208,8 @@ def _hint(error: Any, wrong: str, ctx: Any) -> str:
     if not (lacks and example):
         return usage
     # Help ends as a sentence, but what may be repeated ends in an ellipsis
-    said = usage if usage.endswith("...") else usage.removesuffix(".")
-    return f"{said}; such as `{example}`"
+    sentence = usage if usage.endswith("...") else usage.removesuffix(".")
+    return f"{sentence}; such as `{example}`"
 
 
 def _described(option: Any) -> str:
@@ -230,7 +231,7 @@ def _word_too_many(error: Any, ctx: Any) -> str | None:
 
 def _option(flag: str | None, ctx: Any) -> Any:
     """Return the option of a command with this flag, None without one."""
-    return next((each for each in ctx.command.params if flag in each.opts), None)
+    return next((param for param in ctx.command.params if flag in param.opts), None)
 
 
 def _hint_for(wrong: str, called: str, usage: str, ctx: Any) -> str:
@@ -238,12 +239,12 @@ def _hint_for(wrong: str, called: str, usage: str, ctx: Any) -> str:
     for (command, theirs), instead in OTHERWISE.items():
         if command == ctx.info_name and wrong in theirs.split():
             return instead
-    flags = [flag for each in ctx.command.params for flag in (*each.opts, *each.secondary_opts)]
+    flags = [flag for param in ctx.command.params for flag in (*param.opts, *param.secondary_opts)]
     meant = [RENAMED.get(wrong, ""), *_called_by_others(wrong)]
     for word in meant:
         if word.partition(" ")[0] in flags:
             return f"did you mean {word}?"
-    arguments = [each.metavar for each in ctx.command.params if not each.opts[0].startswith("-")]
+    arguments = [param.metavar for param in ctx.command.params if not param.opts[0].startswith("-")]
     if (wrong in _TARGETS and {"DST", "OUT"} & {*arguments}) or (wrong in _SOURCES and arguments):
         return f"it is a word of its own, without an option: {usage}"
     close = get_close_matches(wrong, flags, n=1, cutoff=0.75)

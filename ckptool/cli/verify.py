@@ -51,7 +51,7 @@ def verify(source: SourcePath = ".", *, options: Question, screen: SilentScreen)
     is_plain = not options.asked
     try:
         with (
-            _ranks(alone=check.quick or not is_plain) as ranks,
+            _ranks(is_single=check.quick or not is_plain) as ranks,
             shown_progress(quiet=screen.quiet or ranks.rank > 0) as progress,
         ):
             answer = _answer(place, options, progress, ranks)
@@ -64,41 +64,41 @@ def verify(source: SourcePath = ".", *, options: Question, screen: SilentScreen)
     _end(all(suite.report for suite in answer.suites))
 
 
-def _ranks(*, alone: bool) -> AbstractContextManager[Ranks]:
+def _ranks(*, is_single: bool) -> AbstractContextManager[Ranks]:
     """Join the ranks of a torchrun job that share the reading of the data; else work alone."""
     from ckptool.engine.ranks import Ranks, join_ranks
 
-    return nullcontext(Ranks()) if alone else join_ranks()
+    return nullcontext(Ranks()) if is_single else join_ranks()
 
 
-def _answer(source: Location, asked: Question, progress: Progress, ranks: Ranks) -> Answer:
+def _answer(source: Location, question: Question, progress: Progress, ranks: Ranks) -> Answer:
     """Answer the question about one checkpoint."""
     from ckptool.commands.verify.answer import Suite, answer
 
-    how = asked.check, asked.rewrite, asked.comparison, progress
-    if asked.against is not None:
+    how = question.check, question.rewrite, question.comparison, progress
+    if question.against is not None:
         from ckptool.commands.verify.compare.against import against
 
-        return _compared(against(source, asked.against, *how), asked)
-    if asked.recipe is not None:
+        return _compared(against(source, question.against, *how), question)
+    if question.recipe is not None:
         from ckptool.commands.merge.against import against_recipe
 
-        return _compared(against_recipe(asked.recipe, source, *how), asked)
-    report = answer(source, asked, progress, ranks)
+        return _compared(against_recipe(question.recipe, source, *how), question)
+    report = answer(source, question, progress, ranks)
 
     def show() -> None:
         from ckptool.render.verify import show_verify
 
         show_verify(report)
 
-    return Answer([Suite(report, asked.checks)], show, report.to_dict)
+    return Answer([Suite(report, question.checks)], show, report.to_dict)
 
 
-def _compared(report: AgainstReport, asked: Question) -> Answer:
+def _compared(report: AgainstReport, question: Question) -> Answer:
     from ckptool.commands.verify.answer import Suite
     from ckptool.render.verify import show_against
 
-    suite = Suite(report.verify, asked.checks)
+    suite = Suite(report.verify, question.checks)
     return Answer([suite], lambda: show_against(report), report.to_dict)
 
 
@@ -122,9 +122,9 @@ def _verify_steps(
             show_latest_good(report, quiet=output.quiet)
 
     suites = [
-        Suite(each, reasons=step.reasons if all(step.reports) else ())
+        Suite(part, reasons=step.reasons if all(step.reports) else ())
         for step in report.steps
-        for each in step.reports
+        for part in step.reports
     ]
     output.show(Answer(suites, show, report.to_dict, is_data=True), strict=options.strict)
     _end(report.ok)
