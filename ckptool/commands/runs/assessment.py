@@ -27,7 +27,7 @@ from ckptool.commands.runs.records import Contents, read_alone
 from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoiling
 from ckptool.commands.runs.steps import Run, Step, is_unfinished_name
 from ckptool.commands.runs.trainers import SPARED
-from ckptool.commands.verify.compare.earlier import earlier_problems
+from ckptool.commands.verify.compare.earlier import History
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.commands.verify.verify import Verification, examine
 from ckptool.core.catalog import Catalog
@@ -100,6 +100,7 @@ class Assessor:
         self._completeness = Completeness(run)
         self._models = Models(options.read)
         self._exports = Exports(run, self.contents_of)
+        self._history = History(options.read)
         self._contents: dict[Location, Contents] = {}
         self._good: set[object] = set()
         self._first_filled: dict[object, float] = {}
@@ -257,7 +258,7 @@ class Assessor:
                 why = f"{_EMPTIED}: {why}: a resume begins the optimizer again"
                 yield f"{why} (--ignore {_EMPTIED} counts it as good)"
         earlier = [] if self._options.quick else earlier
-        problems = earlier_problems(step, surveys, earlier, self._options.read)
+        problems = self._history.problems(step, surveys, earlier)
         problem = next((p for p in problems if p.code not in self._options.ignore), None)
         if problem is not None:
             yield f"{problem.code}: {problem} (--ignore {problem.code} counts it as good)"

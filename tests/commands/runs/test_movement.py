@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch.optim import SGD, AdamW
 
 import ckptool
+from ckptool.commands.open import Survey, survey_readable
+from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.verify.compare import matrices
 
 UP, DOWN = "layers.1.up.weight", "layers.2.up.weight"
 Weights = dict[str, torch.Tensor]
@@ -272,3 +275,18 @@ def test_momentum_that_is_lost(tmp_path: Path) -> None:
     why = "moments-zero: state.0.momentum_buffer: all momentum is zero, but not in checkpoint-40:"
     assert reasons(run)["checkpoint-50"].startswith(why)
     assert reasons(run, ignore=("moments-zero",)) == {}
+
+
+def test_each_optimizer_is_read_once_for_the_steps_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train(tmp_path / "run", range(10, 80, 10))
+    read = list[Path]()
+
+    def note(path: Path, options: ReadOptions) -> Survey | None:
+        read.append(path)
+        return survey_readable(path, options)
+
+    monkeypatch.setattr(matrices, "survey_readable", note)
+    assert ckptool.verify_run(run, every=True).ok
+    assert sorted(read) == sorted(run.glob("*/optimizer.pt"))

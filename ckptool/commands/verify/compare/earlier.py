@@ -26,36 +26,61 @@ from ckptool.commands.verify.compare.matrices import Save, saves_in
 from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.core.text import list_some, natural_key
 from ckptool.errors import CkptoolError, Problem
+from ckptool.storage.url import Location
 
 _DIFFER = "counts-differ"
 _BEFORE = 3
 """How many of the steps before it a step is compared with."""
 _FEW = 2
+_Place = tuple[Location, tuple[PurePath, ...]]
+"""Where a step is, and the models inside it that are compared."""
 _COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
 """What accelerate saves of a scheduler."""
 
 
-def earlier_problems(
-    step: Step, checkpoints: Iterable[Found], earlier: Sequence[Step], options: ReadOptions
-) -> Iterator[Problem]:
-    """Yield what of a step's checkpoints is, in part, that of ``earlier`` steps, or was lost since.
+class History:
+    """Compares each step of a run with those before it, whose saves it reads once.
 
-    The checkpoints are those of the step and the models inside them. Raises NoAnswer.
+    Steps are assessed from the newest, so only the saves that were last compared are remembered.
     """
-    saves = saves_in(step, checkpoints)
-    inner = [place for place, save in saves.items() if save.inside]
-    steps = reversed(earlier[-_BEFORE:])
-    past = [saves_in(past_step, _readable(past_step, inner, options)) for past_step in steps]
-    for place, save in saves.items():
-        predecessors = [past_saves[place] for past_saves in past if place in past_saves]
-        if not save.inside:
-            for predecessor in predecessors:
-                cause = _reset_scheduler(save, predecessor) or _mixed_with(save, predecessor)
-                yield from [Problem(cause, _DIFFER)] if cause else []
-                yield from _lost_state(save, predecessor) if predecessor.step is earlier[-1] else ()
-            yield from _emptied(save, predecessors)
-        for problem in _moved_strangely(save, predecessors) if predecessors else ():
-            yield Problem(f"{place}: {problem}", problem.code) if save.inside else problem
+
+    def __init__(self, options: ReadOptions) -> None:
+        self._options = options
+        self._saves: dict[_Place, Mapping[PurePath, Save]] = {}
+
+    def problems(
+        self, step: Step, checkpoints: Iterable[Found], earlier: Sequence[Step]
+    ) -> Iterator[Problem]:
+        """Yield what of a step's checkpoints is, in part, of ``earlier`` steps, or was lost since.
+
+        The checkpoints are those of the step and the models inside them. Raises NoAnswer.
+        """
+        saves = saves_in(step, checkpoints)
+        inner = tuple(place for place, save in saves.items() if save.inside)
+        saves = self._saves.get((step.path, inner), saves)
+        past = {(old.path, inner): self._saves_of(old, inner) for old in earlier[-_BEFORE:]}
+        self._saves = past
+        for place, save in saves.items():
+            predecessors = [
+                old_saves[place] for old_saves in reversed(past.values()) if place in old_saves
+            ]
+            if not save.inside:
+                yield from _problems_of(save, predecessors, earlier[-1]) if predecessors else ()
+            for problem in _moved_strangely(save, predecessors) if predecessors else ():
+                yield Problem(f"{place}: {problem}", problem.code) if save.inside else problem
+
+    def _saves_of(self, step: Step, inner: tuple[PurePath, ...]) -> Mapping[PurePath, Save]:
+        saves = self._saves.get((step.path, inner))
+        return saves or saves_in(step, _readable(step, inner, self._options))
+
+
+def _problems_of(save: Save, predecessors: Sequence[Save], last: Step) -> Iterator[Problem]:
+    """Yield what a save lacks or shares of its predecessors; of the ``last`` step, lost state."""
+    for predecessor in predecessors:
+        cause = _reset_scheduler(save, predecessor) or _mixed_with(save, predecessor)
+        yield from [Problem(cause, _DIFFER)] if cause else []
+        yield from _lost_state(save, predecessor) if predecessor.step is last else ()
+    yield from _emptied(save, predecessors)
 
 
 def _readable(step: Step, inner: Iterable[PurePath], options: ReadOptions) -> Iterator[Found]:
