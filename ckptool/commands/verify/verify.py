@@ -146,15 +146,15 @@ class Verification:
     def _catalog(self) -> Catalog | None:
         return self.surveyed.catalog
 
-    def check_structure(self, asked: Location) -> None:
-        """Check metadata, names and sizes; ``asked`` is the path that the user gave."""
+    def check_structure(self, path: Location) -> None:
+        """Check metadata, names and sizes; ``path`` is what the user gave."""
         source, row, catalog = self.surveyed.source, self.surveyed.format, self._catalog
         if (marker := row.detection.latest) is not None:
-            self._problems += unnamed_latest(asked, self.surveyed.path, marker)
+            self._problems += unnamed_latest(path, self.surveyed.path, marker)
         rules, bare = self._files.rules, catalog.bare if catalog else frozenset()
         # names of bare files are tensors' names and prove nothing
-        named = {file: rule for file, rule in rules.items() if file not in bare}
-        self._problems += name_problems(source, row, named)
+        name_rules = {file: rule for file, rule in rules.items() if file not in bare}
+        self._problems += name_problems(source, row, name_rules)
         self._problems += newer_than_metadata(source, rules)
         self._files.look_at_metadata(catalog)
         if catalog is not None:
@@ -166,11 +166,11 @@ class Verification:
             self._problems += config_file_problems(source, row, catalog)
             self._problems += odd_values(catalog.objects.values())
 
-    def _unless_damaged(self, found: Iterator[Problem]) -> Iterator[Problem]:
-        """Yield what no training leaves, unless damage explains it."""
-        problems = (*self._problems, *self.surveyed.problems)
-        if not any(is_error(problem.code) for problem in problems):
-            yield from found
+    def _unless_damaged(self, problems: Iterator[Problem]) -> Iterator[Problem]:
+        """Yield problems of what no training leaves, unless damage explains them."""
+        causes = (*self._problems, *self.surveyed.problems)
+        if not any(is_error(problem.code) for problem in causes):
+            yield from problems
 
     def check_content(self, progress: Progress, *, digest: bool) -> None:
         """Open every archive, and read every record and tensor once, or every file."""
@@ -184,7 +184,7 @@ class Verification:
             whole = catalog.files | catalog.companions if self._sample.is_all else {}
             runs = [(f, 0, n) for f, n in whole.items() if f in source.files]
             with planned(source, runs if source.policy.by_request else []):
-                recorded = {each.file for each in self._hashes if each.algorithm == SHA256}
+                recorded = {h.file for h in self._hashes if h.algorithm == SHA256}
                 hashed = {f: n for f, n in whole.items() if digest or f in recorded}
                 self._check_part(catalog, content, progress, hashed)
         else:
@@ -264,14 +264,14 @@ class Verification:
         if self._sample.leaves_none:
             names |= self._read_again(content)
         names -= packed_names(self._catalog) if names and self._catalog else set()
-        found = content.trimmed
+        tensors = content.trimmed
         if isinstance(self._sample, DataPart):
             trim, whole = self.surveyed.format.reading.trim, self._locate(sorted(names))
-            found = {name: trim(each) for name, each in whole.items()} if trim else whole
+            tensors = {name: trim(entry) for name, entry in whole.items()} if trim else whole
         if names:
             from ckptool.commands.verify.checks.nonfinite import not_finite_problems
 
-            self._problems += not_finite_problems(found, names, source)
+            self._problems += not_finite_problems(tensors, names, source)
         if self._sample.leaves_none:
             files = {p.file for p in self._problems if p.file and p.code in DAMAGE}
             elements = Elements(content, source, files, self._sample.is_all, self._model)
@@ -280,7 +280,7 @@ class Verification:
             steps = optimizer_step_problems(self.surveyed, self._catalog, content.counters.taken)
             self._problems += self._unless_damaged(steps)
         unchecked = {span.file for span in spans if span.crc32 is None and span.nbytes}
-        covered = (each.file for each in self._hashes if self._sample.leaves_none)
+        covered = (h.file for h in self._hashes if self._sample.leaves_none)
         self._unchecked = unchecked.difference(covered)
 
     def _read_again(self, content: Content) -> set[str]:
@@ -303,18 +303,18 @@ class Verification:
         counter_of = {name.rpartition(".")[0]: name for name in counters}
         tensors = self._catalog.tensors if self._catalog else {}
         names = [n for n in tensors if n.rpartition(".")[0] in counter_of]
-        found: dict[str, list[TensorEntry]] = {name: [] for name in counters}
+        states: dict[str, list[TensorEntry]] = {name: [] for name in counters}
         for name, entry in self._locate(names).items():
             if (counter := counter_of.get(name.rpartition(".")[0])) and name != counter:
-                found[counter].append(entry)
-        return found
+                states[counter].append(entry)
+        return states
 
     def join(self, ranks: Ranks) -> None:
         """Merge the findings of other ranks' shares."""
-        files = self._files
-        mine = self._problems, files.problems, files.pickles.problems, self._unchecked, self._nbytes
-        own, of_files, of_pickles, unchecked, nbytes = zip(*ranks.gather(mine), strict=True)
-        self._problems, self._of_files = _distinct(own), _distinct(of_files)
+        files, pickles = self._files, self._files.pickles
+        share = self._problems, files.problems, pickles.problems, self._unchecked, self._nbytes
+        problems, of_files, of_pickles, unchecked, nbytes = zip(*ranks.gather(share), strict=True)
+        self._problems, self._of_files = _distinct(problems), _distinct(of_files)
         self._of_pickles = _distinct(of_pickles)
         self._unchecked, self._nbytes = set[str]().union(*unchecked), sum(nbytes)
 
@@ -329,11 +329,10 @@ class Verification:
         of_files = self._files.problems if self._of_files is None else self._of_files
         of_pickles = self._files.pickles.problems if self._of_pickles is None else self._of_pickles
         unchecked = unchecked_problems(sorted(self._unchecked)) if self._unchecked else []
-        own = [*self._problems, *unchecked, *of_files]
         problems = [
             *changes(source, self._own_files),
             *self.surveyed.problems,
-            *map(self._of_a_copy, own),
+            *map(self._of_a_copy, [*self._problems, *unchecked, *of_files]),
             *more,
         ]
         findings, ignored = Findings(
@@ -353,7 +352,7 @@ class Verification:
         return replace(report, summary=summarize(report, options))
 
     def _of_a_copy(self, problem: Problem) -> Problem:
-        """Return damage of an unread copy as no damage of the checkpoint."""
+        """Return a problem, of an unread copy as one that is no damage of the checkpoint."""
         copies = self._catalog.copies if self._catalog else frozenset()
         is_damaged = problem.file in copies and is_error(problem.code)
         return problem.recoded("copy-damaged") if is_damaged else problem
@@ -361,16 +360,14 @@ class Verification:
 
 def _bytes_to_read(spans: Iterable[ByteSpan], whole: Mapping[str, int]) -> int:
     """Return how many bytes spans are, and files that are read whole, each byte once."""
-    apart = (span.nbytes for span in spans if span.packing or span.file not in whole)
-    return sum(apart) + sum(whole.values())
+    sizes = (span.nbytes for span in spans if span.packing or span.file not in whole)
+    return sum(sizes) + sum(whole.values())
 
 
-def _distinct(found: Iterable[Iterable[Problem]]) -> list[Problem]:
+def _distinct(shares: Iterable[Iterable[Problem]]) -> list[Problem]:
     """Return the problems that several ranks found, each once."""
-    problems = chain.from_iterable(found)
-    return list(
-        {(str(each), each.code, each.file, each.tensor): each for each in problems}.values()
-    )
+    problems = chain.from_iterable(shares)
+    return list({(str(p), p.code, p.file, p.tensor): p for p in problems}.values())
 
 
 def changes(source: Files, files: Iterable[str]) -> list[Problem]:

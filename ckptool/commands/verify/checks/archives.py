@@ -62,8 +62,8 @@ class ArchiveCheck:
                     self._look_at_all(item, region, list(read_directory(region).values()))
                 else:
                     self._note_name(item, sibling.root)
-                    own = sibling.own_records(storages=not self._only_structure)
-                    self._look_into(item, region, own, has_crc=True)
+                    records = sibling.own_records(storages=not self._only_structure)
+                    self._look_into(item, region, records, has_crc=True)
         except CkptoolError as error:
             self.problems += error.problems
             return False
@@ -76,7 +76,7 @@ class ArchiveCheck:
         if not _are_in_one_folder([record.name for record in records]):
             message = f"{region.what}: its records are not all in one folder, beside data.pkl"
             self.problems.append(Problem(message, "archive-flat", file=region.file))
-        before = len(self.problems)
+        count = len(self.problems)
         self.problems += check_headers(region, _with_header_at_hand(region, records))
         if spare := count_unclaimed_bytes(region, records):
             message = f"{region.what}: {spare:,} of its {region.nbytes:,} bytes"
@@ -85,7 +85,7 @@ class ArchiveCheck:
         has_crc = has_checksums(records)
         is_plain = self._look_into(item, region, records, has_crc=has_crc)
         may_follow = not self._is_file(item) or self._files_of_size[item.nbytes] > 1
-        if has_crc and is_plain and may_follow and len(self.problems) == before:
+        if has_crc and is_plain and may_follow and len(self.problems) == count:
             self._templates.learn(region, records)
 
     def _is_file(self, item: Container) -> bool:

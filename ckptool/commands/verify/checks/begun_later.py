@@ -1,10 +1,10 @@
 """Whether parameters with fewer steps than others are those of which training began later.
 
-What was frozen at first are whole parts: groups of the optimizer, layers, modules, or what is of
-one kind in all layers; of parameters with numbers, which are in the order of a model, several that
-follow one another, or all of one shape. One module alone, such as the embedding, may have been
-frozen, too, or a branch of a layer be dropped now and then, but nothing tells that from the state
-of an earlier save.
+Whole parts are frozen at first: groups of the optimizer, layers, modules, or parameters of one kind
+in all layers; of parameters with numbers, which are in the order of a model, several that follow
+one another, or all of one shape. One module alone, such as the embedding, may have been frozen,
+too, or a branch of a layer be dropped now and then, but nothing tells that from the state of an
+earlier save.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Values = Mapping[str, float]
 def code_of_fewer(counters: Mapping[float, Sequence[str]], catalog: Catalog) -> str | None:
     """Return the code of step counters of which some are behind, None if those are of whole parts.
 
-    A file of an earlier save may have whole parts as well: it has several counters, and none of
-    those that are not behind.
+    A file of an earlier save may have whole parts as well: then it has several counters, and all
+    are behind.
     """
     values = {name: value for value, names in counters.items() for name in names}
     behind = {name for name, value in values.items() if value < max(counters)}
     if _have_own_files(behind, values, catalog):
         return "steps-differ"
-    alike = (part for part in _parts(values, catalog) if len({values[n] for n in part}) == 1)
-    late = {name for part in alike for name in part} & behind
+    parts = (part for part in _parts(values, catalog) if len({values[n] for n in part}) == 1)
+    late = {name for part in parts for name in part} & behind
     modules = Counter(map(_module_of, values))
     if late and all(modules[_module_of(name)] == 1 for name in behind - late):
         return None
@@ -49,35 +49,35 @@ def _have_own_files(names: Collection[str], values: Values, catalog: Catalog) ->
     for name in values.keys() & catalog.tensors.keys():
         for chunk in catalog.tensors[name].chunks[:1]:
             files[chunk.at.file].add(name)
-    own = [found for found in files.values() if not found.isdisjoint(names)]
-    several = _SEVERAL * len(own) <= len(names)
-    return several and len(own) < len(files) and set().union(*own) == set(names)
+    groups = [group for group in files.values() if not group.isdisjoint(names)]
+    are_several = _SEVERAL * len(groups) <= len(names)
+    return are_several and len(groups) < len(files) and set().union(*groups) == set(names)
 
 
 def _parts(values: Values, catalog: Catalog) -> Iterator[Collection[str]]:
     """Yield the counters of each part of a model or an optimizer that may be frozen whole."""
     yield from _option_groups(catalog, values)
-    alike: dict[object, list[str]] = defaultdict(list)
+    groups: dict[object, list[str]] = defaultdict(list)
     numbered = sorted((len(of), of, n) for n in values if (of := _parameter_of(n)).isdigit())
-    for _, run in groupby(numbered, lambda each: values[each[-1]]):
+    for _, run in groupby(numbered, lambda counter: values[counter[-1]]):
         part = [name for *_, name in run]
-        alike[part[0], "run"] = part
+        groups[part[0], "run"] = part
     shapes = _shapes(catalog) if numbered else {}
     for name in values:
         kind, numbers = abstract(_parameter_of(name))
-        alike[_module_of(name)].append(name)
+        groups[_module_of(name)].append(name)
         if not _parameter_of(name).isdigit():
-            alike[kind, len(numbers)].append(name)
+            groups[kind, len(numbers)].append(name)
         elif (head := name.removesuffix(_STEP)) in shapes:
-            alike[shapes[head]].append(name)
-    yield from (part for part in alike.values() if len(part) > 1)
+            groups[shapes[head]].append(name)
+    yield from (part for part in groups.values() if len(part) > 1)
 
 
 def _alone(values: Values, catalog: Catalog) -> Iterator[str]:
     """Yield the counters of what may be frozen alone: a module, or several parameters of a layer.
 
-    Of parameters with numbers that is told by its shape, which an embedding shares with a head, or
-    by the group's order: what is before and after the layers is at its ends.
+    Among parameters with numbers, these are known by their shape, which an embedding shares with a
+    head, or by the group's order: parameters outside the layers are at its ends.
     """
     outside, inside, numbered = (defaultdict[object, list[str]](list) for _ in range(3))
     shapes = _shapes(catalog)
@@ -101,7 +101,7 @@ def _alone(values: Values, catalog: Catalog) -> Iterator[str]:
 def _option_groups(catalog: Catalog, values: Values) -> Iterator[Collection[str]]:
     """Yield the counters of each of an optimizer's groups of parameters."""
     for group in groups_of(catalog):
-        yield values.keys() & {f"{group.state_of(each)}{_STEP}" for each in group.parameters}
+        yield values.keys() & {f"{state}{_STEP}" for state in map(group.state_of, group.parameters)}
 
 
 def _shapes(catalog: Catalog) -> Mapping[str, tuple[int, ...]]:

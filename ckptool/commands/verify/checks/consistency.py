@@ -44,7 +44,7 @@ def catalog_problems(catalog: Catalog) -> Iterator[Problem]:
 
 
 def conflict_problems(catalog: Catalog) -> list[Problem]:
-    """Return why names of a catalog cannot be read."""
+    """Return the problem of each name of a catalog that cannot be read."""
     return [_conflict_problem(name, why) for name, why in catalog.conflicts.items()]
 
 
@@ -63,13 +63,13 @@ def replica_problems(entries: Iterable[TensorEntry], source: Files) -> Iterator[
             yield from error.problems
 
 
-def unnamed_latest(asked: Location, step: Location, marker: LatestMarker) -> Iterator[Problem]:
-    """Yield a problem if the folder of a run does not name its latest checkpoint.
+def unnamed_latest(path: Location, step: Location, marker: LatestMarker) -> Iterator[Problem]:
+    """Yield a problem if the folder of a run, given as ``path``, does not name its latest step.
 
     Frameworks write the name into a file of the run's folder, and resume only by that. A checkpoint
     that is one file is in the folder of its step (DeepSpeed without ZeRO).
     """
-    is_step = asked in step.parents and re.fullmatch(marker.folders, step.name)
+    is_step = path in step.parents and re.fullmatch(marker.folders, step.name)
     if is_step and step.is_dir() and not (step.parent / marker.file).exists():
         message = f"{step.parent}: no {marker.file} beside {step.name}"
         message += ", so trainers will not resume from it"

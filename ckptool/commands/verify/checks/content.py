@@ -46,27 +46,27 @@ _Locate = Callable[[Catalog], Catalog]
 def located(
     format_: Format, source: Files, catalog: Catalog, chosen: Callable[[Container], bool]
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
-    """Return the tensors with their containers opened, and why others cannot be."""
+    """Return the tensors with their chosen containers opened, and why some cannot be opened."""
     if format_.reading.locate is None:
         return catalog.tensors, []
     locate = partial(format_.reading.locate, source)
     bare = replace(catalog, objects={})
-    kept = {name: _chosen_of(entry, chosen) for name, entry in catalog.tensors.items()}
-    wanted = (at for entry in kept.values() for at in places(entry) if isinstance(at, Container))
-    expect_items(source, wanted)
+    tensors = {name: _chosen_of(entry, chosen) for name, entry in catalog.tensors.items()}
+    items = (at for entry in tensors.values() for at in places(entry) if isinstance(at, Container))
+    expect_items(source, items)
     try:
-        return _opened(locate, bare.with_tensors(kept))
+        return _opened(locate, bare.with_tensors(tensors))
     except CkptoolError:
-        return _opened_each(locate, bare, kept)
+        return _opened_each(locate, bare, tensors)
 
 
 def _opened_each(
-    locate: _Locate, bare: Catalog, kept: Mapping[str, TensorEntry]
+    locate: _Locate, bare: Catalog, entries: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
-    """Return the same of tensors that are opened one by one, some of them in part."""
+    """Return the same as ``located``, of tensors opened one by one, and then chunk by chunk."""
     problems: list[Problem] = []
     tensors: dict[str, TensorEntry] = {}
-    for name, entry in kept.items():
+    for name, entry in entries.items():
         one = bare.with_tensors({name: entry})
         try:
             whole, notes = _opened(locate, one)
@@ -75,9 +75,9 @@ def _opened_each(
         except CkptoolError:
             chunks: list[Chunk] = []
             for chunk in entry.chunks:
-                alone = one.with_tensors({name: replace(entry, chunks=(chunk,))})
+                part = one.with_tensors({name: replace(entry, chunks=(chunk,))})
                 try:
-                    chunks += _opened(locate, alone)[0][name].chunks
+                    chunks += _opened(locate, part)[0][name].chunks
                 except CkptoolError as error:
                     problems += error.problems
             tensors[name] = replace(entry, chunks=tuple(chunks))
@@ -86,8 +86,8 @@ def _opened_each(
 
 def _chosen_of(entry: TensorEntry, chosen: Callable[[Container], bool]) -> TensorEntry:
     """Return a tensor without the chunks whose containers are not chosen."""
-    kept = tuple(c for c in entry.chunks if not isinstance(c.at, Container) or chosen(c.at))
-    return replace(entry, chunks=kept)
+    chunks = tuple(c for c in entry.chunks if not isinstance(c.at, Container) or chosen(c.at))
+    return replace(entry, chunks=chunks)
 
 
 def _opened(locate: _Locate, catalog: Catalog) -> tuple[dict[str, TensorEntry], list[Problem]]:
@@ -115,7 +115,7 @@ class Views(Struct):
         A probe is shown what fills a run row by row, and no copies.
         """
         views, probes = cls(), probes or {}
-        seen: set[object] = set()
+        keys: set[object] = set()
         for entry in entries:
             chunks, probe = chunks_of(entry), probes.get(entry.name)
             run, shape = chunks.extent, entry.shape
@@ -125,8 +125,8 @@ class Views(Struct):
                 shape = chunk.box.shape
                 for at in chunk.places:
                     key = at, shape
-                    if 0 not in shape and key not in seen:
-                        seen.add(key)
+                    if 0 not in shape and key not in keys:
+                        keys.add(key)
                         of_place = probe if at is chunk.at else None
                         views._add(entry, chunk.box, shape, at, of_place)
         return views
@@ -154,7 +154,7 @@ class Views(Struct):
 
 
 def _run(at: Place) -> _Run | None:
-    """Return where elements are as they are: their file or packing, the start and the strides."""
+    """Return where elements are stored unchanged: file or packing, start and strides, if so."""
     if isinstance(at, Extent) and not at.ops:
         return at.file, at.offset, at.strides
     if isinstance(at, EncodedBlob) and not at.ops:
@@ -171,7 +171,7 @@ class _Filled(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _filled(shape: Shape, strides: tuple[int, ...], itemsize: int) -> _Filled | None:
-    """Return what elements fill, as many tensors do alike; None if that is no run."""
+    """Return the run that elements fill, None if they fill none; many tensors have one shape."""
     nbytes = span_of(shape, strides, itemsize)
     if math.prod(shape) * itemsize < nbytes:
         return None
@@ -179,18 +179,18 @@ def _filled(shape: Shape, strides: tuple[int, ...], itemsize: int) -> _Filled | 
 
 
 def attach(views: Views, spans: list[ByteSpan]) -> list[ByteSpan]:
-    """Attach each view to the span that contains it; return new spans for the others."""
+    """Attach each view to the span that contains it; return new spans for the rest."""
     by_place: dict[_Where, list[ByteSpan]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.offset):
         by_place[span.packing or span.file].append(span)
-    own: list[ByteSpan] = []
+    new_spans: list[ByteSpan] = []
     for where, runs in views.runs.items():
         inside = by_place.get(where, [])
         starts = [span.offset for span in inside]
-        others = [view for view in runs if not _place(view, inside, starts)]
+        rest = [view for view in runs if not _place(view, inside, starts)]
         if isinstance(where, str):
-            own += _own_spans(where, others)
-    return own
+            new_spans += _own_spans(where, rest)
+    return new_spans
 
 
 def _place(view: View, spans: list[ByteSpan], starts: list[int]) -> bool:
@@ -285,7 +285,7 @@ def unwritten_ends(
 def _cut(span: ByteSpan, start: int, end: int) -> Iterator[View]:
     """Yield the views of a span that ``start`` cuts within a row, just after a value."""
     for view in span.views:
-        before = start - view.start
-        inside = 0 < before < view.nbytes and (not view.row or before % view.row)
+        nbytes = start - view.start
+        inside = 0 < nbytes < view.nbytes and (not view.row or nbytes % view.row)
         if inside and start - end < view.dtype.itemsize:
             yield view

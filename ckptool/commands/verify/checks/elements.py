@@ -36,12 +36,12 @@ class Content(Struct):
 
     @property
     def probes(self) -> dict[str, Probe]:
-        """What looks at tensors while they are read, by name."""
-        found: dict[str, Probe] = {}
+        """The probes of tensors, which look at them while they are read, by name."""
+        by_name: dict[str, Probe] = {}
         for sense in self.senses:
             for name, probe in sense.probes.items():
-                found[name] = _Both(found[name], probe) if name in found else probe
-        return found
+                by_name[name] = _Both(by_name[name], probe) if name in by_name else probe
+        return by_name
 
     def add(
         self,
@@ -51,11 +51,11 @@ class Content(Struct):
         spans: Iterable[ByteSpan],
     ) -> None:
         """Add the content of another part of the checkpoint, and what to read of it."""
-        for mine, others in ((self.tensors, tensors), (self.trimmed, trimmed)):
-            for name, entry in others.items():
-                known = mine.setdefault(name, entry)
-                if known is not entry:
-                    mine[name] = replace(entry, chunks=(*known.chunks, *entry.chunks))
+        for entries, additions in ((self.tensors, tensors), (self.trimmed, trimmed)):
+            for name, entry in additions.items():
+                previous = entries.setdefault(name, entry)
+                if previous is not entry:
+                    entries[name] = replace(entry, chunks=(*previous.chunks, *entry.chunks))
         self.views.scattered += views.scattered
         self.spans += spans
 
@@ -73,10 +73,10 @@ class _Both(Struct, frozen=True):
 
 
 class Elements(Struct, frozen=True):
-    """All content once it has been read, where it is, and the damaged files.
+    """All content once it has been read, its source, and the damaged files.
 
-    If it is one part's share and not ``all`` of it, tensors have the chunks of that part alone. An
-    optimizer's may be beside those of its ``model``.
+    Unless it ``is_all``, it is one part's share, and tensors have the chunks of that part alone.
+    ``model`` has the elements of the model if these are of an optimizer's file beside it.
     """
 
     content: Content
@@ -87,7 +87,7 @@ class Elements(Struct, frozen=True):
 
     @property
     def of_model(self) -> Elements:
-        """Those among which the weights are."""
+        """The elements that have the model's weights."""
         return self if self.model is None else self.model
 
     @property
@@ -122,7 +122,7 @@ class Sense(Protocol):
 
     @property
     def probes(self) -> Mapping[str, Probe]:
-        """What looks at tensors while they are read, by name."""
+        """The probes of tensors, which look at them while they are read, by name."""
 
     def problems(self, elements: Elements) -> Iterator[Problem]:
         """Yield what is wrong; only what is odd is read again."""

@@ -119,11 +119,11 @@ class FileCheck:
     def look_at_metadata(self, catalog: Catalog | None) -> None:
         """Check metadata files and whole-file archives, which ``--quick`` reads too."""
         inner = {item.file for item in catalog.archives} | catalog.bare if catalog else set()
-        named = catalog.named if catalog else {}
-        for file, names in named.items():
-            self.pickles.note(Names({Global(*name): at for name, at in names.items()}), file, 0)
+        names_by_file = catalog.named if catalog else {}
+        for file, places in names_by_file.items():
+            self.pickles.note(Names({Global(*name): at for name, at in places.items()}), file, 0)
         for file in self._files(catalog):
-            if file not in inner and file not in named:
+            if file not in inner and file not in names_by_file:
                 self._attempt(file, self._look_at)
 
     def find_items(self) -> None:
@@ -153,8 +153,8 @@ class FileCheck:
         files = self._source.files
         if catalog is None:
             return list(files)
-        named = catalog.files.keys() | catalog.copies
-        return [f for f in files if f in named or self._role(f) is FileRole.METADATA]
+        listed = catalog.files.keys() | catalog.copies
+        return [f for f in files if f in listed or self._role(f) is FileRole.METADATA]
 
     def _role(self, file: str) -> FileRole | None:
         rule = self.rules.get(file)
@@ -194,7 +194,7 @@ class FileCheck:
             data = self._source.read(file, 0, min(size, _LEGACY_HEAD))
             self.pickles.look_at(data, file, 0, pickles=5)
             storages = read_torch_file(self._source, file).storages.values()
-            spare = size - max((each.offset + each.nbytes for each in storages), default=size)
+            spare = size - max((s.offset + s.nbytes for s in storages), default=size)
             self._note_unused(file, spare, "any storage")
         elif file.endswith(tuple(single_file_suffixes())):
             read_torch_file(self._source, file)

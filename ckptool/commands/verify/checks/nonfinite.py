@@ -21,8 +21,8 @@ _TILE_ELEMENTS = 1 << 20
 
 
 class _Count(Struct):
-    """The NaN and infinite values so far, ``below`` zero some of these, and the index of the first
-    in row-major order.
+    """Counts of NaN and infinite values so far, how many of these are ``below`` zero, and the first
+    in row-major order: its index and its value.
     """
 
     nan: int = 0
@@ -53,12 +53,12 @@ _PARTS = ("model", "optimizer")
 def not_finite_problems(
     located: Mapping[str, TensorEntry], names: Collection[str], source: Files
 ) -> list[Problem]:
-    """Return the problem of each of these tensors, which have such values and are read once more.
+    """Return the problem of each tensor with such values by its name; these are read once more.
 
-    Those of the model come first; what is in neither model nor optimizer may have any values.
+    Those of the model come first; tensors of neither model nor optimizer may have any values.
     """
     odd = [entry for name, entry in located.items() if name in names]
-    known = [entry for part in _PARTS for entry in odd if state_category(entry) == part]
+    entries = [entry for part in _PARTS for entry in odd if state_category(entry) == part]
     counts: dict[str, _Count] = {}
 
     def look(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
@@ -70,9 +70,9 @@ def not_finite_problems(
             return  # the reader of all data reports on it
         counts[entry.name] = count
 
-    jobs = (tensor_job(e, _TILE_ELEMENTS * e.source_dtype.itemsize, stored=True) for e in known)
+    jobs = (tensor_job(e, _TILE_ELEMENTS * e.source_dtype.itemsize, stored=True) for e in entries)
     read_tiles(TensorSource(source), jobs, look, source.policy.workers)
-    return [_problem(entry, counts.get(entry.name)) for entry in known]
+    return [_problem(entry, counts.get(entry.name)) for entry in entries]
 
 
 def _problem(entry: TensorEntry, count: _Count | None) -> Problem:

@@ -21,10 +21,10 @@ STEP = "step"
 
 
 class StateName(NamedTuple):
-    """What precedes an optimizer's ``state``, as there may be several; its parameter and kind.
+    """The parts of a state's name: which optimizer's it is, of which parameter, and its kind.
 
-    The kind comes first if state is named ``by_kind`` (DeepSpeed, Megatron), else last (torch).
-    Either may be without a ``state`` that it is in (``is_inside``).
+    The kind comes first if state is named ``by_kind`` (DeepSpeed, Megatron), else last (torch). In
+    either order, it may be inside an optimizer's ``state`` (``is_inside``) or not.
     """
 
     optimizer: str
@@ -38,9 +38,9 @@ class StateName(NamedTuple):
         dotted, at = f".{name}", _state_in(f".{name}")
         is_state = at >= 0
         optimizer, rest = (dotted[1:at], dotted[at + len(_STATE) :]) if is_state else ("", name)
-        first, _, others = rest.partition(".")
-        if others and (first in _KINDS or (first == STEP and not is_state)):
-            return cls(optimizer, others, first, True, is_state)
+        first, _, tail = rest.partition(".")
+        if tail and (first in _KINDS or (first == STEP and not is_state)):
+            return cls(optimizer, tail, first, True, is_state)
         parameter, _, kind = rest.rpartition(".")
         return cls(optimizer, parameter, kind, False, is_state)
 
@@ -89,7 +89,7 @@ def groups_of(catalog: Catalog) -> Iterator[Group]:
     """Yield the groups of all optimizers; those of several ranks may be the same."""
     for name, entry in catalog.objects.items():
         optimizer, _, rest = f".{name}".partition(_GROUPS)
-        found = _PARAMS.fullmatch(rest)
-        if found and isinstance(entry.value, list):
-            head = f"{optimizer}{_GROUPS}{found[1]}".removeprefix(".")
+        match = _PARAMS.fullmatch(rest)
+        if match and isinstance(entry.value, list):
+            head = f"{optimizer}{_GROUPS}{match[1]}".removeprefix(".")
             yield Group(optimizer.removeprefix("."), head, entry.value)

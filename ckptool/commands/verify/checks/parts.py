@@ -22,10 +22,10 @@ _PART = CAPACITY * 3 // 8
 
 
 def parts(catalog: Catalog, source: Files) -> Iterator[tuple[Catalog, bool]]:
-    """Yield a catalog in parts, and whether everything that is read of one was announced.
+    """Yield the parts of a catalog, and whether everything to read of each was announced.
 
     Each item and each chunk is in one part; those that are too large, or are compared with copies
-    elsewhere, are in the last, which was not announced.
+    elsewhere, are in the last part, which was not announced.
     """
     items = _Items(catalog)
     tensors: list[dict[str, TensorEntry]] = [{} for _ in items.groups]
@@ -34,9 +34,9 @@ def parts(catalog: Catalog, source: Files) -> Iterator[tuple[Catalog, bool]]:
         chunks: dict[int | None, list[Chunk]] = {} if entry.chunks else {None: []}
         for chunk in entry.chunks:
             chunks.setdefault(items.group_of(chunk.at), []).append(chunk)
-        for number, some in chunks.items():
-            into = rest if number is None else tensors[number]
-            into[name] = replace(entry, chunks=tuple(some))
+        for number, portion in chunks.items():
+            part = rest if number is None else tensors[number]
+            part[name] = replace(entry, chunks=tuple(portion))
     ends: deque[Callable[[], None]] = deque()
     try:
         for at, group in enumerate(items.groups):
@@ -47,8 +47,8 @@ def parts(catalog: Catalog, source: Files) -> Iterator[tuple[Catalog, bool]]:
     finally:
         for end in ends:
             end()
-    others = tuple(item for item in catalog.archives if items.group_of(item) is None)
-    yield replace(catalog, tensors=rest, archives=others), False
+    archives = tuple(item for item in catalog.archives if items.group_of(item) is None)
+    yield replace(catalog, tensors=rest, archives=archives), False
 
 
 class _Items:
@@ -59,17 +59,17 @@ class _Items:
         self._starts = [_place(item) for item in self._items]
         self._group_of: dict[tuple[str, int], int] = {}
         self.groups: list[list[Container]] = []
-        apart = {self._find(at) for at in _places_of_copies(catalog)}
-        left = 0
+        originals = {self._find(at) for at in _places_of_copies(catalog)}
+        room = 0
         for item in self._items:
-            if item.transforms or item.nbytes > _PART or item in apart:
+            if item.transforms or item.nbytes > _PART or item in originals:
                 continue
-            if item.nbytes > left:
+            if item.nbytes > room:
                 self.groups.append([])
-                left = _PART
+                room = _PART
             self.groups[-1].append(item)
             self._group_of[_place(item)] = len(self.groups) - 1
-            left -= item.nbytes
+            room -= item.nbytes
 
     def group_of(self, at: Place) -> int | None:
         """Return the number of the group whose item contains a place; None if there is none."""

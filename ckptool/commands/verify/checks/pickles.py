@@ -33,13 +33,13 @@ class PickleAudit:
         They begin at ``offset`` of the file, None if they are compressed.
         """
         is_small = len(data) <= _SMALL and pickles == 1
-        named = self._find_in_small(data) if is_small else find_globals(data, pickles=pickles)
-        return self.note(named, file, offset)
+        names = self._find_in_small(data) if is_small else find_globals(data, pickles=pickles)
+        return self.note(names, file, offset)
 
-    def note(self, named: Names, file: str, offset: int | None) -> bool:
+    def note(self, names: Names, file: str, offset: int | None) -> bool:
         """Check the names found in a pickle, as ``look_at`` does."""
         belongs = True
-        for item, at in named.items():
+        for item, at in names.items():
             hostile = can_run_code(item) and item.name != "getattr"
             if not hostile and is_known(item):
                 continue
@@ -48,7 +48,7 @@ class PickleAudit:
                 self._reported.add((file, item))
                 self.problems.append(
                     _problem(
-                        item, file, offset, at, hostile=hostile, is_record=item in named.records
+                        item, file, offset, at, hostile=hostile, is_record=item in names.records
                     )
                 )
         return belongs

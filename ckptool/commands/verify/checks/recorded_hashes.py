@@ -34,7 +34,7 @@ _REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MD5_LINE = re.compile(r"([0-9a-fA-F]{32})\s+\*?(\S+)")
-_BESIDE = (".cache/huggingface/download", ".huggingface/download")
+_CACHES = (".cache/huggingface/download", ".huggingface/download")
 _LONGEST = 1024
 _AGAIN = "download it again"
 SHA256 = "sha256"
@@ -77,51 +77,51 @@ class RecordedHash(Struct, frozen=True):
 
 
 def recorded_hashes(
-    path: Location, source: Source, own: Iterable[str], problems: list[Problem]
+    path: Location, source: Source, files: Iterable[str], problems: list[Problem]
 ) -> list[RecordedHash]:
-    """Return what is recorded at ``path``: of every file in lists, of its ``own`` by the Hub.
+    """Return the hashes recorded at ``path``: of all files in lists, and of ``files`` by the Hub.
 
     Why a list cannot be used is added to ``problems``.
     """
-    found: list[RecordedHash] = []
+    hashes: list[RecordedHash] = []
     for name in LISTS:
         try:
-            found += [*_listed(source, name)] if name in source.files else ()
+            hashes += [*_listed(source, name)] if name in source.files else ()
         except CkptoolError as error:
             problems += error.problems
-    return [*found, *_sent(path, own)]
+    return [*hashes, *_sent(path, files)]
 
 
 def hash_problems(
-    recorded: Iterable[RecordedHash],
+    records: Iterable[RecordedHash],
     digests: Mapping[str, str],
     hashed: Collection[str],
     source: Source,
 ) -> Iterator[Problem]:
-    """Yield the files that are missing, or not what was recorded.
+    """Yield the files that are missing, or have another hash than was recorded.
 
-    ``digests`` are SHA-256 of files that were read, as far as they could be of those ``hashed``;
-    all others are read here.
+    ``digests`` are the SHA-256 of ``hashed`` files, as far as they could be read; all other files
+    are read here.
     """
-    for each in recorded:
-        is_read = each.algorithm == SHA256 and each.file in hashed
-        if is_read and each.file not in digests:
+    for record in records:
+        is_read = record.algorithm == SHA256 and record.file in hashed
+        if is_read and record.file not in digests:
             continue  # the reader reports on it
         try:
-            size = require(source, each.file, wanted_by=each.where)
+            size = require(source, record.file, wanted_by=record.where)
             # before what git hashes
-            head = f"blob {size}\0".encode() if each.algorithm == "sha1" else b""
-            digits = digests[each.file] if is_read else None
-            digits = digits or file_digest(source, each.file, each.algorithm, head)
+            head = f"blob {size}\0".encode() if record.algorithm == "sha1" else b""
+            digits = digests[record.file] if is_read else None
+            digits = digits or file_digest(source, record.file, record.algorithm, head)
         except CkptoolError as error:
             yield from error.problems
             continue
-        if (problem := each.problem(digits)) is not None:
+        if (problem := record.problem(digits)) is not None:
             yield problem
 
 
 def _listed(source: Source, name: str) -> Iterator[RecordedHash]:
-    """Yield what a list says; Damaged if it is none, or names an unknown algorithm."""
+    """Yield the hashes in a list; Damaged if it is none, or names an unknown algorithm."""
     data = read_metadata(source, name)
     if name.endswith(".json"):
         yield from _of_json(data, name)
@@ -141,14 +141,14 @@ def _of_json(data: bytes, name: str) -> Iterator[RecordedHash]:
     if not isinstance(content.get("files"), dict):
         raise Damaged(f"{name}: no list of files", "index-unreadable", file=name)
     if (algorithm := content.get("algorithm")) != SHA256:
-        said = f"{str(algorithm)[:40]!r} is not supported; not checked"
-        raise Damaged(f"{name}: {said}", "note", file=name)
+        message = f"{name}: {str(algorithm)[:40]!r} is not supported; not checked"
+        raise Damaged(message, "note", file=name)
     for file, digits in content["files"].items():
         yield RecordedHash(file, SHA256, str(digits), name)
 
 
 def _sent(path: Location, files: Iterable[str]) -> Iterator[RecordedHash]:
-    """Yield what the Hub's client keeps of files of a checkpoint at ``path``."""
+    """Yield the hashes that the Hub's client keeps of files of a checkpoint at ``path``."""
     if (disk := on_disk(path)) is None:
         return
     folder = disk if disk.is_dir() else disk.parent
@@ -163,16 +163,16 @@ def _sent(path: Location, files: Iterable[str]) -> Iterator[RecordedHash]:
 
 
 def _kept(path: Path) -> tuple[str, str]:
-    """Return the digits that are kept of a file, and where; no digits if there are none."""
+    """Return the digits of a file's hash that the Hub's client keeps, and where; else nothing."""
     blob = path.resolve(strict=True)
     if blob.parent.name == "blobs" and _REPOSITORY.fullmatch(blob.parents[1].name):
         return blob.name, "the name of its blob"
     whole = path.absolute()
     for folder in whole.parents:
-        for beside in _BESIDE:
+        for cache in _CACHES:
             name = f"{whole.relative_to(folder)}.metadata"
-            if (folder / beside / name).is_file():
-                return _second_line(folder / beside / name), f"{beside}/{name}"
+            if (folder / cache / name).is_file():
+                return _second_line(folder / cache / name), f"{cache}/{name}"
     return "", ""
 
 

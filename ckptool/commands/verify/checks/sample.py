@@ -16,7 +16,7 @@ class DataSample:
     """A ``share`` of the items and of the spans outside them, chosen by ``seed``; or all.
 
     Checks that concern no particular data are done by readers of all data, and by the first part.
-    A sample ``leaves_none`` if what it does not read is read by others.
+    A sample ``leaves_none`` if all that it does not read is read by other parts.
     """
 
     def __init__(self, share: float, seed: int) -> None:
@@ -60,9 +60,9 @@ class DataPart(DataSample):
         files = {(file, 0): nbytes for file, nbytes in sizes.items() if file not in self._inner}
         units = items | files
         ordered = sorted(units)
-        mine = {ordered[at] for at in share.takes([units[unit] for unit in ordered])}
-        self._items = mine & items.keys()
-        self._files = {file for file, _ in mine & files.keys()}
+        share_units = {ordered[at] for at in share.takes([units[unit] for unit in ordered])}
+        self._items = share_units & items.keys()
+        self._files = {file for file, _ in share_units & files.keys()}
 
     def takes(self, item: Container) -> bool:
         """Return whether an item belongs to this part."""

@@ -37,7 +37,7 @@ _FEW_VALUES = 8
 
 
 def optimizer_problems(catalog: Catalog) -> Iterator[Problem]:
-    """Yield optimizer state that lacks a part that others have."""
+    """Yield optimizer state that lacks a kind that other parameters have."""
     kinds: dict[str, set[str]] = defaultdict(set)
     by_first: dict[str, set[str]] = defaultdict(set)
     for name, entry in catalog.tensors.items():
@@ -51,28 +51,28 @@ def optimizer_problems(catalog: Catalog) -> Iterator[Problem]:
         if kind in _KINDS and whole and state_category(entry) == "optimizer":
             kinds[whole].add(kind)  # in 8 bits: exp_avg.codes and exp_avg.scale
     # a buffer, or a frozen or tied parameter, has no state at all
-    first_kinds = {name: found for name, found in by_first.items() if found - _WEIGHTS}
-    for found_kinds in filter(None, (kinds, first_kinds)):
-        yield from _incomplete(found_kinds, catalog)
+    first_kinds = {name: firsts for name, firsts in by_first.items() if firsts - _WEIGHTS}
+    for states in filter(None, (kinds, first_kinds)):
+        yield from _incomplete(states, catalog)
 
 
 def _incomplete(states: Mapping[str, set[str]], catalog: Catalog) -> Iterator[Problem]:
-    """Yield incomplete state, compared with other parameters'; what ranks disagree on is there.
+    """Yield incomplete state, compared with other parameters'; state in conflict counts as there.
 
     Other state may be in its place: squares of rows and columns (Adafactor, CAME), a step that is
-    no tensor, all of another optimizer's. Groups of parameters may be without some by option.
+    no tensor, all of another optimizer's. An option may leave kinds out in groups of parameters.
     """
     groups: dict[frozenset[str], list[str]] = defaultdict(list)
     for head, state in states.items():
-        known = {kind for kind in _KINDS if f"{head}.{kind}" in catalog.conflicts}
-        groups[frozenset(state) | known].append(head)
+        conflicts = {kind for kind in _KINDS if f"{head}.{kind}" in catalog.conflicts}
+        groups[frozenset(state) | conflicts].append(head)
     for kinds, heads in groups.items():
         larger = [other for other in groups if kinds < other]
         if larger:
             most = max(larger, key=lambda other: len(groups[other]))
-            beside, left_out = _other_state(catalog), _left_out(catalog)
-            alike = beside[groups[most][0]]
-            lacking = [head for head in heads if beside[head] <= alike]
+            extras, left_out = _other_state(catalog), _left_out(catalog)
+            reference = extras[groups[most][0]]
+            lacking = [head for head in heads if extras[head] <= reference]
             lacking = [head for head in lacking if not most - kinds <= left_out[head]]
             what = ", ".join(sorted(most - kinds))
             for head in lacking[:1]:
@@ -82,27 +82,27 @@ def _incomplete(states: Mapping[str, set[str]], catalog: Catalog) -> Iterator[Pr
 
 
 def _left_out(catalog: Catalog) -> dict[str, set[str]]:
-    """Return the kinds of state that parameters are without, as options of their groups say."""
-    found: dict[str, set[str]] = defaultdict(set)
+    """Return the kinds of state that options leave out, by parameter."""
+    left_out: dict[str, set[str]] = defaultdict(set)
     for group in groups_of(catalog):
         options = {k: catalog.objects.get(f"{group.head}.{n}") for k, n in _OPTIONS.items()}
-        without = {kind for kind, option in options.items() if option and not option.value}
-        for parameter in group.parameters if without else ():
-            found[group.state_of(parameter)] |= without
-    return found
+        kinds = {kind for kind, option in options.items() if option and not option.value}
+        for parameter in group.parameters if kinds else ():
+            left_out[group.state_of(parameter)] |= kinds
+    return left_out
 
 
 def _other_state(catalog: Catalog) -> dict[str, set[str]]:
-    """Return what each parameter has besides the known kinds of tensors: others, and values."""
-    found: dict[str, set[str]] = defaultdict(set)
+    """Return the other state of each parameter: other kinds of tensors, and values."""
+    extras: dict[str, set[str]] = defaultdict(set)
     for name in catalog.tensors:
         head, _, last = name.rpartition(".")
         if last not in _KINDS:
-            found[head].add(last)
+            extras[head].add(last)
     for name in catalog.objects:
         head, _, last = name.rpartition(".")
-        found[head].add(last)
-    return found
+        extras[head].add(last)
+    return extras
 
 
 def models_by_tail(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -116,7 +116,7 @@ def models_by_tail(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]
 
 
 def differing_step_values(catalog: Catalog) -> Iterator[Problem]:
-    """Yield differing step counters of ranks (``NAME@rankR``), but of what each has in the data."""
+    """Yield differing step counters of ranks (``NAME@rankR``), other than places in the data."""
     groups: dict[str, list[str]] = defaultdict(list)
     for entry in catalog.objects.values():
         last = entry.path[-1] if entry.path else None
@@ -136,8 +136,8 @@ Locate = Callable[[Sequence[str]], Mapping[str, Sequence[TensorEntry]]]
 class StepCounters:
     """The step counters of an optimizer's parameters: tensors of one element each.
 
-    ``taken`` are the most that each optimizer has, also of DeepSpeed's, which are those of buffers
-    of many.
+    ``taken`` has the largest of each optimizer, those of DeepSpeed's buffers included, which are of
+    many parameters.
     """
 
     def __init__(self) -> None:
@@ -167,12 +167,12 @@ class StepCounters:
     def problems(
         self, locate: Locate, source: Files, catalog: Catalog | None = None
     ) -> Iterator[Problem]:
-        """Yield a problem if they differ.
+        """Yield a problem if the counters differ.
 
         Each optimizer counts for itself (a GAN has two). Experts may have been chosen less often:
-        those so named, and what has a number alone if the model has some. Unused parameters have a
-        state of zeros from when it was made (Adagrad, torch's ``get_optimizer_state_dict``), and
-        whole parts of a model may have been frozen at first.
+        those so named, and in a model with experts any parameter with a number alone. Unused
+        parameters have a state of zeros from when it was made (Adagrad, torch's
+        ``get_optimizer_state_dict``), and whole parts of a model may have been frozen at first.
         """
         if len(self._values) < 2:
             return
@@ -201,25 +201,25 @@ class StepCounters:
 
 
 def _of_one_optimizer(values: Mapping[float, Sequence[str]]) -> dict[float, list[str]]:
-    """Return the counters of optimizers whose own differ."""
-    found: dict[str, dict[float, list[str]]] = defaultdict(lambda: defaultdict(list))
+    """Return the counters of those optimizers that have different ones."""
+    optimizers: dict[str, dict[float, list[str]]] = defaultdict(lambda: defaultdict(list))
     for value, names in values.items():
         for name in names:
-            found[StateName.of(name).optimizer][value].append(name)
+            optimizers[StateName.of(name).optimizer][value].append(name)
     differing: dict[float, list[str]] = defaultdict(list)
-    for own in found.values():
-        for value, names in own.items() if len(own) > 1 else ():
+    for counters in optimizers.values():
+        for value, names in counters.items() if len(counters) > 1 else ():
             differing[value] += names
     return differing
 
 
 def has_experts(catalog: Catalog | None) -> bool:
-    """Return whether a checkpoint has experts, by names, which an optimizer's numbers are not."""
+    """Return whether a checkpoint has experts, by the names of its tensors."""
     return catalog is not None and any(_EXPERT in name for name in catalog.tensors)
 
 
 def _without_state(states: Mapping[str, Sequence[TensorEntry]], source: Files) -> set[str]:
-    """Return the counters of parameters whose other state is all zero, or not there."""
+    """Return the counters of parameters whose other state is all zero, or missing."""
     counter_of = {id(entry): name for name, state in states.items() for entry in state}
     used = set[str]()
 
@@ -240,7 +240,7 @@ def _counter_jobs(
 ) -> Iterator[Job[TensorEntry, TensorReader, TensorTile]]:
     """Yield the jobs that read the step counters of one element, each from its first chunk.
 
-    What parameters share, as DeepSpeed's do, is read once.
+    A counter that parameters share, as DeepSpeed's do, is read once.
     """
     shared = set[Place]()
     for entry in located:
