@@ -28,18 +28,18 @@ class Suite(Struct, frozen=True):
 
 
 def answer(
-    path: Location, asked: Question, progress: Progress = UNWATCHED, ranks: Ranks | None = None
+    path: Location, question: Question, progress: Progress = UNWATCHED, ranks: Ranks | None = None
 ) -> VerifyReport:
     """Verify the checkpoint at ``path`` by itself, like another model, or by a manifest.
 
-    Or write its manifest. Several ``ranks`` share only what it is by itself.
+    Or write its manifest. Several ``ranks`` share the work only if it is verified by itself.
     """
-    options, rewrite, manifest = asked.check, asked.rewrite, asked.manifest
-    if asked.like.like is not None:
+    options, rewrite, manifest = question.check, question.rewrite, question.manifest
+    if question.like.like is not None:
         from ckptool.commands.verify.compare.like import verify_like
 
-        form = asked.comparison.other_format
-        return verify_like(path, asked.like, options, rewrite, progress, form)
+        form = question.comparison.other_format
+        return verify_like(path, question.like, options, rewrite, progress, form)
     if manifest.write_manifest is not None:
         from ckptool.commands.verify.manifest.build import build_manifest
 

@@ -20,12 +20,12 @@ class Severity(Enum):
 
     @property
     def place(self) -> int:
-        """The place among all, the most severe first."""
+        """The place among all severities, the most severe first."""
         return list(Severity).index(self)
 
 
 class Code(NamedTuple):
-    """What a code says: its severity, its meaning, the next step, and the check that reports it.
+    """A code's severity, its meaning, the next step, and the check that reports it.
 
     ``joined_by`` is what problems have in common that are one finding: a ``file``, all but the name
     if they are ``alike``, or the ``cause``.
@@ -76,7 +76,7 @@ def next_step(error: CkptoolError) -> str | None:
 
 
 def require_codes(codes: Iterable[str]) -> None:
-    """Raise UsageError if one is not a code."""
+    """Raise UsageError if one of the names is not a code."""
     for code in codes:
         if code not in CODES:
             hint = did_you_mean(code, CODES, "list them: ckptool verify --codes")

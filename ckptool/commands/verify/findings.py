@@ -53,7 +53,7 @@ class Affected(Struct, frozen=True):
 
     @classmethod
     def by(cls, problem: Problem) -> Affected:
-        """Return what a problem is about."""
+        """Return what a problem affects, and how."""
         return cls(problem.tensor, str(problem), problem.counts)
 
 
@@ -236,7 +236,7 @@ class Findings(Struct, frozen=True):
         if not problems:
             return []
         findings = [self._finding(group) for group in _by_cause(problems, self.catalog)]
-        return sorted(findings, key=lambda each: (each.severity.place, bool(each.tensor)))
+        return sorted(findings, key=lambda finding: (finding.severity.place, bool(finding.tensor)))
 
     def _finding(self, group: Sequence[Problem]) -> Finding:
         cause = group[0]
@@ -257,8 +257,8 @@ class Findings(Struct, frozen=True):
         cause = group[0]
         affected = [Affected.by(p) for p in group if p.tensor or p is not cause]
         names = dict.fromkeys(part.tensor for part in affected if part.tensor)
-        alike = sum(p.code == cause.code and _detail(p) != _detail(cause) for p in group)
-        more = f"; and {alike:,} more" if alike and alike >= len(names) else ""
+        count = sum(p.code == cause.code and _detail(p) != _detail(cause) for p in group)
+        more = f"; and {count:,} more" if count and count >= len(names) else ""
         tensor = cause.tensor if len(names) == 1 else None
         message = f"{cause}{more}{self._named(names)}"
         return replace(finding_of(cause, tuple(affected)), message=message, tensor=tensor)
@@ -353,13 +353,13 @@ def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Pro
 
 
 def _files_of_one_cause(problems: list[Problem]) -> set[str]:
-    """Return the missing files that one problem is about: only failed reads name each of them."""
+    """Return the missing files that one problem is about; only failed reads name one by itself."""
     joined = [problem for problem in problems if problem.code in _SEVERAL]
     if not any(problem.file is None and problem.tensor is None for problem in joined):
         return set()
-    lost = [problem for problem in problems if problem.code == "file-missing" and problem.file]
-    named = {problem.file for problem in lost if not problem.endswith(": the file is missing")}
-    return {problem.file for problem in lost if problem.file} - named
+    missing = [problem for problem in problems if problem.code == "file-missing" and problem.file]
+    reported = {p.file for p in missing if not p.endswith(": the file is missing")}
+    return {p.file for p in missing if p.file} - reported
 
 
 def _cause_of_gaps(
@@ -375,14 +375,14 @@ def _cause_of_gaps(
     if _RANKS in [(problem.code, problem.file) for problem in problems]:
         return _RANKS
     placed = {at.file for entry in catalog.tensors.values() for at in places(entry)}
-    lost = {
+    losses = {
         problem.file: problem.code
         for problem in reversed(problems)
         if problem.file and is_error(problem.code)
         if problem.file not in placed and problem.code in _LOSSES
         if problem.code == "file-missing" or problem.file in catalog.files
     }
-    if len(lost) != 1:
+    if len(losses) != 1:
         return None
-    ((file, code),) = lost.items()
+    ((file, code),) = losses.items()
     return code, file

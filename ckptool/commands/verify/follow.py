@@ -44,7 +44,7 @@ def follow(
 
 
 class _Follower:
-    """Knows the files of each step as of the last look, and as of its report."""
+    """The files of each step as of the last look, and as of its report."""
 
     def __init__(self, run: Location, options: VerifyOptions) -> None:
         self._path = run
@@ -56,7 +56,7 @@ class _Follower:
         """Yield the reports of the steps that are finished since the last look, oldest first.
 
         A step is finished if none of its files changed since then, and if it is whole by its
-        metadata, or else a later one is: then nobody will finish it. One that changes afterwards is
+        metadata, or a later step is: then nobody will finish it. A step that changes afterwards is
         reported again.
         """
         try:
@@ -64,13 +64,13 @@ class _Follower:
         except Unrecognized:
             return
         prints = {step.path: print_of(step, run) for step in run.steps}
-        still = [step for step in run.steps if prints[step.path] == self._seen.get(step.path)]
+        candidates = [step for step in run.steps if prints[step.path] == self._seen.get(step.path)]
         self._seen = prints
-        whole = self._whole(run, still)
-        for step in still:
+        whole = self._whole(run, candidates)
+        for step in candidates:
             path = step.path
-            later = {each.path for each in run.steps[run.steps.index(step) + 1 :]}
-            if prints[path] == self._told.get(path) or not whole & {path, *later}:
+            successors = {s.path for s in run.steps[run.steps.index(step) + 1 :]}
+            if prints[path] == self._told.get(path) or not whole & {path, *successors}:
                 continue
             report = Assessor(run, self._options).assess(step).report
             if report.export or (not report.ok and is_gone(path)):
@@ -78,12 +78,12 @@ class _Follower:
             self._told[path] = prints[path]
             yield report
 
-    def _whole(self, run: Run, still: Sequence[Step]) -> set[Location]:
+    def _whole(self, run: Run, candidates: Sequence[Step]) -> set[Location]:
         """Return the steps that are whole by their metadata, names and sizes."""
         quick = Assessor(run, replace(self._options, quick=True))
-        new = [step for step in still if self._seen[step.path] != self._told.get(step.path)]
-        found = {step.path for step in new if quick.assess(step).report.ok}
-        return found | self._told.keys()
+        new = [step for step in candidates if self._seen[step.path] != self._told.get(step.path)]
+        finished = {step.path for step in new if quick.assess(step).report.ok}
+        return finished | self._told.keys()
 
 
 def require_command(text: str) -> list[str]:

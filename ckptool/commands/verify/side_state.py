@@ -29,46 +29,46 @@ _OF_STEPS = ("steps-differ", "steps-apart")
 
 
 def examine_side_file(
-    file: Location, options: VerifyOptions, beside: Sequence[Verification], examine: Examine
+    file: Location, options: VerifyOptions, checkpoints: Sequence[Verification], examine: Examine
 ) -> tuple[VerifyReport, Catalog | None]:
-    """Return the report and the catalog of a file, as of a checkpoint, which training goes on from.
+    """Return the report and the catalog of a file, verified as a checkpoint, that a resume needs.
 
-    An optimizer must have taken the steps that the checkpoints ``beside`` it count, of which the
+    Its optimizer must have taken the steps that the ``checkpoints`` beside it count, of which the
     first has its model.
     """
     read = ReadOptions("torch-save", storage_option=options.read.storage_option)
-    model = next((each.elements for each in beside), None)
+    model = next((checkpoint.elements for checkpoint in checkpoints), None)
     examined = examine(file, replace(options, read=read, part=None), model=model)
-    catalog, taken = examined.surveyed.catalog, examined.content.counters.taken
-    steps = (optimizer_step_problems(each.surveyed, catalog, taken) for each in beside)
+    catalog, counts = examined.surveyed.catalog, examined.content.counters.taken
+    steps = (optimizer_step_problems(c.surveyed, catalog, counts) for c in checkpoints)
     return examined.report(chain.from_iterable(steps)), catalog
 
 
 def with_side_state(
     report: VerifyReport, model: Verification, options: VerifyOptions, examine: Examine
 ) -> VerifyReport:
-    """Return a report with what is found of the Trainer's ``optimizer.pt`` beside the model.
+    """Return a report with the findings on the Trainer's ``optimizer.pt`` beside the model.
 
-    An optimizer may have nothing to save. It numbers parameters, of which those of experts may have
-    had fewer steps.
+    An optimizer may have nothing to save. It knows parameters by number, so it does not tell which
+    are of experts, which may have had fewer steps.
     """
     source, catalog = model.surveyed.source, model.surveyed.catalog
     name = trainer_optimizer(source.files, catalog.files) if catalog else None
     if name is None:
         return report
     try:
-        beside, _ = examine_side_file(model.surveyed.path / name, options, [model], examine)
+        side, _ = examine_side_file(model.surveyed.path / name, options, [model], examine)
     except Unrecognized:
         return report
     left_out = {*_OF_A_FILE, *(_OF_STEPS if has_experts(catalog) else ())}
-    found = [_of(name, each) for each in beside.findings if each.code not in left_out]
+    findings = [_of(name, finding) for finding in side.findings if finding.code not in left_out]
     whole = replace(
         report,
-        findings=tuple(sorted([*report.findings, *found], key=lambda each: each.severity.place)),
-        nbytes=report.nbytes + beside.nbytes,
-        files=report.files + beside.files,
-        tensors=report.tensors + beside.tensors,
-        ignored=(*report.ignored, *beside.ignored),
+        findings=tuple(sorted([*report.findings, *findings], key=lambda f: f.severity.place)),
+        nbytes=report.nbytes + side.nbytes,
+        files=report.files + side.files,
+        tensors=report.tensors + side.tensors,
+        ignored=(*report.ignored, *side.ignored),
     )
     whole = replace(whole, ok=not whole.fails(options.strict))
     return replace(whole, summary=summarize(whole, options))

@@ -116,24 +116,24 @@ def rewritten_coverage(result: RewriteResult, names: Collection[str], values: in
     Tensors that a key map joins or splits count as their sources.
     """
     total = amount(result.whole.tensors.values(), len(result.whole.objects))
-    kept, key_map, sources = result.kept, result.map, set(names)
+    selection, key_map, sources = result.kept, result.map, set(names)
     if key_map is not None:
-        dropped = sum(name in kept.objects for name in key_map.excluded)
+        dropped = sum(name in selection.objects for name in key_map.excluded)
         lacking = len(result.catalog.objects) - values
-        values = max(0, len(kept.objects) - dropped - lacking)
+        values = max(0, len(selection.objects) - dropped - lacking)
         sources = {name for move in key_map.moves if move.target in names for name in move.sources}
-    compared = [kept.tensors[name] for name in sources if name in kept.tensors]
+    compared = [selection.tensors[name] for name in sources if name in selection.tensors]
     return Coverage(amount(compared, values), total)
 
 
 def excluded_by_rewrite(result: RewriteResult, path: object) -> list[Problem]:
     """Return remarks on what the selection and the map exclude."""
-    whole, kept, key_map = result.whole, result.kept, result.map
-    chunk_ids = {id(entry.chunks) for entry in kept.tensors.values()}
+    whole, selection, key_map = result.whole, result.kept, result.map
+    chunk_ids = {id(entry.chunks) for entry in selection.tensors.values()}
     entries = [entry for entry in whole.tensors.values() if id(entry.chunks) not in chunk_ids]
-    notes = excluded(path, entries, len(whole.objects) - len(kept.objects))
+    notes = excluded(path, entries, len(whole.objects) - len(selection.objects))
     if key_map is not None:
-        by_map = [kept.tensors[name] for name in key_map.excluded if name in kept.tensors]
+        by_map = [selection.tensors[name] for name in key_map.excluded if name in selection.tensors]
         rest = len(key_map.excluded) - len(by_map)
         if by_map or rest:
             what = f"{amount(by_map, rest)} of {path} excluded by the map {key_map.name}"

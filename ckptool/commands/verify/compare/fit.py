@@ -162,7 +162,7 @@ def find_rewriting(
     """
     targets = other.tensors
     best = start
-    for candidate in _candidates(start, catalog, targets):
+    for candidate in _ways(start, catalog, targets):
         best = max(best, candidate, key=lambda way: way.score(targets))
         if best.score(targets) == (len(targets), 0):
             break
@@ -173,13 +173,13 @@ def find_rewriting(
     return best if common and 2 * common >= min(len(best.names), len(targets)) else None
 
 
-def _candidates(start: Candidate, made: Catalog, targets: Collection[str]) -> Iterator[Candidate]:
+def _ways(start: Candidate, catalog: Catalog, targets: Collection[str]) -> Iterator[Candidate]:
     selection = start.rewriting.selection
     yield from _renamed(selection, start.names, targets)
     if selection.model_only:
         return
     try:
-        names = list(only_model(made).tensors)
+        names = list(only_model(catalog).tensors)
     except CkptoolError:
         return
     model_only = replace(selection, model_only=True)

@@ -67,22 +67,22 @@ def build_manifest(
     report, opened = verification.report(), open_unless_damaged(path, options)
     if not report.ok or opened is None:
         return _not_written(report, target, options)
-    made = rewrite(opened, rewriting, check=require_sound)
+    result = rewrite(opened, rewriting, check=require_sound)
     files: list[str] = []
-    known: Mapping[str, str] = {}
+    hashes: Mapping[str, str] = {}
     if rewriting == RewriteOptions():
-        files, known = sorted(file_sizes(opened.catalog)), verification.content.read.digests
-    manifest, problems, nbytes = measure(opened, made.catalog, options, progress, files, known)
+        files, hashes = sorted(file_sizes(opened.catalog)), verification.content.read.digests
+    manifest, problems, nbytes = measure(opened, result.catalog, options, progress, files, hashes)
     problems += [
         Problem(f"{name}: {why}", "manifest-incomplete", tensor=name)
         for name, why in manifest.unproved.items()
     ]
-    problems += excluded_by_rewrite(made, opened.path)
-    report = verification.report(problems, compared=made.catalog, nbytes=nbytes)
-    if not report.ok or made.catalog.tensors.keys() - manifest.tensors.keys():
+    problems += excluded_by_rewrite(result, opened.path)
+    report = verification.report(problems, compared=result.catalog, nbytes=nbytes)
+    if not report.ok or result.catalog.tensors.keys() - manifest.tensors.keys():
         return _not_written(report, target, options)
     write_manifest(manifest, target, overwrite=overwrite)
-    rest = rewritten_coverage(made, manifest.tensors, len(manifest.values)).rest
+    rest = rewritten_coverage(result, manifest.tensors, len(manifest.values)).rest
     contents = contents_text(manifest.tensors, manifest.values, manifest.files)
     summary = f"OK: wrote {target}: {contents}{excluded_text(rest, path)}"
     return replace(report, summary=summary)
@@ -119,30 +119,30 @@ def measure(
     options: VerifyOptions,
     progress: Progress,
     files: Collection[str],
-    known: Mapping[str, str],
+    hashes: Mapping[str, str],
 ) -> tuple[CheckpointManifest, list[Problem], int]:
     """Return the manifest of a checkpoint, the problems in its way, and the bytes read for it.
 
     It covers all tensors and these ``files``. ``catalog`` is that of ``opened``, rewritten or not.
     Checksums of all records are checked and copies compared meanwhile, unless that was done when
-    ``known`` digests of files were made. Unreadable entries have no digest and are problems. Raises
+    the ``hashes`` of files were taken. Unreadable entries have no digest and are problems. Raises
     Unsupported if a value is too large to be written.
     """
     sizes, source = file_sizes(opened.catalog), opened.source
-    unread = [name for name in files if name not in known]
+    unread = [name for name in files if name not in hashes]
     nbytes = sum(entry.nbytes for entry in catalog.tensors.values())
     nbytes += sum(sizes[name] for name in unread)
     progress.begin(nbytes)
     workers = options.workers or source.policy.workers
-    located, lost = readable(opened, catalog)
+    located, failures = readable(opened, catalog)
     entries = list(located.tensors.values())
     problems = [p for p in conflict_problems(catalog) if p.code not in _UNPROVED]
-    problems += lost.values()
+    problems += failures.values()
     checked = CheckedSource(source)
     hexes: dict[str, str] = {}
     try:
-        hexes = digests(entries, TensorSource(source) if known else checked, workers, progress)
-        if not known:
+        hexes = digests(entries, TensorSource(source) if hashes else checked, workers, progress)
+        if not hashes:
             problems += stored_problems(checked, entries, workers)
     except CkptoolError as error:
         problems += error.problems
@@ -152,7 +152,7 @@ def measure(
         if entry.name in hexes
     }
     values, unproved = _values(catalog)
-    file_hexes = file_digests(unread, source, workers, progress) | dict(known)
+    file_hexes = file_digests(unread, source, workers, progress) | dict(hashes)
     proofs = {name: FileProof(sizes[name], sha256) for name, sha256 in file_hexes.items()}
     manifest = CheckpointManifest(opened.format.name, tensors, values, unproved, proofs)
     return manifest, problems, nbytes

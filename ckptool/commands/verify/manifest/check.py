@@ -50,19 +50,19 @@ def check_manifest(
     if opened is None:
         summary = f"FAILED: cannot be read, so not compared with {recorded_in}"
         return replace(verification.report(), ok=False, summary=summary)
-    aligned = align(opened, rewriting, manifest_catalog(manifest), recorded_in)
-    made, chosen = aligned.result, aligned.counterpart
+    alignment = align(opened, rewriting, manifest_catalog(manifest), recorded_in)
+    result, chosen = alignment.result, alignment.counterpart
     recorded = manifest if rewriting == RewriteOptions() else narrowed(manifest, chosen)
     sizes = file_sizes(opened.catalog)
     files = [name for name, proof in recorded.files.items() if sizes.get(name) == proof.nbytes]
-    measured, problems, nbytes = measure(opened, made.catalog, options, progress, files, {})
-    problems += differences(recorded, measured, made.catalog, opened.catalog)
-    problems += aligned.notes
-    alike = [name for name in recorded.tensors if name in measured.tensors]
+    measured, problems, nbytes = measure(opened, result.catalog, options, progress, files, {})
+    problems += differences(recorded, measured, result.catalog, opened.catalog)
+    problems += alignment.notes
+    names = [name for name in recorded.tensors if name in measured.tensors]
     values = len(recorded.values.keys() & measured.values.keys())
-    if not alike and (measured.tensors or not values):
+    if not names and (measured.tensors or not values):
         problems.append(Problem("no name is in both", NOTHING_COMPARED))
-    report = verification.report(problems, compared=made.catalog, nbytes=nbytes)
+    report = verification.report(problems, compared=result.catalog, nbytes=nbytes)
     if not report.ok:
         count = plural(report.count_failures(options.strict), "problem")
         summary = f"FAILED: does not match {recorded_in}: {count}{report.ignored_text}"
@@ -72,7 +72,7 @@ def check_manifest(
         recorded.values.items() & measured.values.items(),
         recorded.files.items() & measured.files.items(),
     )
-    rest = excluded_text(rewritten_coverage(made, alike, values).rest, path)
+    rest = excluded_text(rewritten_coverage(result, names, values).rest, path)
     rest += excluded_text(amount(chosen.excluded, chosen.excluded_values), recorded_in)
     summary = f"OK: matches {recorded_in}: {equal}{rest}{report.ignored_text}"
     return replace(report, summary=summary)
@@ -137,8 +137,8 @@ def _is_another_writing(
     """
     if measured.format != recorded.format:
         return True
-    kept = measured.files.keys() - set(changed) - catalog.companions.keys()
-    if any(measured.files[name].nbytes for name in kept):
+    equal = measured.files.keys() - set(changed) - catalog.companions.keys()
+    if any(measured.files[name].nbytes for name in equal):
         return False
     return len(recorded.files) > 1 or not measured.files
 
@@ -156,13 +156,13 @@ def _differing_tensors(
         if tensor is None or tensor == proof:
             continue
         file = None
-        here, there = (f"{short_name(each.dtype)} {list(each.shape)}" for each in (tensor, proof))
-        if here == there:
-            here, there = _short(tensor.sha256), _short(proof.sha256)
+        text, recorded_text = (f"{short_name(t.dtype)} {list(t.shape)}" for t in (tensor, proof))
+        if text == recorded_text:
+            text, recorded_text = _short(tensor.sha256), _short(proof.sha256)
             entry = catalog.tensors.get(name)
             files = [at.file for at in places(entry)] if entry else []
             file = next((file for file in files if file in changed), next(iter(files), None))
-        message = f"{name}: {here}; in the manifest {there}"
+        message = f"{name}: {text}; in the manifest {recorded_text}"
         yield Problem(message, "manifest-differs", file=file, tensor=name)
 
 
@@ -202,8 +202,8 @@ def _differing_file(
     if nbytes != proof.nbytes:
         message = f"{name}: the file has {nbytes:,} bytes; in the manifest {proof.nbytes:,}"
     else:
-        here, there = _short(measured.files[name].sha256), _short(proof.sha256)
-        message = f"{name}: {here}; in the manifest {there}"
+        digest, recorded_digest = _short(measured.files[name].sha256), _short(proof.sha256)
+        message = f"{name}: {digest}; in the manifest {recorded_digest}"
     return Problem(message, "manifest-differs", file=name)
 
 

@@ -21,13 +21,13 @@ _OF_WHOLE_FILES = frozenset(["rank-copied", "overwrite-interrupted", "item-misma
 
 
 class IntactPart(Struct, frozen=True):
-    """The intact part of a catalog, and why the rest is not, by name.
+    """The intact part of a catalog, and the ``losses``: why the rest is not intact, by name.
 
     ``unproved`` counts tensors in bytes for which no checksum is stored.
     """
 
     catalog: Catalog
-    lost: dict[str, str]
+    losses: dict[str, str]
     unproved: int
 
 
@@ -39,41 +39,41 @@ def find_intact(opened: OpenedCheckpoint, problems: Iterable[Problem], workers: 
     several saves are mixed, as nothing is certain then.
     """
     problems, source = list(problems), opened.source
-    lost = _named_by(opened.catalog, problems)
+    losses = _named_by(opened.catalog, problems)
     suspect = _suspect_files(problems) | _copied_files(problems, opened, workers)
-    catalog = _without(opened.catalog, lost, suspect)
+    catalog = _without(opened.catalog, losses, suspect)
     catalog, unreadable = readable(opened, catalog)
-    lost |= {name: str(problem) for name, problem in unreadable.items()}
-    lost |= _in_files_of_others(catalog, _suspect_files(unreadable.values()))
-    catalog = _without(catalog, lost, set())
+    losses |= {name: str(problem) for name, problem in unreadable.items()}
+    losses |= _in_files_of_others(catalog, _suspect_files(unreadable.values()))
+    catalog = _without(catalog, losses, set())
     damage = DamageMap(catalog.tensors.values(), source, workers)
-    kept: dict[str, TensorEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
         repaired = _with_intact_chunks(entry, damage)
         if isinstance(repaired, str):
-            lost[name] = repaired
+            losses[name] = repaired
         elif differing := differing_replicas([repaired], source):
-            lost[name] = str(differing[0])
+            losses[name] = str(differing[0])
         else:
-            kept[name] = repaired
-    unproved = sum(map(_is_unproved, kept.values()))
-    return IntactPart(replace(catalog, tensors=kept), lost, unproved)
+            tensors[name] = repaired
+    unproved = sum(map(_is_unproved, tensors.values()))
+    return IntactPart(replace(catalog, tensors=tensors), losses, unproved)
 
 
 def _named_by(catalog: Catalog, problems: list[Problem]) -> dict[str, str]:
-    """Return the names that problems mention, that are contradictory or not read, with why."""
+    """Return why names are lost: problems mention them, or they are contradictory or not read."""
     mixed = [problem for problem in problems if problem.code == "saves-mixed"]
     if mixed:
         raise Unsupported(
             f"nothing can be recovered: {mixed[0]}",
             hint="move the files of each save into a folder of their own",
         )
-    lost = {name: str(why) for name, why in catalog.conflicts.items()}
+    losses = {name: str(why) for name, why in catalog.conflicts.items()}
     for problem in problems:
         if problem.tensor is not None:
-            lost.setdefault(problem.tensor, str(problem))
+            losses.setdefault(problem.tensor, str(problem))
     repeated = (name for name, one in catalog.objects.items() if isinstance(one.value, Repeated))
-    return lost | dict.fromkeys(repeated, "a value that contains itself")
+    return losses | dict.fromkeys(repeated, "a value that contains itself")
 
 
 def _suspect_files(problems: Iterable[Problem]) -> set[str]:
@@ -84,40 +84,40 @@ def _suspect_files(problems: Iterable[Problem]) -> set[str]:
 def _copied_files(problems: list[Problem], opened: OpenedCheckpoint, workers: int) -> set[str]:
     """Return files with a problem that equal another one byte for byte: it was copied over them."""
     sizes = opened.source.files
-    named = {p.file for p in problems if p.file is not None and sizes.get(p.file)}
-    suspects = {sizes[file] for file in named}
-    alike = [file for file, size in sizes.items() if size in suspects]
-    digests = file_digests(alike, opened.source, workers)
+    files = {p.file for p in problems if p.file is not None and sizes.get(p.file)}
+    suspects = {sizes[file] for file in files}
+    candidates = [file for file, size in sizes.items() if size in suspects]
+    digests = file_digests(candidates, opened.source, workers)
     counts = Counter(digests.values())
-    return {file for file in named if counts[digests[file]] > 1}
+    return {file for file in files if counts[digests[file]] > 1}
 
 
 def _in_files_of_others(catalog: Catalog, suspect: set[str]) -> dict[str, str]:
-    """Return tensors with a chunk in a file that turned out to have other items than expected.
+    """Return why tensors with a chunk in a suspect file, with other items than expected, are lost.
 
     Such a file may be another rank's or of another save, and an item of the right shape in it
     another tensor.
     """
-    lost = {}
+    losses = {}
     for name, entry in catalog.tensors.items():
         file = next((chunk.at.file for chunk in entry.chunks if chunk.at.file in suspect), None)
         if file is not None:
-            lost[name] = f"{name}: {file} holds other items than the metadata says"
-    return lost
+            losses[name] = f"{name}: {file} holds other items than the metadata says"
+    return losses
 
 
-def _without(catalog: Catalog, lost: dict[str, str], suspect: set[str]) -> Catalog:
-    """Return the catalog without lost entries, and without anything in suspect files."""
+def _without(catalog: Catalog, losses: dict[str, str], suspect: set[str]) -> Catalog:
+    """Return the catalog without the losses, and without anything in suspect files."""
     tensors = {}
     for name, entry in catalog.tensors.items():
-        if name not in lost:
+        if name not in losses:
             chunks = (
                 _chunk_of(chunk, [c for c in _copies(chunk) if c.at.file not in suspect])
                 for chunk in entry.chunks
             )
-            kept = tuple(chunk for chunk in chunks if chunk is not None)
-            tensors[name] = replace(entry, chunks=kept)
-    objects = {name: entry for name, entry in catalog.objects.items() if name not in lost}
+            intact = tuple(chunk for chunk in chunks if chunk is not None)
+            tensors[name] = replace(entry, chunks=intact)
+    objects = {name: entry for name, entry in catalog.objects.items() if name not in losses}
     return replace(catalog, tensors=tensors, objects=objects, conflicts={})
 
 
@@ -127,12 +127,12 @@ def _copies(chunk: Chunk) -> list[Copy]:
 
 
 def _chunk_of(chunk: Chunk, copies: list[Copy]) -> Chunk | None:
-    """Return the chunk at the first of these places, with the others as copies; None if none."""
+    """Return the chunk at the first of these copies, with the rest as copies; None without any."""
     if not copies:
         return None
-    first, *others = copies
+    first, *rest = copies
     rank = chunk.rank if first.at is chunk.at else first.rank
-    return Chunk(chunk.box, first.at, rank, tuple(others))
+    return Chunk(chunk.box, first.at, rank, tuple(rest))
 
 
 def _with_intact_chunks(entry: TensorEntry, damage: DamageMap) -> TensorEntry | str:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from ckptool.storage.url import Location
 
 
-def salvage_offer(report: VerifyReport, lost: Collection[str] = ()) -> str | None:
+def salvage_offer(report: VerifyReport, names: Collection[str] = ()) -> str | None:
     """Return the command that writes what is intact, and how much that is at most.
 
-    None if that is all or nothing. ``lost`` are names that the report does not know of.
+    None if that is all or nothing. ``names`` are lost, too, besides those that the report names.
     """
-    intact = report.tensors - len({*report.lost, *lost})
+    intact = report.tensors - len({*report.lost, *names})
     if not 0 < intact < report.tensors:
         return None
     command = f"ckptool verify {quote(str(report.path))} --salvage DST"
@@ -40,19 +40,19 @@ def offering_salvage(path: Location, read: ReadOptions) -> Iterator[None]:
     except Damaged as error:
         from ckptool.commands.verify.codes import next_step
 
-        lost = {problem.tensor for problem in error.problems if problem.tensor}
-        if offer := _offer(path, read, lost):
+        names = {problem.tensor for problem in error.problems if problem.tensor}
+        if offer := _offer(path, read, names):
             error.hint = next_step(error)
             error.add_hint(offer)
         raise
 
 
-def _offer(path: Location, read: ReadOptions, lost: Collection[str]) -> str | None:
-    """Return the offer for a checkpoint; None if it cannot be examined either."""
+def _offer(path: Location, read: ReadOptions, names: Collection[str]) -> str | None:
+    """Return the offer for a checkpoint without these names; None if it cannot be examined."""
     from ckptool.commands.options.verify import VerifyOptions
     from ckptool.commands.verify.verify import verify
 
     try:
-        return salvage_offer(verify(path, VerifyOptions(read=read, quick=True)), lost)
+        return salvage_offer(verify(path, VerifyOptions(read=read, quick=True)), names)
     except (CkptoolError, OSError):
         return None

@@ -158,9 +158,9 @@ def _with_directory(size: int, archive: Recovered) -> _PaddedFile:
     return padded
 
 
-def _appended(padded: _PaddedFile, lost: Mapping[str, int]) -> Iterator[ZipRecord]:
+def _appended(padded: _PaddedFile, sizes: Mapping[str, int]) -> Iterator[ZipRecord]:
     """Yield records that are marked deflated, so that no checksum of them is compared."""
-    for name, nbytes in lost.items():
+    for name, nbytes in sizes.items():
         text, header = name.encode("utf-8", "replace"), padded.size
         padded.append(LOCAL.pack(b"PK\x03\x04", 0, 0, 0, 0, 0, 0, 0, 0, len(text), 0) + text)
         method = DEFLATED if nbytes else STORED
@@ -203,9 +203,9 @@ def _scan(
 ) -> Recovery | None:
     """Return what is in files padded to full length; lost parts show when they are read."""
     problems: list[Problem] = []
-    asked = replace(scan_options(options, surveyed.format, problems), named=surveyed.named)
+    scanning = replace(scan_options(options, surveyed.format, problems), named=surveyed.named)
     try:
-        catalog = surveyed.format.reading.scan(source, asked)
+        catalog = surveyed.format.reading.scan(source, scanning)
     except CkptoolError:
         return None
     catalog = split_stacked(catalog) if options.split_stacked else catalog

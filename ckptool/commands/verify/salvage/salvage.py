@@ -181,8 +181,8 @@ def plan_salvage(path: Location, target: Location, options: SalvageOptions) -> S
         values=len(catalog.objects),
         nbytes=layout.nbytes,
         unproved=intact.unproved,
-        lost=intact.lost,
-        problems=tuple(str(p) for p in recovery.problems if p.tensor not in intact.lost),
+        lost=intact.losses,
+        problems=tuple(str(p) for p in recovery.problems if p.tensor not in intact.losses),
         unknown=recovery.unknown,
         notes=(
             *layout.notes,
