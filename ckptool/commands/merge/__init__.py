@@ -59,7 +59,7 @@ class MergeReport(RewrittenReport, frozen=True, kw_only=True):
     @property
     def counts(self) -> dict[str, int]:
         """How many tensors there are of each expression."""
-        return dict(Counter(each.text for each in self.expressions))
+        return dict(Counter(expression.text for expression in self.expressions))
 
 
 class Merged(Struct, frozen=True):
@@ -86,16 +86,16 @@ def prepare_merge(
     """Plan a merge; nothing is written and no tensor is read yet."""
     target, how = resolve_target(target), options.convert
     recipe = read_recipe(sources, options.expression)
-    named = named_writer(how.to, target) if options.mesh is None else None
+    writer = named_writer(how.to, target) if options.mesh is None else None
     merged = open_merged(recipe, how.read, how.rewrite, target)
     planned: Transfer[Any]
     if options.mesh is None:
-        writer = named or own_writer(merged.opened, target)
+        writer = writer or own_writer(merged.opened, target)
         planned = plan_conversion(merged.opened, merged.rewritten, writer, target, how)
     else:
         planned = _plan_for_mesh(merged, target, options)
     common = {name: getattr(planned.report, name) for name in RewrittenReport.__struct_fields__}
-    casts = [each for each in common["matched"] if each.option == "--dtype"]
+    casts = [match for match in common["matched"] if match.option == "--dtype"]
     common |= {"matched": (*merged.matched, *casts), "excluded": merged.excluded}
     report = MergeReport(
         **common,
@@ -131,8 +131,8 @@ def open_merged(
     """
     because = excluding(rewriting.selection)
     if not (recipe.with_optimizer or rewriting.selection.model_only):
-        kept = "all else" if because else "all"
-        because += f"{'; ' if because else ''}--with-optimizer keeps {kept}"
+        rest = "all else" if because else "all"
+        because += f"{'; ' if because else ''}--with-optimizer keeps {rest}"
         rewriting = model_only(rewriting)
     if recipe.deltas:
         require_as_stored(rewriting)
@@ -146,12 +146,12 @@ def open_merged(
     for place, operand in operands.items():
         sources.setdefault(operand.label, place)
     weights = [operands[term.place] for term in recipe.terms]
-    weights += [operands[each.place] for each in recipe.takes]
+    weights += [operands[take.place] for take in recipe.takes]
     matched = selected(_names_in(weights), rewriting.selection)
-    said, decided = computation.expressions, computation.decided
+    expressions, decided = computation.expressions, computation.decided
     first = next(iter(operands.values())).rewritten
     excluded = exclusions(first.whole, first.kept, because)
-    return Merged(opened, rewritten, sources, said, matched, excluded, decided)
+    return Merged(opened, rewritten, sources, expressions, matched, excluded, decided)
 
 
 def compute(
@@ -171,8 +171,8 @@ def compute(
         computation = add(terms, WeightedSum(weights, recipe.divisor), text)
     if recipe.takes:
         splice = Splice(computation, terms[0])
-        for each in recipe.takes:
-            splice.take(each.name, operands[each.place])
+        for take in recipe.takes:
+            splice.take(take.name, operands[take.place])
         computation = splice.result(assets)
     return append_rows(computation, recipe.rows)
 
@@ -180,8 +180,8 @@ def compute(
 def _names_in(operands: Sequence[Operand]) -> Catalog:
     """Return a catalog with everything that patterns may name in any checkpoint."""
     wholes = [operand.rewritten.whole for operand in operands]
-    tensors = {name: entry for each in wholes for name, entry in each.tensors.items()}
-    objects = {name: entry for each in wholes for name, entry in each.objects.items()}
+    tensors = {name: entry for whole in wholes for name, entry in whole.tensors.items()}
+    objects = {name: entry for whole in wholes for name, entry in whole.objects.items()}
     return replace(wholes[0], tensors=tensors, objects=objects)
 
 
@@ -193,13 +193,13 @@ def _as_one(
     Its files are those of all; what is beside the tensors is the first one's.
     """
     first = next(iter(operands.values()))
-    files = {n: size for each in operands.values() for n, size in each.catalog.files.items()}
-    notes = dict.fromkeys(note for each in operands.values() for note in each.catalog.notes)
+    files = {n: size for operand in operands.values() for n, size in operand.catalog.files.items()}
+    notes = dict.fromkeys(note for operand in operands.values() for note in operand.catalog.notes)
     notes |= dict.fromkeys(computation.notes)
     catalog = replace(computation.catalog, files=files, notes=tuple(notes))
     opened = OpenedCheckpoint(first.opened.path, join(operands), first.opened.format, catalog)
     counts = dict[str, int]()
     if options.casts is not None:
         catalog, counts = cast_catalog(opened, catalog, options.casts, options.map.assets)
-    made = replace(first.rewritten, kept=catalog, whole=catalog, catalog=catalog, cast=counts)
-    return opened, made
+    result = replace(first.rewritten, kept=catalog, whole=catalog, catalog=catalog, cast=counts)
+    return opened, result

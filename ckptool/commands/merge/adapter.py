@@ -112,7 +112,7 @@ class Settings(Struct, frozen=True):
 
         It looked for rank and alpha under the first pattern of either that fits.
         """
-        patterns = {each: each for each in (*self.rank_pattern, *self.alpha_pattern)}
+        patterns = {pattern: pattern for pattern in (*self.rank_pattern, *self.alpha_pattern)}
         first = next(_matching(patterns, key), "")
         former = self.alpha_pattern.get(first, self.lora_alpha)
         return not self.peft_version and former != self._alpha_of(key)
@@ -121,11 +121,11 @@ class Settings(Struct, frozen=True):
         return next(_matching(self.alpha_pattern, key), self.lora_alpha)
 
     def tokens_of(self, module: str) -> tuple[int, ...]:
-        """Return the rows of an embedding that were trained apart; none if that is not said."""
-        said = self.trainable_token_indices
-        if not isinstance(said, Mapping):
-            return said
-        return next((said[key] for key in said if f".{module}".endswith(f".{key}")), ())
+        """Return the rows of an embedding that were trained apart; none if nothing says so."""
+        indices = self.trainable_token_indices
+        if not isinstance(indices, Mapping):
+            return indices
+        return next((indices[key] for key in indices if f".{module}".endswith(f".{key}")), ())
 
 
 class Matrices(Struct):
@@ -146,8 +146,8 @@ class Matrices(Struct):
     def both(self) -> tuple[TensorEntry, TensorEntry]:
         """B and A; Unsupported if one is missing."""
         if self.left is None or self.right is None:
-            there = self.left or self.right or self.bias or self.magnitudes
-            name = there.name if there is not None else self.module
+            entry = self.left or self.right or self.bias or self.magnitudes
+            name = entry.name if entry is not None else self.module
             raise Unsupported(f"{name}: the other matrix of {self.module} is missing")
         return self.left, self.right
 
@@ -184,23 +184,23 @@ def read_adapter(operand: Operand) -> Adapter:
     whole, tokens = dict[str, TensorEntry](), dict[str, TensorEntry]()
     names = dict[str, str]()
     for name, entry in operand.catalog.tensors.items():
-        own = name.removeprefix(_PREFIX)
-        if match := _PART.fullmatch(own):
+        key = name.removeprefix(_PREFIX)
+        if match := _PART.fullmatch(key):
             _require_no_attention(match["module"], name, place)
             depth, kind = match["inner"].count(_INNER), match["kind"]
             lora = loras.setdefault((match["module"], depth), Matrices(match["module"], depth))
             setattr(lora, _KINDS[kind], entry)
             lora.is_embedding |= "embedding" in kind
-            own = f"{match['module']}{match['inner']} {_KINDS[kind]}"
-        elif own.endswith(_TOKENS):
-            tokens[own.removesuffix(_TOKENS)] = entry
+            key = f"{match['module']}{match['inner']} {_KINDS[kind]}"
+        elif key.endswith(_TOKENS):
+            tokens[key.removesuffix(_TOKENS)] = entry
         else:
-            own = own.replace(f"{_INNER}.", ".")
-            whole[own] = entry
-        _require_once(names.setdefault(own, name), name, place)
+            key = key.replace(f"{_INNER}.", ".")
+            whole[key] = entry
+        _require_once(names.setdefault(key, name), name, place)
     if not (loras or tokens):
-        there = list_some([*whole], _FEW) or "no tensors"
-        raise Unsupported(f"{place}: {there}, but no LoRA", hint=TAKES)
+        text = list_some([*whole], _FEW) or "no tensors"
+        raise Unsupported(f"{place}: {text}, but no LoRA", hint=TAKES)
     saved_again = filter(_TWICE.search, whole) if record.get("bias") == "all" else ()
     unread = [name for name in saved_again if _TWICE.sub("", name) in whole]
     for name in unread:
@@ -255,15 +255,15 @@ def _require_understood(record: Record, where: str) -> None:
         raise Unsupported(message, hint=_PEFT_MERGES)
     unknown = [key for key in record if key not in _KNOWN and record[key]]
     if unknown := [key for key in unknown if key not in _UNSUPPORTED]:
-        said = list_some([f"{key} {_short(record[key])}" for key in unknown], _FEW)
-        message = f"{where} says {said}, which is not known of PEFT 0.21"
+        text = list_some([f"{key} {_short(record[key])}" for key in unknown], _FEW)
+        message = f"{where} says {text}, which is not known of PEFT 0.21"
         raise Unsupported(message, hint=_PEFT_MERGES)
 
 
 def _settings(record: Record, where: str) -> Settings:
     """Return the settings of a LoRA; Unsupported for values of other types than PEFT's."""
     tokens = record.get("trainable_token_indices") or ()
-    said: dict[str, Any] = {
+    values: dict[str, Any] = {
         "r": record.get("r", 8),
         "lora_alpha": record.get("lora_alpha", 8),
         "rank_pattern": record.get("rank_pattern") or {},
@@ -274,16 +274,16 @@ def _settings(record: Record, where: str) -> Settings:
         "peft_version": record.get("peft_version") or "",
     }
     for key in ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying"):
-        said[key] = record.get(key) or False
+        values[key] = record.get(key) or False
     for key in ("target_parameters", "modules_to_save"):
-        said[key] = record.get(key) or ()
+        values[key] = record.get(key) or ()
     chosen = any(record.get(key) is not None for key in ("exclude_modules", "layers_to_transform"))
     targets = record.get("target_modules")
-    said["target_modules"] = targets if isinstance(targets, list) and not chosen else ()
+    values["target_modules"] = targets if isinstance(targets, list) and not chosen else ()
     from msgspec import ValidationError, convert
 
     try:
-        return convert({"place": where, **said}, Settings)
+        return convert({"place": where, **values}, Settings)
     except ValidationError as error:
         raise Unsupported(f"{where}: {error}") from None
 

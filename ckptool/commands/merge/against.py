@@ -30,9 +30,9 @@ def against_recipe(
     Of the rewriting each source of the recipe gets all but the casts, which the result gets. Raises
     as ``against`` and ``merge`` do.
     """
-    made = read_recipe((), ExpressionOptions(recipe=recipe), proves=True)
+    merge = read_recipe((), ExpressionOptions(recipe=recipe), proves=True)
     uncast = replace(rewriting, casts=None)
-    opened = open_merged(made, options.read, uncast).opened
+    opened = open_merged(merge, options.read, uncast).opened
     sides = Side(SIDES[0], recipe, lambda: opened), other_side(merged, options, comparing)
     return Comparison(sides, RewriteOptions(casts=rewriting.casts), options, comparing).run(
         progress

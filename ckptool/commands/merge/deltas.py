@@ -38,7 +38,7 @@ class _Link(Struct, frozen=True):
     """A delta of a chain, and what it says of itself."""
 
     operand: Operand
-    said: WeightDelta
+    delta: WeightDelta
 
     @property
     def path(self) -> str:
@@ -51,25 +51,27 @@ def apply_deltas(base: Operand, deltas: Sequence[Operand]) -> Computation:
     Raises Unsupported if the chain has a gap or begins with another version, if a delta is of an
     unknown kind, or changes tensors that the base lacks.
     """
-    chain = [_Link(each, read_delta(each.opened.source, each.opened.catalog)) for each in deltas]
+    chain = [_Link(d, read_delta(d.opened.source, d.opened.catalog)) for d in deltas]
     _require_order(base, chain)
     for link in chain:
         _require_known(link)
         _require_tensors(base, link)
-    tensors, said, kept = dict[str, TensorEntry](), list[Expression](), KeptChanges()
+    tensors, expressions = dict[str, TensorEntry](), list[Expression]()
+    changes = KeptChanges()
     for name, entry in base.catalog.tensors.items():
-        changing = [link for link in chain if name in link.operand.catalog.tensors]
-        tensors[name] = _changed(entry, changing, kept) if changing else entry
-        labels = [link.operand.label for link in changing]
+        links = [link for link in chain if name in link.operand.catalog.tensors]
+        tensors[name] = _change(entry, links, changes) if links else entry
+        labels = [link.operand.label for link in links]
         text = f"{base.label} with {list_some(labels, _FEW)}" if labels else base.label
-        said.append(Expression(name, text))
-    return Computation(_without_digests(base.catalog, chain).with_tensors(tensors), tuple(said))
+        expressions.append(Expression(name, text))
+    catalog = _without_digests(base.catalog, chain).with_tensors(tensors)
+    return Computation(catalog, tuple(expressions))
 
 
 def require_as_stored(options: RewriteOptions) -> None:
-    """Raise UsageError for what makes other tensors of those that deltas change."""
+    """Raise UsageError for an option that rewrites the tensors that deltas change."""
     selection = options.selection
-    asked = {
+    values = {
         "--map": options.map.name,
         "--experts": options.map.experts,
         "--dequantize": options.dequantize,
@@ -77,7 +79,7 @@ def require_as_stored(options: RewriteOptions) -> None:
         "--strip-prefix": selection.strip_prefix,
         "--peft-adapter": selection.peft_adapter,
     }
-    for option, value in asked.items():
+    for option, value in values.items():
         if value:
             raise UsageError(
                 f"{option}: not with --apply-delta, which changes tensors as they are stored",
@@ -85,20 +87,20 @@ def require_as_stored(options: RewriteOptions) -> None:
             )
 
 
-def _changed(entry: TensorEntry, chain: Sequence[_Link], kept: KeptChanges) -> TensorEntry:
+def _change(entry: TensorEntry, chain: Sequence[_Link], changes: KeptChanges) -> TensorEntry:
     """Return a tensor with the changes of the deltas that change it."""
     nbytes, steps, parts = entry.elements * entry.source_dtype.itemsize, list[Step](), [entry]
     for link in chain:
-        said = link.said
-        if said.encoding == "overwrite" and nbytes > _REACH:
+        delta = link.delta
+        if delta.encoding == "overwrite" and nbytes > _REACH:
             raise Unsupported(
                 f"{link.path}: {entry.name} has {nbytes:,} bytes, and positions of 32 bits reach"
                 f" {_REACH:,}"
             )
         what = f"{link.path}: {entry.name}"
-        steps.append(Step(said.encoding, said.checksum, said.digests[entry.name], what))
+        steps.append(Step(delta.encoding, delta.checksum, delta.digests[entry.name], what))
         parts.append(link.operand.catalog.tensors[entry.name])
-    formula = ChangedBits(steps, kept)
+    formula = ChangedBits(steps, changes)
     return computed(entry, parts, formula, box_and_share, formula.memory)
 
 
@@ -114,16 +116,16 @@ def _without_digests(catalog: Catalog, chain: Sequence[_Link]) -> Catalog:
 
 def _require_known(link: _Link) -> None:
     """Raise Unsupported for a delta that is encoded, compressed or summed in an unknown way."""
-    said = link.said
+    delta = link.delta
     facts = (
-        ("delta_encoding", said.encoding, CHANGES),
-        ("compression_format", said.compression, ("zstd",)),
-        ("checksum_format", said.checksum, CHECKSUMS),
+        ("delta_encoding", delta.encoding, CHANGES),
+        ("compression_format", delta.compression, ("zstd",)),
+        ("checksum_format", delta.checksum, CHECKSUMS),
     )
-    for key, value, known in facts:
-        if value not in known:
-            raise Unsupported(f"{link.path}: {key} {value!r} is not one of {', '.join(known)}")
-    CHECKSUMS[said.checksum]()  # its package may be missing
+    for key, value, choices in facts:
+        if value not in choices:
+            raise Unsupported(f"{link.path}: {key} {value!r} is not one of {', '.join(choices)}")
+    CHECKSUMS[delta.checksum]()  # its package may be missing
 
 
 def _require_tensors(base: Operand, link: _Link) -> None:
@@ -143,34 +145,34 @@ def _require_order(base: Operand, chain: Sequence[_Link]) -> None:
 
     A base that does not say its version is known by the checksums alone.
     """
-    here, path = _version_of(base), str(base.opened.path)
+    version, path = _version_of(base), str(base.opened.path)
     for link in chain:
-        if here is not None and _key(link.said.base_version) != _key(here):
+        if version is not None and _key(link.delta.base_version) != _key(version):
             raise Unsupported(
-                f"{link.path}: from version {link.said.base_version} to {link.said.version}, but"
-                f" {path} is of version {here}",
-                hint=_next_step(chain, here, link),
+                f"{link.path}: from version {link.delta.base_version} to {link.delta.version}, but"
+                f" {path} is of version {version}",
+                hint=_next_step(chain, version, link),
             )
-        here, path = link.said.version, link.path
+        version, path = link.delta.version, link.path
 
 
-def _next_step(chain: Sequence[_Link], here: str, link: _Link) -> str:
-    """Return the order of deltas that are a chain in another one, or what is missing."""
+def _next_step(chain: Sequence[_Link], version: str, link: _Link) -> str:
+    """Return the order in which deltas are a chain, or what is missing before one of them."""
     ordered = list(_in_order(chain))
     if len(ordered) == len(chain) and ordered != list(chain):
-        return f"in order they are {' '.join(each.path for each in ordered)}"
-    return f"give what leads from version {here} to {link.said.base_version} before it"
+        return f"in order they are {' '.join(other.path for other in ordered)}"
+    return f"give what leads from version {version} to {link.delta.base_version} before it"
 
 
 def _in_order(chain: Sequence[_Link]) -> Iterator[_Link]:
-    """Yield deltas from the one that no other leads to, each followed by that of its version."""
-    following = {_key(link.said.base_version): link for link in chain}
-    leaves = {_key(link.said.version) for link in chain}
+    """Yield deltas from the one that none leads to, each followed by the one from its version."""
+    following = {_key(link.delta.base_version): link for link in chain}
+    leaves = {_key(link.delta.version) for link in chain}
     version = next((key for key in following if key not in leaves), None)
     while version in following:
         link = following.pop(version)
         yield link
-        version = _key(link.said.version)
+        version = _key(link.delta.version)
 
 
 def _key(version: str) -> str:

@@ -56,63 +56,63 @@ def add(operands: Sequence[Operand], total: WeightedSum, text: str) -> Computati
     those of the first, and so are steps; names of one tensor stay that. Raises Unsupported for
     other names, shapes or ties, and for tensors that are quantized or complex.
     """
-    first, *others = operands
+    first, *rest = operands
     for operand in operands:
         require_numbers(operand)
     ties = tied_names(first.catalog)
-    for operand in others:
+    for operand in rest:
         _require_alike(first, operand)
         _require_same_ties(ties, first, operand)
     shared = {name: names[0] for names in ties for name in names[1:]}
-    tensors, said = dict[str, TensorEntry](), list[Expression]()
+    tensors, expressions = dict[str, TensorEntry](), list[Expression]()
     for name, entry in first.catalog.tensors.items():
         is_summed = _is_summed(entry)
         if is_summed:
-            parts = [entry, *(operand.catalog.tensors[name] for operand in others)]
-            own = tensors.get(shared.get(name, ""))
-            made = computed(entry, parts, total, same_box, exceeds=total.exceeds, in_pieces=True)
-            entry = made if own is None else replace(made, chunks=own.chunks)
+            parts = [entry, *(operand.catalog.tensors[name] for operand in rest)]
+            twin = tensors.get(shared.get(name, ""))
+            result = computed(entry, parts, total, same_box, exceeds=total.exceeds, in_pieces=True)
+            entry = result if twin is None else replace(result, chunks=twin.chunks)
         tensors[name] = entry
-        said.append(Expression(name, text if is_summed else first.label))
-    return Computation(first.catalog.with_tensors(tensors), tuple(said))
+        expressions.append(Expression(name, text if is_summed else first.label))
+    return Computation(first.catalog.with_tensors(tensors), tuple(expressions))
 
 
 def copy(operand: Operand) -> Computation:
     """Return the tensors of a checkpoint as they are."""
-    said = tuple(Expression(name, operand.label) for name in operand.catalog.tensors)
-    return Computation(operand.catalog, said)
+    expressions = tuple(Expression(name, operand.label) for name in operand.catalog.tensors)
+    return Computation(operand.catalog, expressions)
 
 
 def computed(
-    like: TensorEntry,
+    template: TensorEntry,
     parts: Iterable[TensorEntry],
     compute: Compute,
     reads: Reads,
-    kept: int = 0,
+    memory: int = 0,
     *,
     exceeds: bool = False,
     in_pieces: bool = False,
 ) -> TensorEntry:
-    """Return a tensor of the shape and type of another that is computed of others.
+    """Return a tensor of the shape and type of a ``template`` that is computed of ``parts``.
 
-    It ``exceeds`` if its numbers may be beyond the range of these. Parts that are computed
-    themselves, as of quantized tensors, are not rounded to their type, and are whole in memory:
-    nothing is computed ``in_pieces`` of them.
+    It ``exceeds`` if its numbers may be beyond the range of theirs; a thread keeps ``memory``
+    bytes. Parts that are computed themselves, as of quantized tensors, are not rounded to their
+    type, and are whole in memory: nothing is computed ``in_pieces`` of them.
     """
     wide = BY_NAME["float32"]
-    stored = tuple(replace(each, dtype=wide) if is_computed(each) else each for each in parts)
-    part = StridedPart(like.shape, 0, row_major_strides(like.shape, 1))
+    stored = tuple(replace(entry, dtype=wide) if is_computed(entry) else entry for entry in parts)
+    part = StridedPart(template.shape, 0, row_major_strides(template.shape, 1))
     at = Computed(
         stored,
         part,
         compute,
         reads=reads,
-        kept=kept,
+        kept=memory,
         exceeds=exceeds,
         in_pieces=in_pieces and not any(map(is_computed, stored)),
     )
-    chunk = Chunk(Box.whole(like.shape), at)
-    return replace(like, chunks=(chunk,), placements=None, mesh=None, stored=None)
+    chunk = Chunk(Box.whole(template.shape), at)
+    return replace(template, chunks=(chunk,), placements=None, mesh=None, stored=None)
 
 
 def require_numbers(operand: Operand, names: Iterable[str] | None = None) -> None:
@@ -122,15 +122,15 @@ def require_numbers(operand: Operand, names: Iterable[str] | None = None) -> Non
     """
     catalog, path = operand.catalog, operand.opened.path
     quantized = quantized_names(catalog)
-    wanted = set(catalog.tensors if names is None else names)
-    if found := quantized & wanted:
+    names = set(catalog.tensors if names is None else names)
+    if codes := quantized & names:
         raise Unsupported(
-            f"{path}: {plural(len(found), 'tensor')} quantized"
-            f" ({list_some(sorted(found), _FEW)}), which have no sum",
+            f"{path}: {plural(len(codes), 'tensor')} quantized"
+            f" ({list_some(sorted(codes), _FEW)}), which have no sum",
             hint="--dequantize computes with the numbers that they stand for",
         )
     for entry, scale in scales_of_codes(catalog, Scales(catalog.tensors), quantized):
-        if not wanted.isdisjoint((entry.name, scale)):
+        if not names.isdisjoint((entry.name, scale)):
             raise Unsupported(
                 f"{path}: {scale} may be the scale of {entry.name} ({entry.dtype}), of an unknown"
                 " kind: such codes have no sum",
@@ -148,7 +148,7 @@ def _is_summed(entry: TensorEntry) -> bool:
 
 
 def _require_alike(first: Operand, other: Operand) -> None:
-    """Raise Unsupported if two checkpoints have not the same tensors."""
+    """Raise Unsupported if two checkpoints do not have the same tensors."""
     ours, theirs = first.catalog.tensors, other.catalog.tensors
     sides = ((first, ours, other, theirs), (other, theirs, first, ours))
     for one, has, another, lacks in sides:

@@ -68,29 +68,29 @@ class _Folding:
         self._scaled_otherwise: list[str] = []
 
     def replace_whole(self) -> None:
-        """Replace the tensors that the adapter has whole; those of a new head are added."""
+        """Replace the tensors that the adapter has whole; add those of a new head."""
         label = self._adapter.operand.label
-        for own, entry in self._adapter.whole.items():
-            name = self._name(own)
-            like = self._tensors.get(name)
-            if like is None:
-                self._require_new(own, entry)
+        for key, entry in self._adapter.whole.items():
+            name = self._name(key)
+            old = self._tensors.get(name)
+            if old is None:
+                self._require_new(key, entry)
                 self._added.append(name)
             else:
-                entry = self._fitting(entry, like)
-            is_apart = self._is_to_save(own)
-            self.changes[name] = Change(rename_entry(entry, name), label, is_whole=is_apart)
+                entry = self._fit(entry, old)
+            is_whole = self._is_to_save(key)
+            self.changes[name] = Change(rename_entry(entry, name), label, is_whole=is_whole)
 
     def add_products(self) -> None:
         """Add the product of each LoRA's matrices to its weight."""
         targets = targets_of(self._adapter, self._base, self._name)
         require_numbers(self._base, [target.name for target in targets])
         for target in targets:
-            before = self._before(target.name)
-            product = product_of(target, before.entry, self._adapter.settings)
+            term = self._term(target.name)
+            product = product_of(target, term.entry, self._adapter.settings)
             if self._adapter.settings.may_be_scaled_otherwise(target.key):
                 self._scaled_otherwise.append(target.name)
-            text = _text(product, before.text, self._adapter.operand.label)
+            text = _text(product, term.text, self._adapter.operand.label)
             self.changes[target.name] = Change(product.entry, text)
             if target.lora.bias is not None:
                 self._add_bias(target.lora, target.lora.bias, product.scale)
@@ -99,34 +99,34 @@ class _Folding:
         name = f"{self._name(lora.module)}.bias"
         if name not in self._tensors:
             raise Unsupported(f"{bias.name}: {self._base.opened.path} has no {name} to add it to")
-        before = self._before(name)
-        _require_shape(bias, before.entry, self._base)
-        parts = [before.entry, bias]
+        term = self._term(name)
+        _require_shape(bias, term.entry, self._base)
+        parts = [term.entry, bias]
         formula = WeightedSum((1.0, scale))
-        entry = computed(before.entry, parts, formula, same_box, exceeds=True)
-        text = f"{before.text} + {scale:g} * bias of {self._adapter.operand.label}"
+        entry = computed(term.entry, parts, formula, same_box, exceeds=True)
+        text = f"{term.text} + {scale:g} * bias of {self._adapter.operand.label}"
         self.changes[name] = Change(entry, text)
 
-    def _before(self, name: str) -> Change:
-        """Return what a tensor is before something is added: the base's, unless it is replaced."""
+    def _term(self, name: str) -> Change:
+        """Return what a product or bias is added to: the base's tensor, unless it is replaced."""
         return self.changes.get(name) or Change(self._tensors[name], self._base.label)
 
     def replace_tokens(self) -> None:
         """Replace the rows of embeddings that were trained apart."""
         for module, entry in self._adapter.tokens.items():
             name, rows = f"{self._name(module)}.weight", self._adapter.settings.tokens_of(module)
-            own = self._tensors.get(name)
-            if own is None or name in self.changes:
-                why = "has no" if own is None else "is not alone in changing"
+            old = self._tensors.get(name)
+            if old is None or name in self.changes:
+                why = "has no" if old is None else "is not alone in changing"
                 raise Unsupported(f"{entry.name}: {self._base.opened.path} {why} {name}")
-            is_known = len(set(rows)) == len(rows) and all(0 <= r < own.shape[0] for r in rows)
-            if entry.shape != (len(rows), *own.shape[1:]) or not is_known:
+            is_known = len(set(rows)) == len(rows) and all(0 <= r < old.shape[0] for r in rows)
+            if entry.shape != (len(rows), *old.shape[1:]) or not is_known:
                 raise Unsupported(
                     f"{entry.name}: {list(entry.shape)} for {plural(len(rows), 'row')} of {name}"
-                    f" {list(own.shape)} that {self._adapter.settings.place} names"
+                    f" {list(old.shape)} that {self._adapter.settings.place} names"
                 )
             formula = ReplacedRows(rows)
-            changed = computed(own, [own, entry], formula, formula.reads)
+            changed = computed(old, [old, entry], formula, formula.reads)
             label = self._adapter.operand.label
             text = f"{self._base.label} with {plural(len(rows), 'row')} of {label}"
             self.changes[name] = Change(changed, text)
@@ -149,22 +149,22 @@ class _Folding:
 
     def require_whole(self) -> None:
         """Raise Unsupported if modules or tokens were trained that the adapter does not have."""
-        settings, tokens = self._adapter.settings, [f"{each}." for each in self._adapter.tokens]
-        said = settings.trainable_token_indices
-        wanted = [
-            ("modules_to_save", each, [*self._adapter.whole]) for each in settings.modules_to_save
+        settings, tokens = self._adapter.settings, [f"{name}." for name in self._adapter.tokens]
+        indices = settings.trainable_token_indices
+        claims = [
+            ("modules_to_save", name, [*self._adapter.whole]) for name in settings.modules_to_save
         ]
-        if isinstance(said, Mapping):
-            wanted += [("trainable_token_indices", each, tokens) for each in said]
-        for key, module, there in wanted:
-            lacks = [] if _have(there, module) else [n for n in self._tensors if _have([n], module)]
+        if isinstance(indices, Mapping):
+            claims += [("trainable_token_indices", name, tokens) for name in indices]
+        for key, module, names in claims:
+            lacks = [] if _have(names, module) else [n for n in self._tensors if _have([n], module)]
             if lacks:
                 raise Unsupported(
                     f"{settings.place} says {key} {module}, but the adapter lacks"
                     f" {list_some(lacks, _FEW)}",
                     hint=TAKES,
                 )
-        if said and not tokens:
+        if indices and not tokens:
             raise Unsupported(
                 f"{settings.place} says trainable_token_indices, but the adapter lacks these rows",
                 hint=TAKES,
@@ -174,15 +174,15 @@ class _Folding:
         """Return the base with all changes, and what each tensor is."""
         changes = self.changes | shared
         tensors = self._tensors | {name: change.entry for name, change in changes.items()}
-        said = tuple(
+        expressions = tuple(
             Expression(name, changes[name].text if name in changes else self._base.label)
             for name in tensors
         )
-        beside = {
+        companions = {
             n: size for n, size in self._base.catalog.companions.items() if n != ADAPTER_CONFIG
         }
-        catalog = replace(self._base.catalog.with_tensors(tensors), companions=beside)
-        return Computation(catalog, said, (*self._notes(), *notes), self._adapter.settings)
+        catalog = replace(self._base.catalog.with_tensors(tensors), companions=companions)
+        return Computation(catalog, expressions, (*self._notes(), *notes), self._adapter.settings)
 
     def _notes(self) -> Iterator[str]:
         settings = self._adapter.settings
@@ -220,60 +220,60 @@ class _Folding:
         modules = [name.removesuffix(".weight") for name in weights if name not in adapted]
         return [module for module in modules if f".{module}".endswith(ends)]
 
-    def _require_new(self, own: str, entry: TensorEntry) -> None:
+    def _require_new(self, key: str, entry: TensorEntry) -> None:
         """Raise Unsupported for a tensor that is neither in the base nor of a new module."""
-        name, base = self._name(own), self._base.opened.path
-        if not self._is_to_save(own):
+        name, base = self._name(key), self._base.opened.path
+        if not self._is_to_save(key):
             raise Unsupported(
                 f"{self._adapter.operand.opened.path}: {entry.name} is no part of a LoRA, and"
                 f" {base} has no {name}",
-                hint=_hint_on_missing(own),
+                hint=_hint_on_missing(key),
             )
-        if alike := [each for each in self._tensors if _is_alike(name, each)]:
+        if twins := [twin for twin in self._tensors if _may_be_same(name, twin)]:
             raise Unsupported(
                 f"{self._adapter.operand.opened.path}: {entry.name} would be {name}, a new tensor"
-                f" beside {list_some(alike, _FEW)} of {base}",
+                f" beside {list_some(twins, _FEW)} of {base}",
                 hint="--rename changes the base's names",
             )
 
-    def _is_to_save(self, own: str) -> bool:
+    def _is_to_save(self, key: str) -> bool:
         """Return whether a tensor is of a module that was trained as a whole."""
-        return any(_have([own], module) for module in self._adapter.settings.modules_to_save)
+        return any(_have([key], module) for module in self._adapter.settings.modules_to_save)
 
-    def _fitting(self, entry: TensorEntry, like: TensorEntry) -> TensorEntry:
+    def _fit(self, entry: TensorEntry, old: TensorEntry) -> TensorEntry:
         """Return a tensor in the type of the base's that it replaces."""
-        _require_shape(entry, like, self._base)
-        if entry.dtype == like.dtype:
+        _require_shape(entry, old, self._base)
+        if entry.dtype == old.dtype:
             return entry
-        if not (can_cast(entry) and can_cast(like)):
+        if not (can_cast(entry) and can_cast(old)):
             raise Unsupported(
-                f"{entry.name}: {entry.dtype}, {like.dtype} in {self._base.opened.path}"
+                f"{entry.name}: {entry.dtype}, {old.dtype} in {self._base.opened.path}"
             )
-        self._cast.append(like.name)
-        return as_type(entry, like.dtype)
+        self._cast.append(old.name)
+        return as_type(entry, old.dtype)
 
 
 def _have(names: Iterable[str], module: str) -> bool:
-    """Return whether some of the names are of a module, which is given by the end of its own."""
+    """Return whether a name is of a module, of which the end of its name is given."""
     return any(f".{module}." in f".{name}" for name in names)
 
 
-def _hint_on_missing(own: str) -> str:
-    is_of_head = HEAD.fullmatch(f"{own.rpartition('.')[0]}.weight")
-    return _HEAD_IS_TIED.format(own) if is_of_head else "--rename changes the base's names"
+def _hint_on_missing(key: str) -> str:
+    is_of_head = HEAD.fullmatch(f"{key.rpartition('.')[0]}.weight")
+    return _HEAD_IS_TIED.format(key) if is_of_head else "--rename changes the base's names"
 
 
-def _is_alike(new: str, there: str) -> bool:
+def _may_be_same(name: str, base_name: str) -> bool:
     """Return whether two names may mean the same: both heads, or one below a prefix."""
-    are_heads = all(map(HEAD.fullmatch, (new, there)))
-    return are_heads or new.endswith(f".{there}") or there.endswith(f".{new}")
+    are_heads = all(map(HEAD.fullmatch, (name, base_name)))
+    return are_heads or name.endswith(f".{base_name}") or base_name.endswith(f".{name}")
 
 
-def _require_shape(entry: TensorEntry, like: TensorEntry, base: Operand) -> None:
-    if entry.shape != like.shape:
+def _require_shape(entry: TensorEntry, old: TensorEntry, base: Operand) -> None:
+    if entry.shape != old.shape:
         raise Unsupported(
-            f"{entry.name}: {list(entry.shape)}, but {like.name} in {base.opened.path} is"
-            f" {list(like.shape)}",
+            f"{entry.name}: {list(entry.shape)}, but {old.name} in {base.opened.path} is"
+            f" {list(old.shape)}",
             hint="a vocabulary that was resized needs a base that was resized, too",
         )
 

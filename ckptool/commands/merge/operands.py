@@ -49,24 +49,24 @@ def open_operands(
     lead to, as a folder and its file, are one operand. Raises UsageError for a pattern that means
     nothing in any of them, Unsupported if none has quantized tensors to dequantize.
     """
-    alike = Rewriter(replace(rewriting, casts=None))
-    as_is = Rewriter(RewriteOptions())
+    rewriter = Rewriter(replace(rewriting, casts=None))
+    plain_rewriter = Rewriter(RewriteOptions())
     labels = _labels(recipe.places)
     operands = dict[Location, Operand]()
-    known, firsts = dict[object, Location](), dict[Location, Location]()
+    first_places, firsts = dict[object, Location](), dict[Location, Location]()
     for place, label in labels.items():
         key: object = place
         if place in recipe.deltas:
             operand = _open_delta(place, label)
         elif place == recipe.lora:
-            operand = _open(_adapter_file(place), label, AS_DETECTED, as_is)
+            operand = _open(_adapter_file(place), label, AS_DETECTED, plain_rewriter)
         else:
-            operand = _open(place, label, read, alike)
+            operand = _open(place, label, read, rewriter)
             key = operand.opened.path.resolve(), *sorted(operand.opened.catalog.files)
-        firsts[place] = known.setdefault(key, place)
+        firsts[place] = first_places.setdefault(key, place)
         operands.setdefault(firsts[place], operand)
-    alike.require_used()
-    operands = _relocated(operands)
+    rewriter.require_used()
+    operands = _relocate(operands)
     return {place: operands[first] for place, first in firsts.items()}
 
 
@@ -83,22 +83,22 @@ def join(operands: Mapping[Location, Operand]) -> PlacedFiles:
 
 
 def _open(place: Location, label: str, read: ReadOptions, rewriter: Rewriter) -> Operand:
-    opened = _opened(place, read)
+    opened = _open_place(place, read)
     rewritten = rewriter.rewrite(opened)
     if problems := coverage_problems(rewritten.catalog.tensors.values()):
         raise damaged(problems, subject="the chunks", hint=_GAPS).within(str(opened.path))
     return Operand(label, opened, rewritten, rewritten.catalog)
 
 
-def _opened(place: Location, read: ReadOptions) -> OpenedCheckpoint:
+def _open_place(place: Location, read: ReadOptions) -> OpenedCheckpoint:
     """Open a checkpoint; errors name its place, as all may have files of the same names."""
     try:
         return open_checkpoint(place, read, whole=False, placements=False)
     except (Damaged, Hostile) as error:
-        said = str(error)
-        if said.startswith(f"{place.name}: ") and place.name != str(place):
+        text = str(error)
+        if text.startswith(f"{place.name}: ") and place.name != str(place):
             raise error.in_folder(str(place.parent)) from None
-        raise error if said.startswith(str(place)) else error.within(str(place)) from None
+        raise error if text.startswith(str(place)) else error.within(str(place)) from None
 
 
 def _adapter_file(place: Location) -> Location:
@@ -110,24 +110,24 @@ def _adapter_file(place: Location) -> Location:
 def _open_delta(place: Location, label: str) -> Operand:
     # an index alone, of a version in which nothing changed, is taken for no checkpoint
     read = ReadOptions(from_format="hf" if place.is_dir() else None)
-    opened = _opened(place, read)
+    opened = _open_place(place, read)
     as_is = rewrite(opened, RewriteOptions(), opens=Opens.AT_ONCE, check=require_agreement)
     notes = [note for note in as_is.catalog.notes if note not in delta_notes(opened.catalog.info)]
     return Operand(label, opened, as_is, replace(as_is.catalog, notes=tuple(notes)))
 
 
-def _relocated(operands: Mapping[Location, Operand]) -> dict[Location, Operand]:
+def _relocate(operands: Mapping[Location, Operand]) -> dict[Location, Operand]:
     """Return checkpoints with the files of all but the first below a folder of their own."""
-    (place, first), *others = operands.items()
-    taken, placed = {file.partition("/")[0] for file in first.opened.source.files}, {place: first}
-    for place, operand in others:
-        folder = _free(operand.label, taken)
-        taken.add(folder)
+    (place, first), *rest = operands.items()
+    names, result = {file.partition("/")[0] for file in first.opened.source.files}, {place: first}
+    for place, operand in rest:
+        folder = _free(operand.label, names)
+        names.add(folder)
         catalog = relocate(operand.catalog, folder)
-        beside = {f"{folder}/{name}": size for name, size in catalog.companions.items()}
-        catalog = replace(catalog, companions=beside)
-        placed[place] = replace(operand, catalog=catalog, folder=folder)
-    return placed
+        companions = {f"{folder}/{name}": size for name, size in catalog.companions.items()}
+        catalog = replace(catalog, companions=companions)
+        result[place] = replace(operand, catalog=catalog, folder=folder)
+    return result
 
 
 def _labels(places: Sequence[Location]) -> dict[Location, str]:
@@ -139,7 +139,7 @@ def _labels(places: Sequence[Location]) -> dict[Location, str]:
     return labels
 
 
-def _free(name: str, taken: Collection[str]) -> str:
+def _free(name: str, names: Collection[str]) -> str:
     """Return a name, with the least number after it with which it is not taken."""
-    numbered = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    return next(each for each in numbered if each not in taken)
+    candidates = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(candidate for candidate in candidates if candidate not in names)

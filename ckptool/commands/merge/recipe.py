@@ -86,9 +86,9 @@ class Recipe(Struct, frozen=True):
     @property
     def places(self) -> list[Location]:
         """Every checkpoint that is read, the first one first."""
-        terms, taken = (term.place for term in self.terms), (take.place for take in self.takes)
+        terms, takes = (term.place for term in self.terms), (take.place for take in self.takes)
         adapter = [] if self.lora is None else [self.lora]
-        return list(dict.fromkeys([*terms, *self.deltas, *adapter, *taken]))
+        return list(dict.fromkeys([*terms, *self.deltas, *adapter, *takes]))
 
 
 def read_recipe(
@@ -126,11 +126,11 @@ def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
     ways["--lora"] = options.lora is not None
     ways["--add"] = options.add is not None or options.minus is not None
     ways["--apply-delta"] = options.apply_delta
-    asked = [way for way, is_asked in ways.items() if is_asked]
-    if len(asked) > 1:
-        raise UsageError(f"{asked[0]} and {asked[1]}: one at a time")
-    _require_used(options, asked)
-    if not asked:
+    flags = [way for way, is_asked in ways.items() if is_asked]
+    if len(flags) > 1:
+        raise UsageError(f"{flags[0]} and {flags[1]}: one at a time")
+    _require_used(options, flags)
+    if not flags:
         return Recipe((Term(_base(sources, options)),))
     if options.lora is not None:
         base = _base(sources, options)
@@ -140,17 +140,17 @@ def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
                 hint="of a folder with both, name the adapter's file, adapter_model.safetensors",
             )
         return Recipe((Term(base),), lora=options.lora)
-    if asked == ["--add"]:
+    if flags == ["--add"]:
         return Recipe(_added(sources, options))
     if options.apply_delta:
         return Recipe((_base_of(sources, options),), deltas=tuple(sources))
     if options.last is not None:
         sources = _newest(sources, options.last)
     if len(sources) < 2:
-        found = "1 is" if sources else "none is"
+        count = "1 is" if sources else "none is"
         raise UsageError(
-            f"{asked[0]}: needs two SRC or more, {found} given",
-            hint=f"ckptool merge OUT {asked[0]}{' 0.9' if options.ema is not None else ''} A B C,"
+            f"{flags[0]}: needs two SRC or more, {count} given",
+            hint=f"ckptool merge OUT {flags[0]}{' 0.9' if options.ema is not None else ''} A B C,"
             " or RUN --last 5",
         )
     if options.ema is not None:
@@ -186,17 +186,17 @@ def _newest(sources: Sequence[Location], count: int) -> list[Location]:
     if len(sources) != 1:
         raise UsageError(f"--last: needs one SRC, the folder of a run, {len(sources)} are given")
     run = open_run(sources[0])
-    assessor, found = Assessor(run, VerifyOptions(quick=True)), list[Location]()
+    assessor, paths = Assessor(run, VerifyOptions(quick=True)), list[Location]()
     for step in reversed(run.steps):
-        if len(found) < count and assessor.assess(step).report.goes_on:
-            found.append(step.path)
-    if len(found) < count:
+        if len(paths) < count and assessor.assess(step).report.goes_on:
+            paths.append(step.path)
+    if len(paths) < count:
         raise UsageError(
-            f"--last {count}: {sources[0]} has {plural(len(found), 'complete step')} of"
+            f"--last {count}: {sources[0]} has {plural(len(paths), 'complete step')} of"
             f" {len(run.steps):,}",
             hint=f"`ckptool inspect {sources[0]}` lists them",
         )
-    return found[::-1]
+    return paths[::-1]
 
 
 def _base(sources: Sequence[Location], options: ExpressionOptions) -> Location:
@@ -257,21 +257,21 @@ def _moving(sources: Sequence[Location], decay: float) -> tuple[Term, ...]:
     return tuple(map(Term, sources, weights))
 
 
-def _require_used(options: ExpressionOptions, asked: Sequence[str]) -> None:
+def _require_used(options: ExpressionOptions, flags: Sequence[str]) -> None:
     """Raise UsageError for an option that belongs to another way."""
-    if options.weights and not {*asked} & {"--average", "--sum"}:
+    if options.weights and not {*flags} & {"--average", "--sum"}:
         raise UsageError("--weights: only with --average or --sum")
-    if options.last is not None and not {*asked} & {"--average", "--sum", "--ema"}:
+    if options.last is not None and not {*flags} & {"--average", "--sum", "--ema"}:
         raise UsageError("--last: only with --average, --sum or --ema")
-    if options.rows and asked:
+    if options.rows and flags:
         raise UsageError(
-            f"--rows: not with {asked[0]}",
+            f"--rows: not with {flags[0]}",
             hint="append them to what that writes, or to each SRC before",
         )
-    if options.scale != 1 and asked != ["--add"]:
+    if options.scale != 1 and flags != ["--add"]:
         raise UsageError("--scale: only with --add or --minus")
-    if options.onto is not None and asked not in ([], ["--add"], ["--lora"], ["--apply-delta"]):
-        raise UsageError(f"--onto: not with {asked[0]}, which starts from its first SRC")
+    if options.onto is not None and flags not in ([], ["--add"], ["--lora"], ["--apply-delta"]):
+        raise UsageError(f"--onto: not with {flags[0]}, which starts from its first SRC")
 
 
 def _rows(options: ExpressionOptions) -> tuple[Rows, ...]:

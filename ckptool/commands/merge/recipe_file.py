@@ -46,9 +46,9 @@ def read_file(path: Path) -> tuple[list[Location], ExpressionOptions]:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--recipe {path}: not TOML: {error}") from None
     declared = {
-        each.flag.removeprefix("--"): each
-        for each in options_of(OptionGroup(ExpressionOptions))
-        if each.flag != "--recipe"
+        option.flag.removeprefix("--"): option
+        for option in options_of(OptionGroup(ExpressionOptions))
+        if option.flag != "--recipe"
     }
     try:
         return _read(content, declared, path.parent)
@@ -78,11 +78,11 @@ def _read(
 
 def _typed(key: str, value: Any, line: Any) -> Any:
     """Return a value in the type of its key; UsageError if it has another."""
-    wanted = _TABLES.get(key, line)
+    kind = _TABLES.get(key, line)
     try:
-        return convert(value, wanted)
+        return convert(value, kind)
     except (ValidationError, OverflowError):
-        raise UsageError(f"{key} = {shortened(value)}: not {_WORDS[wanted]}") from None
+        raise UsageError(f"{key} = {shortened(value)}: not {_WORDS[kind]}") from None
 
 
 def _place(text: str, key: str, folder: Path) -> str:
@@ -97,7 +97,7 @@ def _place(text: str, key: str, folder: Path) -> str:
         raise UsageError(f"{key} = {text!r}: no such user's home") from None
 
 
-def _unknown(key: str, known: list[str]) -> UsageError:
-    close = nearest(key.replace("_", "-"), known)
-    hint = f"the keys are {', '.join(known)}" if close is None else f"did you mean {close}?"
+def _unknown(key: str, keys: list[str]) -> UsageError:
+    close = nearest(key.replace("_", "-"), keys)
+    hint = f"the keys are {', '.join(keys)}" if close is None else f"did you mean {close}?"
     return UsageError(f"unknown key {key!r}", hint=hint)

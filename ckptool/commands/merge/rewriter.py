@@ -1,4 +1,4 @@
-"""Rewrite several checkpoints alike: what is asked must apply to one of them, not to each."""
+"""Rewrite several checkpoints alike: an option must apply to one of them, not to each."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Rewriter:
                 options = replace(options, selection=selection)
 
     def require_used(self) -> None:
-        """Raise the error of what applied to no checkpoint."""
+        """Raise the error of an option that applied to no checkpoint."""
         for first in self._unmatched[:1]:
-            for asked, error in first.items():
-                if all(asked in other for other in self._unmatched):
+            for key, error in first.items():
+                if all(key in other for other in self._unmatched):
                     raise error
         if self._plain and len(self._plain) == len(self._unmatched):
             raise Unsupported(
@@ -64,12 +64,12 @@ class Rewriter:
 
 
 def _without(selection: Selection, error: Unmatched) -> Selection:
-    """Return a selection without what means nothing; the error if that is all of --select."""
+    """Return a selection without a pattern that means nothing; raise if it is all of --select."""
     if error.option == "--strip-prefix":
         return replace(selection, strip_prefix=None)
     name = _LISTS[error.option]
-    rest = tuple(each for each in getattr(selection, name) if each != error.pattern)
+    rest = tuple(pattern for pattern in getattr(selection, name) if pattern != error.pattern)
     if name == "select" and not rest:
         raise error
-    kept: Any = {name: rest}
-    return replace(selection, **kept)
+    change: Any = {name: rest}
+    return replace(selection, **change)

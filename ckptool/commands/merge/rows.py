@@ -19,24 +19,24 @@ from ckptool.engine.formulas.rows import MoreRows
 from ckptool.errors import Unsupported, UsageError
 
 
-def append_rows(computation: Computation, wanted: Sequence[Rows]) -> Computation:
-    """Lengthen tensors to as many rows as are wanted; those there are stay.
+def append_rows(computation: Computation, changes: Sequence[Rows]) -> Computation:
+    """Lengthen tensors to the rows that they are to have; the rows that they have stay.
 
-    Raises UsageError for a name that means none, that means what another one does and says another
-    count, or that has more rows; Unsupported for one without floats, and if only some of tied
+    Raises UsageError for a name that means no tensor, or one of which another name says another
+    count, or one that has more rows; Unsupported for one without floats, and if only some of tied
     tensors would be longer.
     """
     catalog, counts = computation.catalog, dict[str, Rows]()
-    for each in wanted:
-        for name in tensors_named(catalog, [each.name], "--rows"):
-            first = counts.setdefault(name, each)
-            if first.count != each.count:
+    for change in changes:
+        for name in tensors_named(catalog, [change.name], "--rows"):
+            first = counts.setdefault(name, change)
+            if first.count != change.count:
                 raise UsageError(
-                    f"--rows {first.name}={first.count} and {each.name}={each.count}:"
+                    f"--rows {first.name}={first.count} and {change.name}={change.count}:"
                     f" both mean {name}"
                 )
     _require_ties(catalog, counts)
-    quantized, longer, said = quantized_names(catalog), dict[str, TensorEntry](), dict[str, str]()
+    quantized, longer, texts = quantized_names(catalog), dict[str, TensorEntry](), dict[str, str]()
     for name, rows in counts.items():
         entry = catalog.tensors[name]
         if name in quantized or not can_cast(entry) or is_coarse(entry):
@@ -45,17 +45,17 @@ def append_rows(computation: Computation, wanted: Sequence[Rows]) -> Computation
                 " plain numbers",
                 hint="--dequantize makes such of quantized tensors",
             )
-        longer[name] = _lengthened(entry, rows)
+        longer[name] = _lengthen(entry, rows)
         more = plural(rows.count - entry.shape[0], "row")
-        said[name] = f" and {more} of {rows.rule}"
+        texts[name] = f" and {more} of {rows.rule}"
     expressions = tuple(
-        replace(each, text=each.text + said.get(each.name, "")) for each in computation.expressions
+        replace(e, text=e.text + texts.get(e.name, "")) for e in computation.expressions
     )
     catalog = catalog.with_tensors(catalog.tensors | longer)
     return replace(computation, catalog=catalog, expressions=expressions)
 
 
-def _lengthened(entry: TensorEntry, rows: Rows) -> TensorEntry:
+def _lengthen(entry: TensorEntry, rows: Rows) -> TensorEntry:
     has = entry.shape[0]
     if rows.count < has:
         raise UsageError(
@@ -65,17 +65,17 @@ def _lengthened(entry: TensorEntry, rows: Rows) -> TensorEntry:
         raise UsageError(f"--fill {rows.rule}: {entry.name} has {has:,} rows, from 0 on")
     if not has:
         raise Unsupported(f"{entry.name}: has no row, of which others could be made")
-    like = replace(entry, shape=(rows.count, *entry.shape[1:]))
+    template = replace(entry, shape=(rows.count, *entry.shape[1:]))
     formula = MoreRows(rows.fill)
     mean = 8 * math.prod(entry.shape[1:])  # in 64 bits
-    return computed(like, [entry], formula, formula.reads, mean)
+    return computed(template, [entry], formula, formula.reads, mean)
 
 
 def _require_ties(catalog: Catalog, names: dict[str, Rows]) -> None:
     """Raise Unsupported if names of one tensor would have other rows afterwards."""
     for group in tied_names(catalog):
-        wanted = {names[name].count if name in names else None for name in group}
-        if len(wanted) > 1:
+        counts = {names[name].count if name in names else None for name in group}
+        if len(counts) > 1:
             raise Unsupported(
                 f"--rows: {' and '.join(group)} are one tensor, and would be of several sizes",
                 hint=" ".join(f"--rows {name}=N" for name in group),

@@ -31,23 +31,23 @@ class Splice:
     def __init__(self, computation: Computation, base: Operand) -> None:
         self._computation, self._base = computation, base
         self._tensors: dict[str, TensorEntry] = dict(computation.catalog.tensors)
-        self._said = {each.name: each for each in computation.expressions}
+        self._expressions = {e.name: e for e in computation.expressions}
         self._origins = dict.fromkeys(self._tensors, base)
         self._takes: list[tuple[str, Operand, list[str]]] = []
 
     def take(self, name: str, operand: Operand) -> None:
-        """Take the tensors that a name means, in place of those there are.
+        """Take the tensors that a name means, in place of those that the merge has.
 
         Raises UsageError if it means none.
         """
-        found = _named(name, operand)
-        for each in [*filter(meant_by([name], self._tensors), self._tensors)]:
-            del self._tensors[each], self._said[each], self._origins[each]
-        for each in found:
-            self._tensors[each] = operand.catalog.tensors[each]
-            self._said[each] = Expression(each, operand.label)
-            self._origins[each] = operand
-        self._takes.append((name, operand, found))
+        taken_names = _tensors_of(name, operand)
+        for old in [*filter(meant_by([name], self._tensors), self._tensors)]:
+            del self._tensors[old], self._expressions[old], self._origins[old]
+        for new in taken_names:
+            self._tensors[new] = operand.catalog.tensors[new]
+            self._expressions[new] = Expression(new, operand.label)
+            self._origins[new] = operand
+        self._takes.append((name, operand, taken_names))
 
     def result(self, assets: Path | None) -> Computation:
         """Return the merge with what was taken; Unsupported if a quantized tensor is torn apart.
@@ -55,33 +55,33 @@ class Splice:
         Raises UsageError if nothing is left of what one name took.
         """
         self._require_left()
-        others = [each for each in self._sources() if each is not self._base]
-        for operand in (*others, self._base):
+        donors = [operand for operand in self._sources() if operand is not self._base]
+        for operand in (*donors, self._base):
             self._require_whole(operand)
-        for operand in others:
+        for operand in donors:
             self._require_declared(operand, assets)
         catalog = self._computation.catalog
         names = dict.fromkeys([*catalog.tensors, *self._tensors])
         tensors = {name: self._tensors[name] for name in names if name in self._tensors}
-        said, made = tuple(self._said.values()), catalog.with_tensors(tensors)
-        taken = [name for name, origin in self._origins.items() if origin is not self._base]
-        on_head = notes_on_head(self._base, assets, taken)
-        notes = (*self._computation.notes, *self._untied(made), *on_head)
-        return replace(self._computation, catalog=made, expressions=said, notes=notes)
+        expressions, result = tuple(self._expressions.values()), catalog.with_tensors(tensors)
+        taken_names = [name for name, origin in self._origins.items() if origin is not self._base]
+        on_head = notes_on_head(self._base, assets, taken_names)
+        notes = (*self._computation.notes, *self._notes_on_ties(result), *on_head)
+        return replace(self._computation, catalog=result, expressions=expressions, notes=notes)
 
     def _require_left(self) -> None:
         """Raise UsageError for a name of which all tensors were taken from elsewhere later."""
-        for name, operand, found in self._takes:
-            if not any(self._origins.get(each) is operand for each in found):
+        for text, operand, names in self._takes:
+            if not any(self._origins.get(name) is operand for name in names):
                 raise UsageError(
-                    f"--take '{name}' FROM {operand.opened.path}: a later --take takes all of it"
+                    f"--take '{text}' FROM {operand.opened.path}: a later --take takes all of it"
                     " from another checkpoint",
                     hint="leave it out, or say it last",
                 )
 
-    def _untied(self, made: Catalog) -> Iterator[str]:
+    def _notes_on_ties(self, result: Catalog) -> Iterator[str]:
         """Yield notes on names of one tensor that are several in the result."""
-        ties = [set(names) for names in tied_names(made)]
+        ties = [set(names) for names in tied_names(result)]
         for names in tied_names(self._computation.catalog):
             if not any(tie.issuperset(names) for tie in ties):
                 yield (
@@ -100,11 +100,11 @@ class Splice:
         """Raise Unsupported if the result has some of a checkpoint's quantized tensor, not all."""
         names = self._names_of(operand)
         for group in _groups(operand):
-            there, missing = sorted(group & names), sorted(group - names)
-            if there and missing:
-                module = there[0].rpartition(".")[0]
+            parts, missing = sorted(group & names), sorted(group - names)
+            if parts and missing:
+                module = parts[0].rpartition(".")[0]
                 raise Unsupported(
-                    f"--take: {list_some(there, _FEW)} without {list_some(missing, _FEW)} of"
+                    f"--take: {list_some(parts, _FEW)} without {list_some(missing, _FEW)} of"
                     f" {operand.opened.path}: a quantized tensor comes with all of its parts",
                     hint=f"--take '{module}' FROM SRC takes all of a module; {_DEQUANTIZE}",
                 )
@@ -113,8 +113,8 @@ class Splice:
         """Raise Unsupported if the config would say another quantization than tensors have."""
         theirs, ours = quantized_names(operand.catalog), quantized_names(self._base.catalog)
         names = self._names_of(operand)
-        if taken := sorted(names & theirs):
-            self._require_same(operand, taken, assets)
+        if quantized := sorted(names & theirs):
+            self._require_same(operand, quantized, assets)
             return
         config = quantization_config(self._base.opened, assets) if ours else {}
         plain = sorted(self._covered(names - theirs, _modules(ours), QuantizationConfig(config)))
@@ -127,32 +127,32 @@ class Splice:
             )
 
     def _covered(
-        self, names: Iterable[str], quantized: Collection[str], said: QuantizationConfig
+        self, names: Iterable[str], quantized: Collection[str], config: QuantizationConfig
     ) -> Iterator[str]:
         """Yield the matrices that are to be quantized: in the base, or like layers that are."""
         layers = {_layer(module) for module in quantized}
         for name in names:
             module = name.rpartition(".")[0]
-            is_like = module in quantized or (said.is_of_all and _layer(module) in layers)
-            if is_like and len(self._tensors[name].shape) > 1 and not said.leaves_out(module):
+            is_like = module in quantized or (config.is_of_all and _layer(module) in layers)
+            if is_like and len(self._tensors[name].shape) > 1 and not config.leaves_out(module):
                 yield name
 
-    def _require_same(self, operand: Operand, taken: list[str], assets: Path | None) -> None:
+    def _require_same(self, operand: Operand, names: list[str], assets: Path | None) -> None:
         """Raise Unsupported if the base's config does not say how quantized tensors are stored."""
-        both = (self._base, operand)
-        ours, theirs = (quantization_config(each.opened, assets) for each in both)
-        known, new = (kinds(each.catalog).keys() for each in both)
-        if ours == theirs and (ours or new <= known):
+        sides = (self._base, operand)
+        ours, theirs = (quantization_config(side.opened, assets) for side in sides)
+        base_kinds, new_kinds = (kinds(side.catalog).keys() for side in sides)
+        if ours == theirs and (ours or new_kinds <= base_kinds):
             return
         why = "says another quantization" if ours else "says no quantization"
         raise Unsupported(
-            f"--take: {list_some(taken, _FEW)} of {operand.opened.path} is quantized, and the"
+            f"--take: {list_some(names, _FEW)} of {operand.opened.path} is quantized, and the"
             f" config of {self._base.opened.path} {why}",
             hint=f"{_DEQUANTIZE}; --hf-assets FOLDER takes a config.json that says how",
         )
 
 
-def _named(name: str, operand: Operand) -> list[str]:
+def _tensors_of(name: str, operand: Operand) -> list[str]:
     """Return the tensors that a name means; UsageError, with the checkpoint, if it means none."""
     try:
         return tensors_named(operand.catalog, [name], "--take")

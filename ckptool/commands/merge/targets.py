@@ -63,16 +63,16 @@ def base_names(modules: Sequence[str], tensors: Tensors, base: Operand, adapter:
         if all(way(module) in parents for module in modules):
             return way
     end = f".{modules[0]}"
-    heads = [each.removesuffix(end) for each in sorted(parents) if each.endswith(end)]
-    fitting = [head for head in heads if all(f"{head}.{each}" in parents for each in modules)]
-    if len(fitting) > 1:
+    heads = [parent.removesuffix(end) for parent in sorted(parents) if parent.endswith(end)]
+    heads = [head for head in heads if all(f"{head}.{module}" in parents for module in modules)]
+    if len(heads) > 1:
         raise Undetermined(
-            f"{adapter.opened.path}: its modules are {len(fitting)} times in {base.opened.path},"
-            f" below {list_some(fitting, _FEW)}",
-            hint=f"choose one: --select '{fitting[0]}.*'",
+            f"{adapter.opened.path}: its modules are {len(heads)} times in {base.opened.path},"
+            f" below {list_some(heads, _FEW)}",
+            hint=f"choose one: --select '{heads[0]}.*'",
         )
-    if fitting:
-        return lambda name: f"{fitting[0]}.{name}"
+    if heads:
+        return lambda name: f"{heads[0]}.{name}"
     lacks = [module for module in modules if module not in parents]
     experts = any(".experts" in module for module in lacks)
     raise Unsupported(
@@ -83,10 +83,10 @@ def base_names(modules: Sequence[str], tensors: Tensors, base: Operand, adapter:
 
 
 def _replacing(prefixes: Mapping[str, str]) -> Naming:
-    """Return how names are with the first of some prefixes that they have replaced."""
+    """Return a function that replaces the first of some prefixes that a name has."""
 
     def name_of(name: str) -> str:
-        first = next((each for each in prefixes if name.startswith(each)), "")
+        first = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         return prefixes.get(first, "") + name.removeprefix(first)
 
     return name_of
@@ -103,14 +103,14 @@ def _lacking(lacks: Sequence[str]) -> str:
 
 
 def _parents(tensors: Tensors) -> set[str]:
-    """Return every module that has tensors, or modules with some."""
-    found = set[str]()
+    """Return every module that has tensors, or has modules that have some."""
+    modules = set[str]()
     for name in tensors:
         module = name.rpartition(".")[0]
-        while module and module not in found:
-            found.add(module)
+        while module and module not in modules:
+            modules.add(module)
             module = module.rpartition(".")[0]
-    return found
+    return modules
 
 
 def targets_of(adapter: Adapter, base: Operand, naming: Naming) -> list[Target]:
@@ -123,29 +123,29 @@ def targets_of(adapter: Adapter, base: Operand, naming: Naming) -> list[Target]:
     for name in tensors:
         parent, _, leaf = name.rpartition(".")
         leaves.setdefault(parent, []).append(leaf)
-    found = list[Target]()
+    targets = list[Target]()
     for module, loras in by_module.items():
-        own = leaves.get(naming(module), [])
-        if keys := _parameters(module, own, adapter.settings):
-            found += _of_parameters(loras, keys, naming, tensors)
-        elif len(loras) == 1 and not loras[0].depth and "weight" in own:
-            found.append(Target(loras[0], f"{naming(module)}.weight", module))
+        names = leaves.get(naming(module), [])
+        if keys := _parameters(module, names, adapter.settings):
+            targets += _of_parameters(loras, keys, naming, tensors)
+        elif len(loras) == 1 and not loras[0].depth and "weight" in names:
+            targets.append(Target(loras[0], f"{naming(module)}.weight", module))
         else:
-            require_numbers(base, [f"{naming(module)}.{leaf}" for leaf in own])
+            require_numbers(base, [f"{naming(module)}.{leaf}" for leaf in names])
             raise Unsupported(
                 f"{loras[-1].both[0].name}: no parameter of the base that it is for:"
-                f" {naming(module)} has {list_some(own, _FEW) or 'none'}",
+                f" {naming(module)} has {list_some(names, _FEW) or 'none'}",
                 hint=_NO_EXPERTS if ".experts" in f".{module}" else None,
             )
-    return list(_oriented(found, tensors, adapter.settings))
+    return list(_orient(targets, tensors, adapter.settings))
 
 
 def _parameters(module: str, leaves: Sequence[str], settings: Settings) -> list[str]:
     """Return the parameters of a module that were targeted themselves, by their own names."""
     targets = [f".{target}" for target in settings.target_parameters]
     keys = [f"{module}.{leaf}" for leaf in leaves]
-    found = [key for key in keys if any(f".{key}".endswith(target) for target in targets)]
-    return sorted(found, key=_nesting)
+    keys = [key for key in keys if any(f".{key}".endswith(target) for target in targets)]
+    return sorted(keys, key=_nesting)
 
 
 def _nesting(key: str) -> int:
@@ -187,27 +187,27 @@ def _fits(lora: Matrices, entry: TensorEntry) -> bool:
     return entry.shape[-2:] in (sizes, sizes[::-1]) and right.shape[0] % count == 0
 
 
-def _oriented(targets: Sequence[Target], tensors: Tensors, settings: Settings) -> Iterator[Target]:
-    """Yield the targets with the order of their dims, of square ones as the others say it.
+def _orient(targets: Sequence[Target], tensors: Tensors, settings: Settings) -> Iterator[Target]:
+    """Yield the targets with the order of their dims, of square ones as in those that are not.
 
     Raises Unsupported for other shapes or ranks, Undetermined for a square that nothing decides.
     """
-    known = _orders_of_modules(tensors)
-    found = list[tuple[Target, set[bool]]]()
+    orders = _orders_of_modules(tensors)
+    pairs = list[tuple[Target, set[bool]]]()
     for target in targets:
         entry, key = tensors[target.name], _kind(target)
         # an adapter's config says it of the last module with a LoRA, and PEFT goes by each one's
-        is_turned = True in (known.get(key) or {settings.fan_in_fan_out})
-        own = replace(settings, fan_in_fan_out=is_turned)
-        _require_fit(target, entry, own)
-        found.append((target, _sides(target, entry, own)))
-    for target, sides in found:
+        is_turned = True in (orders.get(key) or {settings.fan_in_fan_out})
+        module_settings = replace(settings, fan_in_fan_out=is_turned)
+        _require_fit(target, entry, module_settings)
+        pairs.append((target, _sides(target, entry, module_settings)))
+    for target, sides in pairs:
         is_matrix = target.experts or len(tensors[target.name].shape) == 2
         if len(sides) == 1 and is_matrix and not target.lora.is_embedding:
-            known.setdefault(_kind(target), set()).update(sides)
-    for target, sides in found:
+            orders.setdefault(_kind(target), set()).update(sides)
+    for target, sides in pairs:
         if len(sides) > 1:
-            sides = _sides_of_square(target, known)
+            sides = _sides_of_square(target, orders)
         if len(sides) != 1:
             raise Undetermined(
                 f"{target.name} {list(tensors[target.name].shape)}: nothing says whether inputs or"
@@ -216,33 +216,33 @@ def _oriented(targets: Sequence[Target], tensors: Tensors, settings: Settings) -
         yield Target(target.lora, target.name, target.key, target.experts, sides.pop())
 
 
-def _sides_of_square(target: Target, known: Mapping[str, set[bool]]) -> set[bool]:
-    """Return the order of a square weight's dims, given that of the others that are not square.
+def _sides_of_square(target: Target, orders: Mapping[str, set[bool]]) -> set[bool]:
+    """Return the order of a square weight's dims, given those of weights that are not square.
 
     Experts are as the others of their module. Modules are turned, as fan_in_fan_out says, if one of
     their stack shows it, as PEFT ignores that for what is no Conv1D, or if nothing shows any order.
     """
-    others = known.get(_kind(target), set())
+    sides = orders.get(_kind(target), set())
     if target.experts:
-        return set(others)
-    return {True} if True in others or not known else set()
+        return set(sides)
+    return {True} if True in sides or not orders else set()
 
 
 def _orders_of_modules(tensors: Tensors) -> dict[str, set[bool]]:
-    """Return by kinds of modules whether weights have inputs first: as long as the bias are rows.
+    """Return for stacks of layers whether inputs come first: a bias is as long as the outputs.
 
     One stack of layers may have Linears beside another of Conv1Ds, as ViT beside GPT-2.
     """
-    known: dict[str, set[bool]] = {}
+    orders: dict[str, set[bool]] = {}
     for name, entry in tensors.items():
         module = name.removesuffix(".weight")
         bias = tensors.get(f"{module}.bias")
         if bias is not None and len(entry.shape) == 2 and entry.shape[0] != entry.shape[1]:
             if bias.shape == entry.shape[1:]:
-                known.setdefault(_stack_of(module), set()).add(True)
+                orders.setdefault(_stack_of(module), set()).add(True)
             elif bias.shape == entry.shape[:1]:
-                known.setdefault(_stack_of(module), set()).add(False)
-    return known
+                orders.setdefault(_stack_of(module), set()).add(False)
+    return orders
 
 
 def _stack_of(module: str) -> str:
@@ -291,7 +291,7 @@ def _require_fit(target: Target, entry: TensorEntry, settings: Settings) -> None
 
 
 def _has_shape(target: Target, entry: TensorEntry, settings: Settings) -> bool:
-    """Return whether the product of a LoRA's matrices is as a weight, maybe turned."""
+    """Return whether the product of a LoRA's matrices has a weight's shape, maybe turned."""
     left, right = target.lora.both
     product = (left.shape[0], *right.shape[1:])
     if len(entry.shape) > 2 and not target.experts:  # B's kernel has one element

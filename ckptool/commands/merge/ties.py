@@ -59,12 +59,12 @@ class Ties:
         self.notes: list[str] = []
 
     def shared(self, changes: Mapping[str, Change], *, tied: bool) -> dict[str, Change]:
-        """Return the changes of what shares a changed tensor.
+        """Return the changes of the names that share a changed tensor.
 
         ``tied`` if the adapter says that tied modules stay so. Raises Unsupported if two
         changes meet in one tensor, or if one would end a tie.
         """
-        found = dict[str, Change]()
+        copies = dict[str, Change]()
         for group in self._groups:
             changed = [name for name in group if name in changes]
             if len(changed) > 1:
@@ -74,14 +74,14 @@ class Ties:
                 )
             for name in changed:
                 self._require_tied(name, changes[name], tied=tied)
-                others = [other for other in group if other != name]
-                self._note(name, list_some(others, _FEW))
-                for other in others:
-                    entry = rename_entry(changes[name].entry, other)
-                    found[other] = replace(changes[name], entry=entry)
+                twins = [twin for twin in group if twin != name]
+                self._note(name, list_some(twins, _FEW))
+                for twin in twins:
+                    entry = rename_entry(changes[name].entry, twin)
+                    copies[twin] = replace(changes[name], entry=entry)
         if self._is_head_tied:
             self._check_head(changes, tied=tied)
-        return found
+        return copies
 
     def _check_head(self, changes: Mapping[str, Change], *, tied: bool) -> None:
         """Note that a head without a tensor of its own changes, too; refuse one of its own."""
@@ -117,16 +117,16 @@ class Ties:
             f" config.json that says {_TIED} false keeps both",
         )
 
-    def _note(self, name: str, others: str) -> None:
+    def _note(self, name: str, twins: str) -> None:
         self.notes.append(
-            f"{name} is tied to {others}: merged into both, as PEFT's merge_and_unload does"
+            f"{name} is tied to {twins}: merged into both, as PEFT's merge_and_unload does"
         )
 
 
-def notes_on_head(base: Operand, assets: Path | None, taken: Collection[str]) -> Iterator[str]:
+def notes_on_head(base: Operand, assets: Path | None, names: Collection[str]) -> Iterator[str]:
     """Yield notes on tensors taken into a base whose config alone ties its head."""
-    embeddings = [*filter(_EMBEDDING.fullmatch, taken)]
-    heads = [*filter(HEAD.fullmatch, taken)]
+    embeddings = [*filter(_EMBEDDING.fullmatch, names)]
+    heads = [*filter(HEAD.fullmatch, names)]
     if not (embeddings or heads) or _head_of(base) is not None or not _says_tied(base, assets):
         return
     tied = f"the config of {base.opened.path} ties the head to the embedding"
@@ -149,10 +149,10 @@ def _says_tied(base: Operand, assets: Path | None) -> bool:
 
     One that does not say it is of a model that ties them if a head is needed and not there.
     """
-    known = records(base.opened.source, base.opened.catalog, assets)
-    record = next((record for record in known if record), {})
+    configs = records(base.opened.source, base.opened.catalog, assets)
+    record = next((record for record in configs if record), {})
     if _TIED in record:
         return record[_TIED] is True
-    named = record.get("architectures")
-    classes = named if isinstance(named, list) else []
-    return _head_of(base) is None and any(str(each).endswith(_OF_TEXT) for each in classes)
+    names = record.get("architectures")
+    classes = names if isinstance(names, list) else []
+    return _head_of(base) is None and any(str(name).endswith(_OF_TEXT) for name in classes)
