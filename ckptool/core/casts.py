@@ -40,7 +40,7 @@ class Casts(Struct, frozen=True):
 
         def choose(entry: TensorEntry) -> DType | None:
             default = self.model if state_category(entry) == "model" else None
-            return next((dtype for means, dtype in rules if means(entry.name)), default)
+            return next((dtype for is_meant, dtype in rules if is_meant(entry.name)), default)
 
         return {name: choose(entry) for name, entry in entries.items()}
 
@@ -78,8 +78,8 @@ def cast(catalog: Catalog, casts: Casts) -> CastResult:
     """Cast floating tensors as requested.
 
     Integers, tensors without dims (such as step counters), and quantized tensors and their scales
-    are never cast. Raises UsageError if a glob matches nothing that can be, Unsupported for floats
-    of 8 bits and less beside what may be their scale, and for what may be that of integers.
+    are never cast. Raises UsageError if a glob matches nothing that can be cast, Unsupported for
+    floats of 8 bits and less beside a possible scale, and for a possible scale of integers.
     """
     quantized = quantized_names(catalog)
     castable = {n: e for n, e in catalog.tensors.items() if can_cast(e) and n not in quantized}
@@ -114,7 +114,7 @@ def require_scales(whole: Catalog, selection: Catalog, casts: Casts) -> None:
 def _require_no_scales(
     catalog: Catalog, changed: Sequence[TensorEntry], scales: Scales, quantized: Container[str]
 ) -> None:
-    """Raise Unsupported if what is cast may be the scale of packed integers or coarse floats."""
+    """Raise Unsupported if a tensor to cast may be a scale of packed integers or coarse floats."""
     cast_names = {entry.name for entry in changed}
     for entry, scale in scales_of_codes(catalog, scales, quantized):
         if scale in cast_names:
@@ -128,7 +128,7 @@ def _require_no_scales(
 def scales_of_codes(
     catalog: Catalog, scales: Scales, quantized: Container[str]
 ) -> Iterator[tuple[TensorEntry, str]]:
-    """Yield what may be codes beside those that are known as ``quantized``, with their scale."""
+    """Yield tensors that may be codes, beside the known ``quantized`` ones, with their scale."""
     for name, entry in catalog.tensors.items():
         is_float = can_cast(entry) and is_coarse(entry)
         if name in quantized or not (is_float or (is_packed(entry) and may_be_codes(name))):
@@ -176,7 +176,7 @@ def computed_places(entry: TensorEntry) -> list[Computed]:
 
 
 def stored_tensors(entry: TensorEntry) -> Iterator[TensorEntry]:
-    """Yield what a tensor is read of, as it is stored: itself, or all that it is computed of."""
+    """Yield the stored tensors that a tensor is read from: itself, or those it is computed of."""
     parts = {id(part): part for at in computed_places(entry) for part in at.stored}
     if not parts:
         yield entry
@@ -196,8 +196,8 @@ RangeCounts = Counter[tuple[str, str, str]]
 def widest_type(at: Computed) -> DType:
     """Return the type whose range computed numbers have before they are cast.
 
-    It is that of the widest of what they are computed of, and at least 32 bits; that of doubles if
-    they may exceed these.
+    It is the widest type of the tensors they are computed of, and at least float32; float64 if the
+    numbers may exceed these.
     """
     is_wide = at.exceeds or any(entry.source_dtype == BY_NAME["float64"] for entry in at.stored)
     return BY_NAME["float64" if is_wide else "float32"]

@@ -94,8 +94,8 @@ class Opening(Protocol):
 class Container(Struct, frozen=True):
     """An archive or item in a file, not opened yet, with one chunk, or more than its ``part``.
 
-    ``inspect`` never opens it; the format's ``locate`` turns it into one of the other places, or,
-    if looking at it costs as much as its bytes, leaves an ``opening`` for its reader and sets
+    ``inspect`` never opens it; the format's ``locate`` turns it into another kind of place, or, if
+    looking at it costs as much as its bytes, leaves an ``opening`` for its reader and sets
     ``part``. ``nbytes`` is its size in the file.
     """
 
@@ -119,11 +119,11 @@ class Container(Struct, frozen=True):
 class Computed(Struct, frozen=True):
     """Numbers that are computed of ``stored`` tensors when they are read.
 
-    ``part`` is what the chunk consists of, in elements of the whole that ``compute`` computes a box
-    of. ``reads`` says which boxes of stored tensors that takes; by default all of each. Quantized
+    ``compute`` computes a box of a whole tensor; ``part`` is the chunk's part of that, in elements.
+    ``reads`` says which boxes of stored tensors a box needs; by default all of each. Quantized
     numbers have one scale per ``block``, its elements in each dim. If a thread keeps ``kept`` bytes
-    for the next box, one had better compute all, in order. Sums may be beyond the range of what
-    they are computed of: ``exceeds``. A large box ``in_pieces`` takes little more memory.
+    for the next box, one thread had better compute all, in order. ``exceeds`` says that sums may be
+    beyond the range of their terms. A large box ``in_pieces`` takes little more memory.
     """
 
     stored: tuple[TensorEntry, ...]
@@ -147,7 +147,7 @@ class Computed(Struct, frozen=True):
 
     @property
     def extras(self) -> tuple[TensorEntry, ...]:
-        """What else quantized values have: a scale of all, zero points, a table."""
+        """What else quantized values have: a global scale, zero points, a table."""
         return self.stored[2:]
 
     @property
@@ -175,7 +175,7 @@ Reads = Callable[[Computed, Box], Iterable[tuple["TensorEntry", Box]]]
 
 
 def stored_places(at: Place) -> Iterator[Extent | EncodedBlob | Container]:
-    """Yield the places in files that a place consists of."""
+    """Yield the places in files that a place, maybe a computed one, is read from."""
     if not isinstance(at, Computed):
         yield at
         return
@@ -267,9 +267,9 @@ class TensorEntry(Struct, frozen=True):
     @property
     def looks(self) -> str:
         """Shape, element type and placements, or else the number of chunks, in one line."""
-        placed = "" if self.placements is None else ", ".join(map(str, self.placements))
+        layout = "" if self.placements is None else ", ".join(map(str, self.placements))
         pieces = f"{len(self.chunks):,} chunks" if len(self.chunks) > 1 else ""
-        return " ".join(filter(None, [str(list(self.shape)), str(self.dtype), placed or pieces]))
+        return " ".join(filter(None, [str(list(self.shape)), str(self.dtype), layout or pieces]))
 
     @property
     def source_dtype(self) -> DType:
@@ -366,7 +366,7 @@ def places(entry: TensorEntry) -> Iterator[Place]:
 
 
 def merge_copies(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    """Merge chunks of the same box: the first of each, with the others as its copies."""
+    """Merge chunks of the same box: the first one of each box, with the rest as its copies."""
     merged: dict[Box, list[Chunk]] = {}
     for chunk in chunks:
         merged.setdefault(chunk.box, []).append(chunk)

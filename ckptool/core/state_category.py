@@ -149,14 +149,14 @@ def _parts_in_container(head: str, names: list[str]) -> dict[str, str]:
     Composer saves ``state.model`` and ``state.optimizers``, torch's own tutorial ``app.model`` and
     ``app.optim``.
     """
-    below = len(head) + 1
-    steps = {_head(name[below:]) for name in names}
+    start = len(head) + 1
+    steps = {_head(name[start:]) for name in names}
     has_optimizer = any(
         _category_of_step(s) == "optimizer" and not _KINDS.fullmatch(s) for s in steps
     )
     if not has_optimizer or not any(map(_WRAPPER.fullmatch, steps)):
         return {}
-    return {name: _category_of_step(_head(name[below:])) or "model" for name in names}
+    return {name: _category_of_step(_head(name[start:])) or "model" for name in names}
 
 
 def _beside_param_groups(catalog: Catalog) -> Iterator[str]:
@@ -233,10 +233,10 @@ _OF_A_MODULE = frozenset(["module", "frozen", "buffer"])
 
 def weights(catalog: Catalog) -> list[str]:
     """Return the names of the model's tensors, with masters that are a parameter's only weight."""
-    return [*_of_model(catalog), *lone_masters(catalog)]
+    return [*_find_model_names(catalog), *lone_masters(catalog)]
 
 
-def _of_model(catalog: Catalog) -> Iterator[str]:
+def _find_model_names(catalog: Catalog) -> Iterator[str]:
     return (name for name, entry in catalog.tensors.items() if state_category(entry) == "model")
 
 
@@ -246,10 +246,10 @@ def lone_masters(catalog: Catalog) -> list[str]:
     DeepSpeed's ZeRO 3 saves partitioned parameters only as masters, ``fp32.<parameter>``;
     unpartitioned ones are in ``module``.
     """
-    if any(_head(name) not in _OF_A_MODULE for name in _of_model(catalog)):
+    if any(_head(name) not in _OF_A_MODULE for name in _find_model_names(catalog)):
         return []
     refused = (name for name in catalog.conflicts if _head(name) in _OF_A_MODULE)
-    parameters = {name.partition(".")[2] for name in (*_of_model(catalog), *refused)}
+    parameters = {name.partition(".")[2] for name in (*_find_model_names(catalog), *refused)}
     masters = filter(is_master, catalog.tensors)
     return [name for name in masters if name.partition(".")[2] not in parameters]
 
@@ -269,8 +269,8 @@ def model_prefixes(catalog: Catalog) -> tuple[str, ...]:
     """Return the steps that wrap the names of the model's tensors; () if nothing does."""
     names = weights(catalog)
     heads = {_head(name) for name in names}
-    everything = {_head(name) for name in catalog.tensors}
-    if heads <= _OF_A_MODULE | {_MASTERS} and everything & {_MASTERS, "frozen", "buffer"}:
+    steps = {_head(name) for name in catalog.tensors}
+    if heads <= _OF_A_MODULE | {_MASTERS} and steps & {_MASTERS, "frozen", "buffer"}:
         return tuple(sorted(heads))
     prefix = model_prefix(catalog) or _prefix_in_container(names, catalog)
     return (prefix,) if prefix else ()

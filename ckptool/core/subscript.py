@@ -59,29 +59,29 @@ def picks(name: str, shape: Sequence[int], subscript: Subscript) -> list[Pick]:
     Raises UsageError if it has more items than the tensor dims, an index is out of range, or a step
     is not positive.
     """
-    called = f"{name} {list(shape)}"
+    label = f"{name} {list(shape)}"
     count = sum(item is not ... for item in subscript)
     missing = len(shape) - count
     if missing < 0 or len(subscript) - count > 1:
         raise UsageError(
-            f"{called}: {len(subscript)} subscripts for {len(shape)} dims",
+            f"{label}: {len(subscript)} subscripts for {len(shape)} dims",
             hint=f"at most one for each dim: '{name}[{', '.join(':' for _ in shape)}]'",
         )
     at = subscript.index(...) if ... in subscript else len(subscript)
     items = [*subscript[:at], *[slice(None)] * missing, *subscript[at + 1 :]]
-    return [_pick(called, item, size) for item, size in zip(items, shape, strict=True)]
+    return [_pick(label, item, size) for item, size in zip(items, shape, strict=True)]
 
 
-def _pick(called: str, item: int | slice | EllipsisType, size: int) -> Pick:
+def _pick(label: str, item: int | slice | EllipsisType, size: int) -> Pick:
     if isinstance(item, slice):
         if item.step is not None and item.step < 1:
             raise UsageError(
-                f"{called}: the step {item.step} is less than 1", hint="such as [0:8:2]"
+                f"{label}: the step {item.step} is less than 1", hint="such as [0:8:2]"
             )
         return Pick(range(*item.indices(size)))
     if not isinstance(item, int) or not -size <= item < size:
         raise UsageError(
-            f"{called}: index {item} is out of range for a dim of {size:,}",
+            f"{label}: index {item} is out of range for a dim of {size:,}",
             hint=f"from 0 to {size - 1:,}, or from the end: -1 to -{size:,}",
         )
     return Pick(range(item % size, item % size + 1), is_one=True)

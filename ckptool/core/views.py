@@ -297,12 +297,12 @@ def _merge_pair(chunk: Chunk, dim: int, size: int) -> Iterator[Chunk]:
     outer = range(lo[dim], hi[dim])
     inner = range(lo[dim + 1], hi[dim + 1])
     strides = [_strides_of(at, chunk.box.shape) for at in chunk.places]
-    even = len(outer) == 1 or (
+    is_even = len(outer) == 1 or (
         len(inner) == size and all(s[dim] == s[dim + 1] * size for s in strides)
     )
     stride_dim = dim if size == 1 else dim + 1
-    for index in outer[:1] if even or size == 1 else outer:
-        stop = outer[-1] if even or size == 1 else index
+    for index in outer[:1] if is_even or size == 1 else outer:
+        stop = outer[-1] if is_even or size == 1 else index
         box = Box(
             _collapse(lo, dim, index * size + inner.start),
             _collapse(hi, dim, stop * size + inner.stop),

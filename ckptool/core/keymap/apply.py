@@ -151,18 +151,18 @@ class _Application:
         return groups.values()
 
     def _carry(self, group: _Group) -> None:
-        rule, of_model = group.first.rule, group.frame.part == "model"
+        rule, is_model = group.first.rule, group.frame.part == "model"
         try:
             targets = (
                 self._scalars(group)
                 if group.is_scalar
-                else self._elements(_for(rule, group.frame), group.tensors, exact=not of_model)
+                else self._elements(_for(rule, group.frame), group.tensors, exact=not is_model)
             )
         except UnknownSizes as error:
             self._unknown.setdefault(rule.whole.text, error)
             return
         except Unsupported as error:
-            if of_model:
+            if is_model:
                 raise
             self._refused.append(f"{group.tensors[0].entry.name} ({error.message})")
             return
@@ -172,7 +172,7 @@ class _Application:
             name = group.frame.around(target.name)
             entry = rename_entry(target.entry, name)
             self._moves.append(Move(sources, name, entry, target.operation))
-            if rule.add and of_model:
+            if rule.add and is_model:
                 self._computed.append(name)
 
     def _elements(

@@ -97,9 +97,9 @@ def _length(dim: Dim, sizes: Sizes) -> int:
     return math.prod(size_of(axis, sizes) or 0 for axis in dim)
 
 
-def _lengths(lies: Block, sizes: Sizes) -> tuple[int, int]:
+def _lengths(block: Block, sizes: Sizes) -> tuple[int, int]:
     """Return how many indexes the axes outside and inside of blocks have."""
-    return _length(lies.outer, sizes), _length(lies.inner, sizes)
+    return _length(block.outer, sizes), _length(block.inner, sizes)
 
 
 def _uneven(tensor: BoundTensor, sizes: Sizes) -> Unsupported:
@@ -176,7 +176,7 @@ def one_value(names: Sequence[str], entries: Sequence[TensorEntry]) -> list[Carr
 
 
 def _as_copies(entries: Sequence[TensorEntry]) -> TensorEntry:
-    """Return one tensor whose copies are the others; their chunks have the same boxes."""
+    """Return the first entry with the rest as its copies; their chunks have the same boxes."""
     return replace(entries[0], chunks=merge_copies(_ranked(entries)))
 
 
@@ -208,7 +208,7 @@ def _ranked(entries: Sequence[TensorEntry]) -> Iterator[Chunk]:
 
 
 def _cut_like(entry: TensorEntry, entries: Sequence[TensorEntry]) -> TensorEntry:
-    """Cut a tensor's chunks at every boundary of the others' chunks."""
+    """Cut a tensor's chunks at every boundary of the chunks of ``entries``."""
     for dim in range(len(entry.shape)):
         edges = {e for o in entries for c in o.chunks for e in (c.box.lo[dim], c.box.hi[dim])}
         entry = replace(entry, chunks=tuple(_cut_at(entry, dim, sorted(edges))))
@@ -291,7 +291,7 @@ def _split_axes(tensor: BoundTensor, rule: Rule, sizes: Sizes) -> tuple[TensorEn
 
 
 def _find(axes: Sequence[Axis], axis: Axis) -> int:
-    """Return which of some axes is a part of an axis, or contains it."""
+    """Return which of ``axes`` is a part of an axis, or contains it."""
     return next(place for place, other in enumerate(axes) if not set(axis).isdisjoint(other))
 
 
@@ -347,16 +347,16 @@ def operation(rule: Rule, target: Pattern, sizes: Sizes) -> str:
     words = []
     whole = rule.whole
     if len({source.text for source in rule.sources}) > 1:
-        words.append("join " + " + ".join(_parts_named(rule, rule.sources)))
+        words.append("join " + " + ".join(_name_parts(rule, rule.sources)))
     if len({part.text for part in rule.targets}) > 1:
-        words.append("split " + " | ".join(_parts_named(rule, rule.targets)))
+        words.append("split " + " | ".join(_name_parts(rule, rule.targets)))
     if any(pattern.block is not None for pattern in (*rule.sources, *rule.targets)):
         words.append("reorder blocks")
     before = {axis for pattern in rule.sources for axis in rule.varying(pattern)}
     after = set(rule.varying(target))
     words += [f"stack {axis}" for axis in sorted(before - after)]
     words += [f"unstack {axis}" for axis in sorted(after - before)]
-    words += _order(rule, rule.parts if whole is target else (target,))
+    words += _name_order(rule, rule.parts if whole is target else (target,))
     if rule.add:
         words.append(f"add {rule.add}")
     if rule.padding is not None and sizes[rule.padding]:
@@ -373,7 +373,7 @@ def padding(rule: Rule, sizes: Sizes) -> str:
     return f"unpad {total:,} to {full:,}"
 
 
-def _parts_named(rule: Rule, parts: Sequence[Pattern]) -> list[str]:
+def _name_parts(rule: Rule, parts: Sequence[Pattern]) -> list[str]:
     """Return the axes of the first sum that distinguish the parts."""
     sums = [axis for axis in axes_of(rule.whole.axes or ()) if len(axis) > 1]
     return [
@@ -383,7 +383,7 @@ def _parts_named(rule: Rule, parts: Sequence[Pattern]) -> list[str]:
     ]
 
 
-def _order(rule: Rule, parts: tuple[Pattern, ...]) -> list[str]:
+def _name_order(rule: Rule, parts: tuple[Pattern, ...]) -> list[str]:
     """Return the word for a part whose axes are in another order than in the whole, if any."""
     dims = rule.whole.axes or ()
     whole = axes_of(dims)

@@ -136,7 +136,7 @@ def may_match(kinds: Sequence[str], key_map: KeyMap) -> bool:
 
 
 def _beginning_with(names: Sequence[str], text: str) -> Sequence[str]:
-    """Return those of sorted names that begin with a text."""
+    """Return the names, of sorted ones, that begin with a text."""
     return names[bisect_left(names, text) : bisect_left(names, f"{text}\U0010ffff")]
 
 
@@ -208,8 +208,8 @@ def find_frames(catalog: Catalog, is_parameter: Knows, is_state: Knows) -> tuple
         else:
             frames[match[0]][match[1]] = name
     parameters = {inner for names in frames.values() for inner in names}
-    of_model = set(model)
-    candidates = [name for name in (*catalog.tensors, *catalog.objects) if name not in of_model]
+    model_names = set(model)
+    candidates = [name for name in (*catalog.tensors, *catalog.objects) if name not in model_names]
     for name in _add_state_frames(candidates, parameters, frames):
         for frame, names in frames.items():
             inner = frame.inner(name) if frame.part != "model" else None

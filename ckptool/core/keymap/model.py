@@ -369,7 +369,7 @@ def _require_offsets(rule: Rule, sizes: Sizes) -> None:
 def _spelled_sizes(rule: Rule, group: Sequence[BoundTensor]) -> dict[str, tuple[int, str]]:
     """Count the indices in the sources' names of each axis that is not in the targets' names.
 
-    Each with the name of the last.
+    Each count comes with the name that has the last index.
     """
     sizes: dict[str, tuple[int, str]] = {}
     for tensor in group:

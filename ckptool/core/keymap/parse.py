@@ -218,11 +218,11 @@ def _blocks(text: str) -> list[Pattern]:
     if match is None or (match[2] is None) != (match[4] is None):
         raise UsageError(f"{text!r}: blocks are (a b | c) or (x (a b | c) y), in one dim")
     before, outer, blocks, inner, after = (part or "" for part in match.groups())
-    dim, around = len(parse_axes(before)), (_dim(outer), _dim(inner))
+    dim, sides = len(parse_axes(before)), (_dim(outer), _dim(inner))
     words = [f"{before}({outer} {block.strip()} {inner}){after}" for block in blocks.split("|")]
     parsed = [parse_pattern(f"{name}{bracket}{word}") for word in words]
     return [
-        replace(pattern, text=text, block=Block(dim, *around, place))
+        replace(pattern, text=text, block=Block(dim, *sides, place))
         for place, pattern in enumerate(parsed)
     ]
 

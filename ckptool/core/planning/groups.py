@@ -27,8 +27,8 @@ _LARGE = 4
 class Tile(Struct, frozen=True):
     """A range of an output file: a C-ordered array of ``shape`` at byte ``offset``.
 
-    It is filled from ``sources``, what chunks have of it; or from ``pieces`` of a ``band`` of the
-    tensor, which is read once for all tiles of the job, and ``sources`` is empty.
+    It is filled from ``sources``, the parts of it that chunks hold; or from ``pieces`` of a
+    ``band`` of the tensor, which is read once for all tiles of the job: ``sources`` is then empty.
     """
 
     file: int
@@ -100,24 +100,24 @@ def _hull_of(part: Data) -> Box | None:
     boxes = [piece.box for piece in part.pieces]
     if not (boxes and part.shape) or len({(b.lo[0], b.hi[0]) for b in boxes}) > 1:
         return None
-    around = hull(boxes)
-    return around if around.shape[0] == part.shape[0] else None
+    box = hull(boxes)
+    return box if box.shape[0] == part.shape[0] else None
 
 
 def group_of_rows(
     place: LayoutPart, entry: TensorEntry, index: ChunkIndex, nbytes: int
 ) -> Group | None:
-    """Return a part as it is cut out of whole rows of its chunks, so many bytes at a time.
+    """Return a part as it is cut out of whole rows of its chunks, ``nbytes`` at a time.
 
-    None if these are the part's own, more than that, or scattered.
+    None if the rows are the part's own, larger than ``nbytes``, or scattered.
     """
-    part, around = place.part, _hull_of(place.part)
+    part, box = place.part, _hull_of(place.part)
     row = math.prod(entry.shape[1:]) * part.itemsize
-    if around is None or part.shape[1:] == entry.shape[1:] or not 0 < row <= nbytes:
+    if box is None or part.shape[1:] == entry.shape[1:] or not 0 < row <= nbytes:
         return None
-    if not around.volume:
+    if not box.volume:
         return None
-    return Group((place,), nbytes // row, index.band(around)[1])
+    return Group((place,), nbytes // row, index.band(box)[1])
 
 
 def tiles_of_group(
@@ -213,8 +213,8 @@ def _pieces_of_rows(
     """
     result = []
     for (lo, hi), local in pieces:
-        of_band = Box((0, *map(sub, lo[1:], low)), (rows, *map(sub, hi[1:], low)))
-        result.append(Piece(of_band, Box((0, *local.lo[1:]), (rows, *local.hi[1:]))))
+        band_box = Box((0, *map(sub, lo[1:], low)), (rows, *map(sub, hi[1:], low)))
+        result.append(Piece(band_box, Box((0, *local.lo[1:]), (rows, *local.hi[1:]))))
     return tuple(result)
 
 

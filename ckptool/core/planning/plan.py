@@ -88,14 +88,14 @@ class Plan:
     def largest_blob(self) -> int:
         """Bytes of the largest blob that must be decoded completely, stored plus decoded.
 
-        Of a computed tensor, those of all that it is computed of, and what computing it keeps.
+        A computed tensor needs a blob of each tensor that it is computed of, and what it keeps.
         """
         return max((sum(_memory_of_tensor(entry)) for entry in self.entries), default=0)
 
     def batches(self, numbers: Iterable[int]) -> Iterator[list[int]]:
         """Yield files of the layout, a few at a time, whose parts are to exist together.
 
-        Those that are made of the same rows are in one batch.
+        Files that are made of the same rows are in one batch.
         """
         batch: list[int] = []
         for _, group in groupby(numbers, lambda number: self.layout.files[number].unit):
@@ -230,9 +230,9 @@ class Plan:
         return written_entries(self.layout, cut)
 
     def cut_by_rows(self, place: LayoutPart, nbytes: int) -> Group | None:
-        """Return a part as it is cut out of whole rows of its chunks, so many bytes at a time.
+        """Return a part as it is cut out of whole rows of its chunks, ``nbytes`` at a time.
 
-        None if these are the part's own, more than that, or scattered.
+        None if the rows are the part's own, larger than ``nbytes``, or scattered.
         """
         entry = self.catalog.tensors[place.part.name]
         return group_of_rows(place, entry, self.index(entry), nbytes)

@@ -64,15 +64,15 @@ def blocks_of(box: Box, block: tuple[int, ...]) -> Box:
     )
 
 
-def spread(of_blocks: Any, block: tuple[int, ...], box: Box) -> Any:
+def spread(values: Any, block: tuple[int, ...], box: Box) -> Any:
     """Return for each element of a box the value of its block."""
     import torch
 
     grid = blocks_of(box, block)
     for dim, size in enumerate(block):
-        which = torch.arange(box.lo[dim], box.hi[dim]) // size - grid.lo[dim]
-        of_blocks = of_blocks.index_select(dim, which)
-    return of_blocks
+        index = torch.arange(box.lo[dim], box.hi[dim]) // size - grid.lo[dim]
+        values = values.index_select(dim, index)
+    return values
 
 
 def read_spread(gather: Gather, entry: TensorEntry, block: tuple[int, ...], box: Box) -> Any:

@@ -40,7 +40,7 @@ _STRATEGIES: Mapping[str, str] = {
 
 
 class Group(Struct, frozen=True):
-    """What a config says of some modules: its own name for them, their weights, their format."""
+    """A group of modules in a config: its name there, the settings of their weights, the format."""
 
     name: str = ""
     weights: Mapping[str, Any] = field(default_factory=dict)
@@ -74,19 +74,19 @@ class Group(Struct, frozen=True):
             return True
         matrix = _matrix(shape)
         grid = _counts(matrix, _matrix(block))
-        of_blocks = _counts(matrix, self.block) if self.block else grid
+        block_grid = _counts(matrix, self.block) if self.block else grid
         counts: dict[str, tuple[int, int]] = {
             "tensor": (1, 1),
             "channel": (matrix[0], 1),
-            "group": (matrix[0], of_blocks[1]),
-            "tensor_group": (matrix[0], of_blocks[1]),
-            "block": of_blocks,
+            "group": (matrix[0], block_grid[1]),
+            "tensor_group": (matrix[0], block_grid[1]),
+            "block": block_grid,
         }
         return counts.get(str(self.weights.get("strategy")), grid) == grid
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the last two dims of a shape, those of a vector or a scalar with 1 before."""
+    """Return the last two dims of a shape; a vector is one row, a scalar one row of one column."""
     rows, columns = (1, 1, *shape)[-2:]
     return rows, columns
 
@@ -159,7 +159,7 @@ class QuantizationConfig:
     def _match(self, patterns: Iterable[tuple[Pattern[str], Group]], module: str) -> Group | None:
         """Return the group of the first pattern that a module's name begins as, None for none.
 
-        Raises Unsupported if all that was asked takes too long.
+        Raises Unsupported if the matches of all modules so far take too long.
         """
         started, result = time.thread_time(), None
         for at, (pattern, group) in enumerate(patterns):
@@ -178,7 +178,7 @@ class QuantizationConfig:
 
 
 def _compile(names: Iterable[str]) -> Iterator[Pattern[str]]:
-    """Yield patterns of modules: each that ``re:`` begins, and one of all globs."""
+    """Yield patterns of modules: one for each name that ``re:`` begins, and one of all globs."""
     globs = [translate(n) for n in names if not n.startswith("re:") and _GLOB.search(n)]
     patterns = map(_pattern, [f"re:{'|'.join(globs)}", *names] if globs else names)
     yield from (pattern for pattern in patterns if pattern is not None)

@@ -63,7 +63,7 @@ class Surroundings(Struct, frozen=True):
 class Quantized(Struct, frozen=True):
     """A quantized tensor: its kind, the name of its numbers, and the tensors it consists of.
 
-    ``extras`` are zero points, a scale of all, and the like; ``about`` are tensors that only
+    ``extras`` are zero points, a global scale, and the like; ``about`` are tensors that only
     describe it, ``values_beside`` plain values that do, and ``objects`` their names. ``lay_out``
     makes the entry of its numbers, and raises Unsupported if the stored tensors do not match. If it
     ``keeps_scales``, these are tensors of their own, which stay.

@@ -44,22 +44,22 @@ def pairs(catalog: Catalog) -> Iterator[Quantized]:
     """Yield the tensors with a supported quantization, with everything their numbers need."""
     names = [name for name in catalog.tensors if name.endswith(_ENDS)]
     first, *rest = SCHEMES
-    marked = _ending(names, first.ends)
+    marked = _filter_ends(names, first.ends)
     has_markers = marked or catalog.metadata
     quantized = first.find(catalog, marked) if has_markers else ()
     by_marker = {pair.values.name: pair for pair in quantized}
     yield from by_marker.values()
     for scheme in rest:
-        if candidates := _ending(names, scheme.ends) or _of_type(catalog, scheme.dtype):
+        if candidates := _filter_ends(names, scheme.ends) or _filter_type(catalog, scheme.dtype):
             quantized = scheme.find(catalog, candidates)
             yield from (pair for pair in quantized if pair.values.name not in by_marker)
 
 
-def _ending(names: list[str], ends: tuple[str, ...]) -> list[str]:
+def _filter_ends(names: list[str], ends: tuple[str, ...]) -> list[str]:
     return [name for name in names if name.endswith(ends)]
 
 
-def _of_type(catalog: Catalog, dtype: str) -> list[str]:
+def _filter_type(catalog: Catalog, dtype: str) -> list[str]:
     tensors = catalog.tensors.items() if dtype else ()
     return [name for name, entry in tensors if entry.dtype.name == dtype]
 
@@ -74,14 +74,14 @@ def kinds(catalog: Catalog) -> dict[str, int]:
 
 
 def _marked(catalog: Catalog) -> Iterator[tuple[str, str]]:
-    """Yield the names that tell a kind, and it."""
+    """Yield the names that tell a kind, each with the kind."""
     for name in catalog.tensors:
         if kind := _kind(catalog, name):
             yield name, kind
 
 
 def _kind(catalog: Catalog, name: str) -> str | None:
-    """Return the kind that a name alone determines; None for all others."""
+    """Return the kind that a name alone determines; None if it determines none."""
     pattern, names = _marks()
     if match := pattern.fullmatch(name):
         return names[match.lastindex - 1] if match.lastindex else _BY_TORCH
@@ -90,9 +90,9 @@ def _kind(catalog: Catalog, name: str) -> str | None:
 
 
 def is_plain(catalog: Catalog) -> bool:
-    """Return whether nothing can be quantized: nothing has few bits, or a mark.
+    """Return whether no tensor can be quantized: none has few bits, a mark or a scale.
 
-    Nor is there a scale, as of a KV cache beside weights in full.
+    A scale may be that of a KV cache, beside weights in full.
     """
     if any(entry.dtype in _FEW_BITS for entry in catalog.tensors.values() if entry.shape):
         return False
@@ -144,18 +144,18 @@ def quantized_names(catalog: Catalog) -> set[str]:
 
 
 def quantized_groups(catalog: Catalog) -> list[set[str]]:
-    """Return the quantized tensors, each as the names of what only together are its numbers."""
+    """Return the quantized tensors, each as the names of the tensors that make its numbers."""
     groups = [{entry.name for entry in pair.stored} for pair in pairs(catalog)]
     names = set[str]().union(*groups)
     modules = {_module(name) for name, _ in _marked(catalog) if name not in names} - {""}
     if not modules:
         return groups
-    of_modules: dict[str, set[str]] = {module: set() for module in modules}
+    by_module: dict[str, set[str]] = {module: set() for module in modules}
     for name in catalog.tensors:
         for parent in _parents(name) if not name.endswith(".bias") else ():
             if parent in modules:
-                of_modules[parent].add(name)
-    return [*groups, *of_modules.values()]
+                by_module[parent].add(name)
+    return [*groups, *by_module.values()]
 
 
 def dequantizing_hint(catalog: Catalog, unmatched: Collection[str]) -> str | None:

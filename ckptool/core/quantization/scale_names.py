@@ -56,7 +56,7 @@ class Scales:
     def of(self, name: str) -> str | None:
         """Return the name of what may be the scale of a tensor, None if nothing may be."""
         parent, _, last = name.rpartition(".")
-        above, _, module = parent.rpartition(".")
+        grandparent, _, module = parent.rpartition(".")
         siblings = self._found.get(parent, ())
         scales = [n for n in siblings if n != last and n not in _OF_ALL and _is_of(n, last)]
         if scales:
@@ -69,9 +69,9 @@ class Scales:
             for key in (path, path.partition(".")[2]):
                 if key and key in self._listed:
                     return self._listed[key]
-        for other in self._found.get(above, ()) if module and last in _WEIGHTS else ():
+        for other in self._found.get(grandparent, ()) if module and last in _WEIGHTS else ():
             if other.startswith(f"{module}_"):
-                return f"{above}.{other}" if above else other
+                return f"{grandparent}.{other}" if grandparent else other
         return next((mark for head, mark in self._of_all if name.startswith(head)), None)
 
     def require_none(self, entry: TensorEntry) -> None:

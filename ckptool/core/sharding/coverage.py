@@ -63,8 +63,8 @@ def coverage_problem(entry: TensorEntry) -> Problem | None:
     boxes = chunks.boxes
     if not is_grid(boxes, entry.shape) and (problem := _tiling_problem(entry, boxes)):
         return problem
-    behind = [part for at in computed_places(entry) for part in at.stored]
-    return next(filter(None, map(coverage_problem, behind)), None) if behind else None
+    sources = [part for at in computed_places(entry) for part in at.stored]
+    return next(filter(None, map(coverage_problem, sources)), None) if sources else None
 
 
 def _tiling_problem(entry: TensorEntry, boxes: Sequence[Box]) -> Problem | None:

@@ -264,10 +264,10 @@ def declared_pieces(
     shards = zip(global_offsets, local_offsets, local_sizes, strict=True)
     return tuple(
         Piece(
-            _box(above, size, global_shape, "global_shape"),
-            _box(inside, size, local_shape, "its own shape"),
+            _box(offset, size, global_shape, "global_shape"),
+            _box(local_offset, size, local_shape, "its own shape"),
         )
-        for above, inside, size in shards
+        for offset, local_offset, size in shards
     )
 
 

@@ -37,15 +37,15 @@ class BoxIndex:
     def __init__(self, boxes: Sequence[Box]) -> None:
         spans = spans_of(boxes) if len(boxes) > 1 and boxes[0].lo else []
         solid = solid_places(boxes)
-        self.whole_rows = all(len(set(along)) == 1 for along in spans[1:])
+        self.whole_rows = all(len(set(dim_spans)) == 1 for dim_spans in spans[1:])
         dims = range(len(spans))
         self._dim = max(dims, key=lambda d: len(set(spans[d])), default=None)
-        along = spans[self._dim] if self._dim is not None else []
-        if along:
-            solid.sort(key=along.__getitem__)
+        dim_spans = spans[self._dim] if self._dim is not None else []
+        if dim_spans:
+            solid.sort(key=dim_spans.__getitem__)
         self.boxes, self._order = boxes, solid
-        self._starts = [along[at][0] for at in solid] if along else []
-        self._ends_so_far = list(accumulate((along[at][1] for at in solid if along), max))
+        self._starts = [dim_spans[at][0] for at in solid] if dim_spans else []
+        self._ends_so_far = list(accumulate((dim_spans[at][1] for at in solid if dim_spans), max))
         self._known: dict[Box, list[SharedBox]] = {}
         self._room = _FEW
 

@@ -132,12 +132,12 @@ class Placer(Struct, frozen=True):
     def choose(self, catalog: Catalog) -> dict[str, Choice]:
         """Return a choice for every tensor; UsageError if a rule does not fit mesh or tensor."""
         rules = [(meant_by([rule.glob], catalog.tensors), rule) for rule in self.rules]
-        for means, rule in rules:
-            if rule.required and not any(map(means, catalog.tensors)):
+        for is_meant, rule in rules:
+            if rule.required and not any(map(is_meant, catalog.tensors)):
                 raise unmatched("the rule", rule.glob, catalog.tensors, "tensors")
         chosen = {}
         for name, entry in catalog.tensors.items():
-            first = next((rule for means, rule in rules if entry.shape and means(name)), None)
+            first = next((rule for is_meant, rule in rules if entry.shape and is_meant(name)), None)
             chosen[name] = self._choose(entry, catalog, first)
         for name, choice in chosen.items():
             _require_fit(catalog.tensors[name], choice.placements)

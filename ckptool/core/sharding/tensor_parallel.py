@@ -157,8 +157,8 @@ class Fit(Struct, frozen=True):
     @property
     def is_whole(self) -> bool:
         """Whether the shard is the whole tensor."""
-        everything = Box.whole(self.whole)
-        return self.pieces == ((everything, everything),)
+        box = Box.whole(self.whole)
+        return self.pieces == ((box, box),)
 
     def place(self, chunk: Chunk) -> Iterator[Chunk]:
         """Yield what a chunk of the shard holds of the whole tensor."""
@@ -178,11 +178,11 @@ Block = tuple[int, int, int]
 
 
 def _fit(local: Shape, blocks: Mapping[int, Sequence[Block]]) -> Fit:
-    """Return the fit of a shard that is made of blocks along each of these dims."""
+    """Return the fit of a shard that is made of ``blocks`` along each of their dims."""
     whole, runs = list(local), [[(0, 0, size)] for size in local]
-    for dim, along in blocks.items():
+    for dim, dim_blocks in blocks.items():
         whole[dim], runs[dim], at = 0, [], 0
-        for size, offset, total in along:
+        for size, offset, total in dim_blocks:
             runs[dim].append((whole[dim] + offset, at, size))
             whole[dim], at = whole[dim] + total, at + size
     return Fit(local, tuple(whole), pieces_of_runs(runs))

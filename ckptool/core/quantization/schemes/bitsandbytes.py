@@ -133,8 +133,8 @@ def _compute_codes(
     grid = blocks_of(box, at.block)
     scales = _flat(gather, at.scales, grid)
     if nested is not None:
-        (of_all, table), (size, offset) = rest, nested
-        factors = _flat(gather, of_all, blocks_of(grid, (size,)))
+        (nested_scales, table), (size, offset) = rest, nested
+        factors = _flat(gather, nested_scales, blocks_of(grid, (size,)))
         codes = read_floats(gather, table)[scales.long()]
         scales = codes * spread(factors, (size,), grid) + offset
     return (numbers * spread(scales, at.block, box)).to(dtype)

@@ -97,19 +97,19 @@ def _lay_out_gptq(pair: Quantized, around: Surroundings) -> TensorEntry:
 
 def _group_size(pair: Quantized, fields: Mapping[str, Any], columns: int) -> int:
     """Return how many columns a group of GPTQ has; Unsupported if none or several would fit."""
-    recorded, is_mixed, groups = fields.get("group_size"), _of_modules(fields), pair.scales.shape[0]
+    recorded, is_mixed, groups = fields.get("group_size"), _is_mixed(fields), pair.scales.shape[0]
     sizes = [recorded] if type(recorded) is int and recorded > 0 else []
     if sizes and not is_mixed and -(-columns // sizes[0]) != groups:
         raise pair.unfit(
             f"quantization_config says group_size {recorded}, the tensors {columns // groups}"
         )
     sizes += [columns // groups] if columns % groups == 0 else []
-    may_be = dict.fromkeys(size for size in sizes if -(-columns // size) == groups)
-    if not may_be:
+    candidates = dict.fromkeys(size for size in sizes if -(-columns // size) == groups)
+    if not candidates:
         raise pair.unfit(
             f"scales {pair.scales.name} are of {groups} groups, not of {recorded} columns"
         )
-    group, *another = may_be
+    group, *another = candidates
     if another and is_mixed and len(pair.extras) == 1:
         raise pair.unfit(
             f"groups of {group} columns or of {another[0]}: quantization_config has settings of"
@@ -120,10 +120,10 @@ def _group_size(pair: Quantized, fields: Mapping[str, Any], columns: int) -> int
 
 def _settings(fields: Mapping[str, Any]) -> Group:
     """Return what a config says of all modules; nothing if some have settings of their own."""
-    return Group(weights={} if _of_modules(fields) else fields)
+    return Group(weights={} if _is_mixed(fields) else fields)
 
 
-def _of_modules(fields: Mapping[str, Any]) -> bool:
+def _is_mixed(fields: Mapping[str, Any]) -> bool:
     """Return whether some modules have settings of their own."""
     return any(fields.get(key) for key in _OF_MODULES)
 
@@ -168,10 +168,10 @@ def _compute(
     (first, start), (last, stop) = box.lo, box.hi
     stored, dim = Box((start, first), (stop, last)), 0 if places is None else 1
     numbers = unpack(gather, at.values, stored, dim, bits, places)
-    which = torch.arange(start, stop) // at.block[-1]
+    column_groups = torch.arange(start, stop) // at.block[-1]
     if order:
-        which = _groups(gather, order[0], start, stop, at)
-    low, high = int(which.min()), int(which.max()) + 1
+        column_groups = _groups(gather, order[0], start, stop, at)
+    low, high = int(column_groups.min()), int(column_groups.max()) + 1
     groups = Box((low, first), (high, last))
     points = unpack(gather, zeros, groups, 1, bits, places) + added
     if added and int(points.max()) >> bits:
@@ -182,16 +182,16 @@ def _compute(
             hint=f"use --drop '{zeros.name.removesuffix('.qzeros')}.*' to exclude it",
         )
     scales = read_floats(gather, at.scales, groups)
-    result = (numbers - points[which - low]).to(torch.float32) * scales[which - low]
+    result = (numbers - points[column_groups - low]).to(torch.float32) * scales[column_groups - low]
     return result.T.to(dtype)
 
 
 def _groups(gather: Gather, order: TensorEntry, start: int, stop: int, at: Computed) -> Any:
     """Read the group of each column. Raises Damaged for a group number out of range."""
-    which, count = read_order(gather, order, start, stop), at.scales.shape[0]
-    if bool(((which < 0) | (which >= count)).any()):
+    groups, count = read_order(gather, order, start, stop), at.scales.shape[0]
+    if bool(((groups < 0) | (groups >= count)).any()):
         raise Damaged(f"{order.name}: group number outside the {count:,} groups", tensor=order.name)
-    return which
+    return groups
 
 
 SCHEME = Scheme(find, (_WORDS,), (_GPTQ, _AWQ), {"GPTQ": "g_idx"})

@@ -54,8 +54,8 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
     group = around.config.group_of(pair.module)
     weights = group.weights
     bits = weights.get("num_bits")
-    may_be = (bits,) if type(bits) is int and 1 < bits < 8 and bits not in _BITS else _BITS
-    fits = [n for n in may_be if shape and words == (*shape[:-1], -(-shape[-1] * n // 32))]
+    candidates = (bits,) if type(bits) is int and 1 < bits < 8 and bits not in _BITS else _BITS
+    fits = [n for n in candidates if shape and words == (*shape[:-1], -(-shape[-1] * n // 32))]
     if fits and 32 % fits[0] and 1 < words[-1] == -(-shape[-1] // (32 // fits[0])):
         raise pair.unfit("compressed-tensors before 0.13 has as many words, in another order")
     columns = grid[-1] if len(grid) == len(shape) and grid[:-1] == shape[:-1] else 0
@@ -99,11 +99,11 @@ def _compute(gather: Gather, at: Computed, box: Box, dtype: Any, *, bits: int) -
     extras = {entry.name.endswith("_g_idx"): entry for entry in at.extras}
     zeros, order = extras.get(False), extras.get(True)
     rows, pick = blocks_of(box, at.block), partial(spread, block=at.block, box=box)
-    which = None if order is None else _groups(gather, order, box.lo[-1], box.hi[-1], at)
-    if which is not None:
-        low, high = int(which.min()), int(which.max()) + 1
+    column_groups = None if order is None else _groups(gather, order, box.lo[-1], box.hi[-1], at)
+    if column_groups is not None:
+        low, high = int(column_groups.min()), int(column_groups.max()) + 1
         rows = Box((*box.lo[:-1], low), (*box.hi[:-1], high))
-        pick = partial(torch.index_select, dim=len(rows.lo) - 1, index=which - low)
+        pick = partial(torch.index_select, dim=len(rows.lo) - 1, index=column_groups - low)
     if zeros is not None:
         numbers = numbers - pick(unpack(gather, zeros, rows, -2, bits) - half)
     return (numbers.to(torch.float32) * pick(read_floats(gather, at.scales, rows))).to(dtype)

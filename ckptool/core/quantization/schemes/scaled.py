@@ -76,30 +76,30 @@ def find(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
     tensors = catalog.tensors
     for name in names:
         if name.endswith(_PACKED):
-            quantized = _of_packed(tensors, name)
+            quantized = _find_packed(tensors, name)
         else:
             end = next(filter(name.endswith, _SCALES))
             weight = name.removesuffix(end) + _SCALES[end]
-            of_scale = _of_block_scale if end in _IN_BLOCKS else _of_scale
-            quantized = of_scale(tensors, weight, tensors[name]) if weight in tensors else None
+            find_scaled = _find_block_scaled if end in _IN_BLOCKS else _find_scaled
+            quantized = find_scaled(tensors, weight, tensors[name]) if weight in tensors else None
         if quantized is not None:
             yield quantized
 
 
-def _of_packed(tensors: Tensors, name: str) -> Quantized | None:
+def _find_packed(tensors: Tensors, name: str) -> Quantized | None:
     """Return the floats of four bits in bytes, if they have scales."""
     weight, values = name.removesuffix("_packed"), tensors[name]
-    scales, of_all = tensors.get(f"{weight}_scale"), tensors.get(f"{weight}_global_scale")
+    scales, global_scale = tensors.get(f"{weight}_scale"), tensors.get(f"{weight}_global_scale")
     if values.dtype.name != "uint8" or scales is None:
         return None
-    if of_all is not None:
-        return Quantized(_NVFP4, weight, values, scales, _lay_out_fp4, (of_all,))
+    if global_scale is not None:
+        return Quantized(_NVFP4, weight, values, scales, _lay_out_fp4, (global_scale,))
     if not is_mx(scales) or f"{weight}_shape" in tensors:
         return None
     return Quantized(MXFP4, weight, values, _powers(scales), _lay_out_fp4)
 
 
-def _of_block_scale(tensors: Tensors, name: str, scales: TensorEntry) -> Quantized | None:
+def _find_block_scaled(tensors: Tensors, name: str, scales: TensorEntry) -> Quantized | None:
     """Return the floats of a name with a scale per block, or with an exponent per group."""
     values = tensors[name]
     if values.dtype.is_float8:
@@ -109,13 +109,13 @@ def _of_block_scale(tensors: Tensors, name: str, scales: TensorEntry) -> Quantiz
     return Quantized(MXFP4, name, replace(values, dtype=BY_NAME["uint8"]), scales, _lay_out_fp4)
 
 
-def _of_scale(tensors: Tensors, name: str, scales: TensorEntry) -> Quantized | None:
+def _find_scaled(tensors: Tensors, name: str, scales: TensorEntry) -> Quantized | None:
     """Return the quantized tensor of a name with scales of the usual name."""
-    values, of_all = tensors[name], tensors.get(f"{scales.name}_2")
+    values, global_scale = tensors[name], tensors.get(f"{scales.name}_2")
     zeros, order = tensors.get(f"{name}_zero_point"), tensors.get(f"{name}_g_idx")
-    if of_all is not None and values.dtype.name == "uint8":
+    if global_scale is not None and values.dtype.name == "uint8":
         lay_out = partial(_lay_out_groups, partial(_compute_fp4, divides=False), 4)
-        return Quantized(_NVFP4, name, values, scales, lay_out, (of_all,))
+        return Quantized(_NVFP4, name, values, scales, lay_out, (global_scale,))
     if values.dtype.is_float8 and is_mx(scales):
         return Quantized(_MXFP8, name, values, _powers(scales), _lay_out_mxfp8)
     is_integer = values.dtype.name == "int8"
@@ -209,10 +209,10 @@ def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int] | No
 def _lay_out_groups(
     compute: ComputeByTorch, bits: int, pair: Quantized, around: Surroundings
 ) -> TensorEntry:
-    """Lay out floats with a scale per group of a row, MX or NVFP4, and one of all there."""
+    """Lay out floats with a scale per group of a row: MX, or NVFP4 with a global scale, too."""
     pair.require_type(pair.scales, "float8_e4m3fn" if pair.extras else EXPONENTS)
-    for of_all in pair.extras:
-        pair.require_type(of_all, "float")
+    for global_scale in pair.extras:
+        pair.require_type(global_scale, "float")
     shape = pair.unpacked_shape if bits == 4 else pair.values.shape
     size = _NV_GROUP if pair.extras else _MX_GROUP
     if (
@@ -239,9 +239,9 @@ def compute_scaled(gather: Gather, at: Computed, box: Box, dtype: Any) -> Any:
 def _compute_fp4(
     gather: Gather, at: Computed, box: Box, dtype: Any, *, divides: bool = True
 ) -> Any:
-    """Multiply floats of four bits by scales of 8 bits and one of all, in 32 bits.
+    """Multiply floats of four bits by scales of 8 bits and a global one, in 32 bits.
 
-    A byte has two floats, the first in its lower half. The scale of all ``divides`` the others
+    A byte has two floats, the first in its lower half. The global scale ``divides`` the others
     (compressed-tensors) or multiplies them (ModelOpt); MXFP4 has none.
     """
     import torch
@@ -251,8 +251,8 @@ def _compute_fp4(
     numbers = table[read_codes(gather, at.values, box)]
     scales = read_floats(gather, at.scales, blocks_of(box, at.block))
     for entry in at.extras:
-        of_all = read_floats(gather, entry).reshape(())
-        scales = scales / of_all if divides else scales * of_all
+        global_scale = read_floats(gather, entry).reshape(())
+        scales = scales / global_scale if divides else scales * global_scale
     return (numbers * spread(scales, at.block, box)).to(dtype)
 
 

@@ -45,16 +45,16 @@ def find(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
             base = name.removesuffix(suffix)
             if base != name and f"{base}.block_size" in catalog.objects:
                 outer = base.removesuffix(_INNER)
-                yield from _of_parts(catalog, values, outer, f"{base}{inner}.", f"{outer}.")
+                yield from _find_in_parts(catalog, values, outer, f"{base}{inner}.", f"{outer}.")
         if match := _FLAT.fullmatch(name):
             head = f"{match[1]}._{match[2]}_"
-            yield from _of_parts(catalog, values, f"{match[1]}.{match[2]}", head, head)
+            yield from _find_in_parts(catalog, values, f"{match[1]}.{match[2]}", head, head)
 
 
-def _of_parts(
+def _find_in_parts(
     catalog: Catalog, values: TensorEntry, name: str, head: str, whole: str
 ) -> Iterator[Quantized]:
-    """Yield the scales and zero points named ``head...``; all parts are named ``whole...``."""
+    """Yield the tensor with scales and zero points ``head...``; all its parts are ``whole...``."""
     tensors = catalog.tensors
     scales, zeros = tensors.get(f"{head}scale"), tensors.get(f"{head}zero_point")
     if scales is None:

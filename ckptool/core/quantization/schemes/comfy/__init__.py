@@ -42,8 +42,8 @@ _LAYOUTS: Mapping[Any, Callable[[Quantized, Marker, Surroundings], TensorEntry]]
 def find(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
     """Yield the weights with a marker, which is among ``names`` or in a header.
 
-    Whatever their format: only the marker's bytes say what it is. Where some weights have a marker,
-    so do all that have scales: without one, they are yielded to be refused.
+    Only a marker's bytes say what the format is. Where some weights have a marker, all weights with
+    scales must: those without one are yielded to be refused.
     """
     tensors, names = catalog.tensors, list(names)
     markers = {n.removesuffix(MARKER): tensors[n] for n in names if n.endswith(MARKER)}
@@ -55,8 +55,8 @@ def find(catalog: Catalog, names: Iterable[str]) -> Iterator[Quantized]:
     if markers or headers:
         scaled = {n.removesuffix(_SCALE) for n in tensors if n.endswith(_SCALE)}
     for module in sorted({*markers, *layers, *scales, *scaled}):
-        above = [n for n in legacy if module.startswith(n.removesuffix(LEGACY_MARKER))]
-        about = [tensors[n] for n in above]
+        markers_above = [n for n in legacy if module.startswith(n.removesuffix(LEGACY_MARKER))]
+        about = [tensors[n] for n in markers_above]
         about = [markers[module], *about] if module in markers else about
         yield from _pair(tensors, module, layers.get(module), about)
 
@@ -66,7 +66,7 @@ def _pair(
 ) -> Iterator[Quantized]:
     """Yield a module's quantized weight, if it has one; ``recorded`` is its header's marker."""
     values = tensors.get(f"{module}.weight")
-    scales, of_all = (tensors.get(f"{module}{end}") for end in (_SCALE, _SCALE_OF_ALL))
+    scales, global_scale = (tensors.get(f"{module}{end}") for end in (_SCALE, _SCALE_OF_ALL))
     old, bias = tensors.get(f"{module}{LEGACY_SCALE}"), tensors.get(f"{module}.bias")
     if values is None or values.dtype.itemsize > 1:
         return
@@ -79,7 +79,7 @@ def _pair(
         values,
         values if scales is None else scales,
         _lay_out,
-        extras=() if of_all is None else (of_all,),
+        extras=() if global_scale is None else (global_scale,),
         about=(*about, *(entry for entry in inputs if entry is not None)),
         values_beside={"marker": recorded, "rows": bias.shape[:1] if bias is not None else ()},
     )

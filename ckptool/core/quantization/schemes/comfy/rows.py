@@ -93,7 +93,7 @@ def _compute_floats(gather: Gather, at: Computed, box: Box, dtype: Any) -> Any:
 
 
 def _scales_of_rows(gather: Gather, at: Computed, box: Box) -> Any:
-    """Return the scale of all, or a column of the rows' scales, in 32 bits."""
+    """Return the one scale, or a column of the rows' scales, in 32 bits."""
     shape = at.scales.shape
     if at.scales.elements == 1:
         return read_floats(gather, at.scales).reshape(())
@@ -104,7 +104,7 @@ def _scales_of_rows(gather: Gather, at: Computed, box: Box) -> Any:
 def _compute_integers(
     gather: Gather, at: Computed, box: Box, dtype: Any, *, rotated: int, bits: int = 8
 ) -> Any:
-    """Multiply integers by their scale, and rotate so many columns of them back, if any.
+    """Multiply integers by their scale, and rotate groups of ``rotated`` columns back, if any.
 
     The first of two of four bits is in the lower half of a byte; the upper bit of each is its sign.
     """

@@ -82,8 +82,8 @@ def _compute_nvfp4(gather: Gather, at: Computed, box: Box, dtype: Any) -> Any:
     table = torch.tensor(FP4, dtype=kind)
     codes = read_codes(gather, at.values, box, upper_first=True)
     numbers = torch.cat((table, -table))[codes]
-    of_all = read_floats(gather, at.extras[0]).reshape(())
-    scales = of_all.to(kind) * _untiled(gather, at, box).to(torch.float32).to(kind)
+    global_scale = read_floats(gather, at.extras[0]).reshape(())
+    scales = global_scale.to(kind) * _untiled(gather, at, box).to(torch.float32).to(kind)
     return (numbers * scales).to(dtype)
 
 
@@ -98,6 +98,6 @@ def _untiled(gather: Gather, at: Computed, box: Box) -> Any:
     parts = _ROW_TILE // _TILE_PART
     shape = (-1, width // _COLUMN_TILE, _TILE_PART, parts, _COLUMN_TILE)
     rows = stored.view(torch.uint8).reshape(shape).permute(0, 3, 2, 1, 4).reshape(-1, width)
-    which = torch.arange(box.lo[1], box.hi[1]) // at.block[1]
-    scales = rows[box.lo[0] - lo : box.hi[0] - lo].index_select(1, which)
+    columns = torch.arange(box.lo[1], box.hi[1]) // at.block[1]
+    scales = rows[box.lo[0] - lo : box.hi[0] - lo].index_select(1, columns)
     return scales.view(stored.dtype)
