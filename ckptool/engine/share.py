@@ -44,14 +44,14 @@ class Share(Struct, frozen=True):
     def files(self, layout: Layout) -> list[int]:
         """Return the indices in the layout of the files that this share writes, in order.
 
-        They are balanced by bytes. What is made of the same rows is one share's.
+        Shares are balanced by bytes. Files that are made of the same rows are in one share.
         """
         units: dict[object, list[int]] = {}
         for at, file in enumerate(layout.files):
             units.setdefault(file.unit, []).append(at)
-        together = [*units.values()]
-        sizes = [sum(layout.files[at].nbytes for at in unit) for unit in together]
-        return sorted(at for unit in self.takes(sizes) for at in together[unit])
+        groups = [*units.values()]
+        sizes = [sum(layout.files[at].nbytes for at in unit) for unit in groups]
+        return sorted(at for unit in self.takes(sizes) for at in groups[unit])
 
 
 ALL = Share()

@@ -16,7 +16,7 @@ from ckptool.errors import NotVerified
 def require_complete(plan: Plan) -> None:
     """Raise NotVerified if the files of the layout do not contain every tensor completely.
 
-    Comparing all files reads that as well; comparing some does not.
+    A comparison of all files proves that as well, a comparison of some does not.
     """
     entries = [kept_rows(plan, entry) for entry in plan.entries]
     written = written_entries(plan.layout, {entry.name: entry for entry in entries})
@@ -29,7 +29,7 @@ def require_complete(plan: Plan) -> None:
 def require_none_missing(
     plan: Plan, entries: Sequence[TensorEntry], written: Mapping[str, TensorEntry]
 ) -> None:
-    """Raise NotVerified if one of the tensors to be written is not among those that are."""
+    """Raise NotVerified if one of the tensors to be written is not among the ``written`` ones."""
     missing = _missing(plan, [entry for entry in entries if entry.name not in written])
     if missing:
         raise not_verified(f"{plural(len(missing), 'tensor')} not written, first {missing[0]}")

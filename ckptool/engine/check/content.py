@@ -96,10 +96,10 @@ def check_spans(
         if file is not None and digest is not None:
             report.digests[file] = digest.hexdigest()
 
-    jobs, again = (span_jobs(spans, whole or {}, source.policy.tile) for _ in range(2))
+    jobs, announced_jobs = (span_jobs(spans, whole or {}, source.policy.tile) for _ in range(2))
     if announced:
         jobs = (job._replace(runs=()) for job in jobs)
-    runs = (run for job in again for of_job in job.runs for run in runs_of(of_job(1), set()))
+    runs = (run for job in announced_jobs for needs in job.runs for run in runs_of(needs(1), set()))
     with planned(source, () if source.policy.by_request else runs):  # jobs announce those of stores
         read_tiles(ByteSource(source), jobs, check, workers, progress)
     report.problems += [p for span in spans if (p := _crc_problem(span, pieces[id(span)]))]

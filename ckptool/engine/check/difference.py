@@ -20,9 +20,9 @@ class Tolerance(Struct, frozen=True):
 class Difference(Struct, frozen=True):
     """How two tensors differ.
 
-    ``elements`` counts differing ones; ``first`` is the index of the first in row-major order,
-    ``values`` are its values on both sides. ``largest`` is the largest difference between two
-    numbers, None if no number meets a number.
+    ``elements`` is the count of differing elements; ``first`` is the index of the first one in
+    row-major order, ``values`` are its values on both sides. ``largest`` is the largest difference
+    between two numbers, None if no number meets a number.
     """
 
     elements: int
@@ -31,7 +31,7 @@ class Difference(Struct, frozen=True):
     largest: float | None
 
     def plus(self, other: Difference) -> Difference:
-        """Return both together."""
+        """Return the difference of two parts of the tensors together."""
         first = min(self, other, key=lambda item: item.first)
         sizes = [item.largest for item in (self, other) if item.largest is not None]
         elements = self.elements + other.elements

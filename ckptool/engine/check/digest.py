@@ -137,9 +137,9 @@ def _decode_job(
     def decode(reader: TensorReader) -> Iterator[memoryview]:
         from ckptool.engine.read.gather import array
 
-        nowhere = Box.whole((0,) * len(entry.shape))
-        out = array(nowhere.shape, entry.source_dtype, memoryview(b""))
-        reader.elements.fill_from(blob, out, nowhere, entry.source_dtype)
+        box = Box.whole((0,) * len(entry.shape))
+        out = array(box.shape, entry.source_dtype, memoryview(b""))
+        reader.elements.fill_from(blob, out, box, entry.source_dtype)
         yield from ()
 
     return Job(blob, decode, [known_runs((blob.file, blob.offset, blob.nbytes))])

@@ -61,7 +61,7 @@ def _differ(
 
 
 def _numbers(flat: tuple[Array, Array], types: tuple[DType, DType]) -> list[Array]:
-    """Return the numbers of both sides, real ones with imaginary parts if the others have them."""
+    """Return the numbers of both sides, both as complex ones if one side is complex."""
     sides = [numbers_of(side, dtype) for side, dtype in zip(flat, types, strict=True)]
     width = max(side.shape[1] for side in sides)
     return [s if s.shape[1] == width else np.hstack([s, np.zeros_like(s)]) for s in sides]
@@ -115,11 +115,11 @@ def are_apart(one: Array, other: Array, tolerance: Tolerance) -> Array:
     """Return whether elements differ by more than allowed; equal infinities and NaN do not."""
     with np.errstate(invalid="ignore", over="ignore"):
         size = np.abs(other.astype(np.float64))
-        near = _distance(one, other) <= tolerance.atol + tolerance.rtol * size
-        near &= np.isfinite(size)
-    near |= one == other
-    near |= _is_nan(one) & _is_nan(other)
-    return np.asarray(~near.all(axis=1))
+        is_near = _distance(one, other) <= tolerance.atol + tolerance.rtol * size
+        is_near &= np.isfinite(size)
+    is_near |= one == other
+    is_near |= _is_nan(one) & _is_nan(other)
+    return np.asarray(~is_near.all(axis=1))
 
 
 def _distance(one: Array, other: Array) -> Array:

@@ -121,16 +121,16 @@ def _sum_rows(units: Array, row: int, column: int, part: Part, rows: int = 1) ->
     """Return the sum of parts of ``rows``, the box's from ``row`` on, that begin at a column."""
     width = units.size // rows
     if column % _WORD or width % _WORD:
-        table, weights = units, _of_units(column, width)
+        table, weights = units, _weigh_units(column, width)
     else:
-        table, weights = units.view(np.uint32), _of_words(column // _WORD, width // _WORD)
+        table, weights = units.view(np.uint32), _weigh_words(column // _WORD, width // _WORD)
     # not a product of matrices, which is slower for whole numbers
     sums = np.einsum("ij,j->i", table.reshape(rows, -1).astype(np.uint64), weights)
     return int((sums * _hash(_rows_of(part, row, rows))).sum())
 
 
 def _rows_of(part: Part, start: int, count: int) -> Array:
-    """Return the numbers that rows of a box have in the whole tensor, all dims but the last."""
+    """Return the row numbers in the whole tensor of rows of a box; rows are along the last dim."""
     dims, box_dims = part.shape[:-1], part.box.shape[:-1]
     rows = np.arange(start, start + count, dtype=np.int64)
     if not dims:
@@ -138,21 +138,21 @@ def _rows_of(part: Part, start: int, count: int) -> Array:
     if dims[1:] == box_dims[1:]:
         return rows + part.box.lo[0] * math.prod(dims[1:])
     indexes = np.unravel_index(rows, box_dims)
-    moved = [index + low for index, low in zip(indexes, part.box.lo[:-1], strict=True)]
-    return np.ravel_multi_index(moved, dims)
+    indexes_in_whole = [index + low for index, low in zip(indexes, part.box.lo[:-1], strict=True)]
+    return np.ravel_multi_index(indexes_in_whole, dims)
 
 
-def _of_units(start: int, count: int) -> Array:
+def _weigh_units(start: int, count: int) -> Array:
     """Return the weights of adjoining columns of units: their word's, shifted to their place."""
     columns = np.arange(start, start + count, dtype=np.uint64)
     shifts = columns % np.uint64(_WORD) * np.uint64(8 * _UNIT)
     first = start // _WORD
-    weights = _of_words(first, (start + count - 1) // _WORD - first + 1)
+    weights = _weigh_words(first, (start + count - 1) // _WORD - first + 1)
     result: Array = weights[columns // np.uint64(_WORD) - np.uint64(first)] << shifts
     return result
 
 
-def _of_words(start: int, count: int) -> Array:
+def _weigh_words(start: int, count: int) -> Array:
     """Return the weights of adjoining columns of words, which are odd."""
     if start + count <= _KEPT:
         return _first_words()[start : start + count]

@@ -29,7 +29,7 @@ _TILES_PER_JOB = 3
 class TensorPair(Struct, frozen=True):
     """Two tensors of one shape; ``is_cast`` rounds one of them to the other's coarser type.
 
-    Only the ``boxes`` are compared; all of it if there are none.
+    Only the ``boxes`` are compared; all elements if there are none.
     """
 
     one: TensorEntry
@@ -70,10 +70,10 @@ class Failure(NamedTuple):
 
 
 class PairTile(Struct, frozen=True):
-    """The elements of one box of a pair on both sides; ``nbytes`` counts those read from both.
+    """The elements of one box of a pair on both sides; ``nbytes`` is the count of bytes read.
 
-    ``pair`` is None if all are the same. If a side cannot be read there is a ``failure``, and what
-    is left of the job's boxes is not read.
+    ``pair`` is None if all elements are the same. If a side cannot be read there is a ``failure``,
+    and the rest of the job's boxes is not read.
     """
 
     nbytes: int
@@ -155,7 +155,7 @@ def bytes_at_a_time(pair: TensorPair) -> int:
 def read_both(pair: TensorPair, boxes: Sequence[Box], readers: SideReaders) -> Iterator[PairTile]:
     """Read boxes of both tensors as elements.
 
-    The first failure ends this: its bytes are those of all boxes that are left.
+    The first failure is the last tile: it counts the bytes of all boxes that are left.
     """
     sizes = [box.volume * pair.itemsize for box in boxes]
     for at, box in enumerate(boxes):

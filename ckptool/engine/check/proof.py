@@ -82,9 +82,9 @@ class _Run(Struct, frozen=True):
 
 
 class _Task(NamedTuple):
-    """Runs that are proved by what is read of the output at once: ``extents``, or ``boxes``.
+    """Runs that are proved by one read of the output: of ``extents``, or of ``boxes``.
 
-    There are several only of one box; a run that has extents needs no boxes. A small tensor has
+    Only the runs of one box share a task; a run that has extents needs no boxes. A small tensor has
     both: its one box, and the extents that its chunks are.
     """
 
@@ -100,16 +100,16 @@ class _Task(NamedTuple):
 
 
 def proof_jobs(
-    pairs: Iterable[TensorPair], sums: ReadSums, sides: tuple[Files, Files], beyond: RangeCheck
+    pairs: Iterable[TensorPair], sums: ReadSums, sides: tuple[Files, Files], ranges: RangeCheck
 ) -> Iterator[PairJob]:
-    """Yield the jobs that prove pairs of read and written tensors by what was read of the first.
+    """Yield the jobs that prove pairs of read and written tensors by the sums of what was read.
 
-    Compared instead, so that the source is read again, are tensors of which something else was read
-    than runs of what is written. Numbers that were beyond the range of a cast are counted.
+    A tensor that was not read as runs of what is written is compared instead: its source is read
+    again. ``ranges`` counts numbers that were beyond the range of a cast.
     """
     compared, tasks, nbytes, read = list[TensorPair](), list[_Task](), 0, 0
     for pair in pairs:
-        runs = _runs_read(pair, sums) if pair.is_plain else _runs_made(pair, sums, beyond)
+        runs = _runs_read(pair, sums) if pair.is_plain else _runs_made(pair, sums, ranges)
         if runs is None:
             compared.append(pair)
             continue
@@ -150,7 +150,7 @@ def _job(tasks: Sequence[_Task], nbytes: int) -> PairJob:
 
 
 def _needs(tasks: Iterable[_Task], block: int) -> Iterator[Need]:
-    """Yield what is read of the output for some runs."""
+    """Yield the reads of the output for the runs of tasks."""
     for task in tasks:
         yield from entry_needs(task.pair.other, task.boxes, block)
 
@@ -175,7 +175,7 @@ def _tasks_of(pair: TensorPair, runs: Iterable[_Run], *, by_request: bool) -> It
 
 
 def _chunks_of_small(pair: TensorPair) -> list[ReadSpan] | None:
-    """Return the extent that each written chunk of a small tensor is; None if it has others."""
+    """Return the extents of a small tensor's chunks in the output; None for any other tensor."""
     if pair.boxes or pair.other.nbytes > _SMALL or not 0 < len(pair.other.chunks) <= _MOST:
         return None
     runs = runs_of_chunks(chunks_of(pair.other), pair.other.dtype.itemsize)
@@ -214,7 +214,7 @@ def _bands(pair: TensorPair, runs: Iterable[_Run]) -> Iterator[_Task]:
 
 
 def _rows_of(boxes: Sequence[Box]) -> object:
-    """Return the key shared by boxes of the same rows; none is shared by what is several boxes."""
+    """Return the key shared by runs of the same rows; a run of several boxes has its own."""
     (low, *_), (high, *_) = boxes[0].lo or (0,), boxes[0].hi or (1,)
     return (low, high) if len(boxes) == 1 else boxes
 
@@ -250,7 +250,7 @@ def _runs_read(pair: TensorPair, sums: ReadSums) -> list[_Run] | None:
     return runs if is_all else None
 
 
-def _runs_made(pair: TensorPair, sums: ReadSums, beyond: RangeCheck) -> list[_Run] | None:
+def _runs_made(pair: TensorPair, sums: ReadSums, ranges: RangeCheck) -> list[_Run] | None:
     """Return what a tensor was cast or computed to; None unless it is all that is written."""
     results = [result for result in sums.made(pair.one.name, pair.one.ndim) if result.box.volume]
     boxes = [result.box for result in results]
@@ -260,7 +260,7 @@ def _runs_made(pair: TensorPair, sums: ReadSums, beyond: RangeCheck) -> list[_Ru
     if pair.other.source_dtype != pair.one.dtype or not _are_written(pair, runs):
         return None
     for result in results:
-        beyond.add(pair.one.name, pair.one.dtype, result.losses)
+        ranges.add(pair.one.name, pair.one.dtype, result.losses)
     return runs
 
 
@@ -346,7 +346,7 @@ def _unequal_stacks(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_U
 
 
 def _unequal(task: _Task, readers: SideReaders) -> list[_Run]:
-    """Return the runs that the output has otherwise, which is read as elements."""
+    """Return the runs of a task that the output, read as elements, has otherwise."""
     from ckptool.engine.read.gather import array, raw
     from ckptool.engine.read.numbers import part_of
 
@@ -375,9 +375,9 @@ def _nbytes(pair: TensorPair, run: _Run) -> int:
 
 
 def _difference(pair: TensorPair, run: _Run, readers: SideReaders) -> Iterator[PairTile]:
-    """Read both sides of a run that differs; if they do not now, say which one was read otherwise.
+    """Read both sides of a run that differs; if they are equal now, name the one that changed.
 
-    That is Changed of the source, or of the output.
+    The tile then has the error Changed, of the source or of the output.
     """
     size, is_found = pair.one.dtype.itemsize, False
     boxes = [tile for box in run.boxes for tile in tiles(box, size, PAIR_TILE)]

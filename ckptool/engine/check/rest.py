@@ -53,7 +53,7 @@ class RestRun(Struct, frozen=True):
 class _Copy(Struct, frozen=True):
     """A file of the source that was copied into another unchanged.
 
-    ``runs`` are what was read of it to copy it; none if not all of it is known.
+    ``runs`` are the runs that were read to copy it; none if they are not known to be all of it.
     """
 
     file: str
@@ -95,8 +95,8 @@ class _Rest:
 class Rest:
     """The non-tensor bytes of written files, to be read back; ``sides`` are source and output.
 
-    ``sums`` are of what was read of the source. A file that was copied is read again where they do
-    not have all of it.
+    ``sums`` are the checksums of what was read of the source. A copied file that they do not cover
+    is read again.
     """
 
     def __init__(
@@ -109,29 +109,29 @@ class Rest:
         self._lock = threading.Lock()
         self._unequal: dict[tuple[str, int], int] = {}
 
-    def jobs(self, of_tensors: Iterable[PairJob]) -> Iterator[PairJob]:
+    def jobs(self, tensor_jobs: Iterable[PairJob]) -> Iterator[PairJob]:
         """Yield the jobs of tensors, and those that read the rest and note how it differs.
 
         In a store the rest is read together with the tensors beside it, as each header would cost a
         request.
         """
         if not self._written.policy.by_request:
-            yield from of_tensors
+            yield from tensor_jobs
             for file in self._files:
-                of_file = partial(self._read, self._rest_of(file))
-                yield Job(None, of_file, nbytes=file.nbytes)
+                read_file = partial(self._read, self._rest_of(file))
+                yield Job(None, read_file, nbytes=file.nbytes)
             return
         rest = [one for file in self._files for one in self._rest_of(file)]
         runs = [one for one in rest if isinstance(one, RestRun)]
         ends = {(run.file, run.end): run for run in runs}
         starts = {(run.file, run.offset): run for run in runs}
-        for job in of_tensors:
-            read = list(runs_of(job.runs[1](self._written.policy.block), set()))
-            for name, start, nbytes in read:
+        for job in tensor_jobs:
+            spans = list(runs_of(job.runs[1](self._written.policy.block), set()))
+            for name, start, nbytes in spans:
                 for run in (ends.get((name, start)), starts.get((name, start + nbytes))):
                     if run is not None and starts.pop((name, run.offset), None) is not None:
                         yield self._job_of(run)
-            yield job._replace(runs=[job.runs[0], known_runs(*read)])
+            yield job._replace(runs=[job.runs[0], known_runs(*spans)])
         yield from map(self._job_of, starts.values())
         yield from (self._job_of(one) for one in rest if isinstance(one, _Copy))
 
@@ -174,7 +174,7 @@ class Rest:
             yield self._run(run)
 
     def _runs_of(self, part: Verbatim) -> tuple[ReadRun, ...]:
-        """Return what was read of a file that was copied, if that is all of it, without overlap."""
+        """Return the runs that were read of a copied file, if they tile it; else none."""
         runs = tuple(self._sums.runs(part.file, 0, part.nbytes))
         ends = accumulate((run.nbytes for run in runs), initial=0)
         is_all = [*ends] == [*(run.offset for run in runs), part.nbytes]
@@ -191,11 +191,11 @@ class Rest:
         return run
 
     def _job_of(self, one: RestRun | _Copy) -> PairJob:
-        copied = known_runs()
+        copy_runs = known_runs()
         if isinstance(one, _Copy) and not one.runs and one.part.file in self._source.files:
-            copied = known_runs((one.part.file, 0, one.nbytes))
-        written = known_runs((one.file, one.offset, one.nbytes))
-        return Job(None, partial(self._read, (one,)), [copied, written])
+            copy_runs = known_runs((one.part.file, 0, one.nbytes))
+        written_runs = known_runs((one.file, one.offset, one.nbytes))
+        return Job(None, partial(self._read, (one,)), [copy_runs, written_runs])
 
     def _read(self, rest: Iterable[RestRun | _Copy], readers: SideReaders) -> Iterator[PairTile]:
         """Read some of one file, and note how it differs; progress counts only tensors.

@@ -78,7 +78,7 @@ def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterato
 
 
 def _rows(pair: TensorPair) -> tuple[list[Segment], list[Segment]] | None:
-    """Return the runs that both sides are; None if one is none, or they cannot be found."""
+    """Return the runs that each side is; None if a side is no runs, or they cannot be found."""
     try:
         one = segments_of_tensor(pair.one)
         other = None if one is None else segments_of_tensor(pair.other)

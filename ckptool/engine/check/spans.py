@@ -113,8 +113,8 @@ def span_jobs(spans: Iterable[ByteSpan], whole: Mapping[str, int], limit: int) -
             yield from _tile_jobs(span, limit)
     for file in sorted(whole, key=lambda file: -whole[file]):
         adjoining, overlapping = _split_overlapping(inside[file])
-        everything = known_runs((file, 0, whole[file]))
-        yield Job(file, partial(_read_file, file, whole[file], adjoining), [everything])
+        runs_of_file = known_runs((file, 0, whole[file]))
+        yield Job(file, partial(_read_file, file, whole[file], adjoining), [runs_of_file])
         for span in overlapping:
             yield from _tile_jobs(span, limit)
     for packing, inner in packed.items():

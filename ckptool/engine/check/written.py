@@ -57,10 +57,10 @@ def require_written(
         if (other := written.get(entry.name)) is not None
     ]
     comparison = TensorComparison()
-    beyond = RangeCheck()
-    source = PairSource(TensorSource(sides[0], beyond), TensorSource(sides[1]))
+    ranges = RangeCheck()
+    source = PairSource(TensorSource(sides[0], ranges), TensorSource(sides[1]))
     rest = Rest(layout.files, source.sides, sums)
-    jobs = rest.jobs(proof_jobs(pairs, sums, source.sides, beyond))
+    jobs = rest.jobs(proof_jobs(pairs, sums, source.sides, ranges))
     read_tiles(source, jobs, comparison.look, *how)
     unreadable = (pair.one.name for pair in pairs if pair.one.name in comparison.unreadable)
     for name in unreadable:  # in the order of the tensors, not that of the threads
@@ -81,7 +81,7 @@ def require_written(
         raise not_verified(f"{plural(len(copies), 'replica')} differ after writing: {copies[0]}")
     if (problem := rest.problem()) is not None:
         raise not_verified(problem)
-    return beyond
+    return ranges
 
 
 def _boxes(written: TensorEntry) -> tuple[Box, ...]:

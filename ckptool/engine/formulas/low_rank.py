@@ -167,25 +167,25 @@ def _products(
         return bits.reshape(last - first, rank)
 
     is_small = (bottom - top) * rank <= _WHOLE_ROWS
-    of_box = rows_of(top, bottom) if is_small else None
+    box_bits = rows_of(top, bottom) if is_small else None
     for start in range(box.lo[-1] // width * width, box.hi[-1], width):
         stop = min(start + width, most_columns)
         columns, own_columns = _common(start, stop, box.lo[-1], box.hi[-1])
         bits = gather(right, _within(matrix, (0, start), (rank, stop))).reshape(rank, stop - start)
-        of_cells = factor(_in_cells(as_doubles(bits, right.source_dtype), cell), 1)
-        most = height if is_exact else _PART // max(len(of_cells.high) * cell, rank)
+        cells = factor(_in_cells(as_doubles(bits, right.source_dtype), cell), 1)
+        most = height if is_exact else _PART // max(len(cells.high) * cell, rank)
         for row, count in _rows_at_once(top, bottom, height, most):
-            of_rows = rows_of(row, row + count) if of_box is None else of_box[row - top :][:count]
-            of_blocks = as_doubles(of_rows, left.source_dtype)
-            blocks = of_blocks.reshape(-1, min(count, height), rank)
-            product = np.empty((*blocks.shape[:2], len(of_cells.high), cell))
-            multiply(factor(blocks, 2), of_cells, np.moveaxis(product, 2, 0))
+            part = rows_of(row, row + count) if box_bits is None else box_bits[row - top :][:count]
+            numbers = as_doubles(part, left.source_dtype)
+            blocks = numbers.reshape(-1, min(count, height), rank)
+            product = np.empty((*blocks.shape[:2], len(cells.high), cell))
+            multiply(factor(blocks, 2), cells, np.moveaxis(product, 2, 0))
             rows, own_rows = _common(row, row + count, box.lo[-2], box.hi[-2])
             yield (own_rows, own_columns), product.reshape(count, -1)[rows, columns]
 
 
 def _rows_at_once(top: int, bottom: int, height: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield where rows begin, and how many, that are computed at a time: whole cells.
+    """Yield the first row and the count of rows that are computed at a time: whole cells.
 
     The last rows, which may be a lower cell, are computed by themselves.
     """

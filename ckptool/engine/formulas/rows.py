@@ -74,7 +74,7 @@ class MoreRows:
         return result
 
     def reads(self, at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:
-        """Yield which of the rows there are a box is computed of."""
+        """Yield the boxes of the base's rows that a box is computed of."""
         base = at.stored[0]
         yield base, _rows_of(base, box)
         if box.hi[0] > base.shape[0]:
@@ -84,7 +84,7 @@ class MoreRows:
                 yield base, Box.whole(base.shape)
 
     def _new_row(self, gather: Gather, base: TensorEntry, box: Box, dtype: DType) -> Array:
-        """Return what a box has of each new row."""
+        """Return the part of each new row that lies in a box."""
         if isinstance(self._fill, int):
             return cast(gather(base, _row(self._fill, box)), base.source_dtype, dtype)
         if self._fill == ZEROS:
@@ -109,7 +109,7 @@ def _mean_of_rows(gather: Gather, base: TensorEntry) -> Array:
 
 
 def _rows_of(base: TensorEntry, box: Box) -> Box:
-    """Return what a box has of the rows there are, which may be none."""
+    """Return the part of a box that lies in the base's own rows, which may be empty."""
     low, high = (min(side[0], base.shape[0]) for side in box)
     return Box((low, *box.lo[1:]), (high, *box.hi[1:]))
 

@@ -27,9 +27,8 @@ Terms = Sequence[tuple[Array, DType]]
 class WeightedSum(Struct, frozen=True):
     """The sum of tensors of one shape, each times its weight, over a ``divisor``.
 
-    Each number is what it is if computed in 64 bits, in the order of the tensors, and then cast
-    once, as torch casts. So it is the same whichever tiles it is computed in. Complex numbers are
-    two.
+    Each number is as if computed in 64 bits, in the order of the tensors, and then cast once, as
+    torch casts. So it is the same whichever tiles it is computed in. Complex numbers are two.
     """
 
     weights: tuple[float, ...]

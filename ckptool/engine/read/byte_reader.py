@@ -36,14 +36,14 @@ def join(parts: Sequence[memoryview]) -> memoryview:
 
 
 def ignore(record: Record, offset: int, data: memoryview) -> None:
-    """Note nothing of a piece that is read."""
+    """Note nothing: the ``note`` of a reader whose records nobody checks."""
 
 
 class ByteReader:
     """Reads runs of bytes for one thread, into memory that it uses again.
 
-    ``note`` is to be called with each piece of a checksummed record that is read. ``sums`` get the
-    checksum of all that is read here.
+    ``note`` is called with each piece of a checksummed record that is read. ``sums`` get the
+    checksums of all reads.
     """
 
     def __init__(

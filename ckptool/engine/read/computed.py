@@ -45,7 +45,7 @@ Region = tuple[Box, int, tuple[int, ...]]
 
 
 def region_of(part: StridedPart, box: Box) -> Region:
-    """Return the least of the whole tensor that is computed for a part's ``box``."""
+    """Return the smallest region of the whole tensor that is computed for a part's ``box``."""
     return least_box(part, box) or run_of_rows(part, box)
 
 

@@ -76,7 +76,7 @@ def _as_floats(values: Array, dtype: DType) -> Array:
 def cut(values: Array, tile: Tile, buffer: memoryview) -> memoryview:
     """Return the bytes of a tile of a band, in ``buffer``; Damaged if its pieces do not fill it.
 
-    Or those of each of some bands, which are alike, if these are stacked along a dim before others.
+    Of equal bands that are stacked along a first dim, return the bytes of the tile of each.
     """
     pieces, shape = tile.pieces, (*values.shape[: values.ndim - len(tile.shape)], *tile.shape)
     part = part_of(values, pieces[0].box) if len(pieces) == 1 else None
@@ -112,12 +112,12 @@ class Gatherer:
     """Reads boxes of chunks for one thread.
 
     It keeps the decoded blob that it read last, or one of each tensor that another is computed of;
-    ``beyond`` counts the numbers that a cast makes infinite.
+    ``ranges`` counts the numbers that a cast makes infinite.
     """
 
-    def __init__(self, reader: ByteReader, beyond: RangeCheck | None = None) -> None:
+    def __init__(self, reader: ByteReader, ranges: RangeCheck | None = None) -> None:
         np.empty(_FREED, "u1")
-        self._beyond = beyond
+        self._ranges = ranges
         self._reader = reader
         self._scratch = memoryview(bytearray(SPAN))
         self._blobs = Blobs(reader.files)
@@ -134,8 +134,8 @@ class Gatherer:
         for chunk, _, local, where in overlaps:
             view = values if where.shape == values.shape else part_of(values, where)
             self.fill_from(chunk.at, view, local, entry.source_dtype, entry)
-            if self._beyond is not None and isinstance(chunk.at, Computed):
-                self._count_computed(self._beyond, entry, chunk.at, (view, local))
+            if self._ranges is not None and isinstance(chunk.at, Computed):
+                self._count_computed(self._ranges, entry, chunk.at, (view, local))
 
     def fill_from(
         self,
@@ -197,8 +197,8 @@ class Gatherer:
         """Return elements of a tensor in the type that a rewrite requests, given as stored."""
         types = entry.source_dtype, entry.dtype
         result = cast(stored, *types)
-        if self._beyond is not None and types[0] != types[1]:
-            self._beyond.note(entry.name, stored, types[0], result, types[1])
+        if self._ranges is not None and types[0] != types[1]:
+            self._ranges.note(entry.name, stored, types[0], result, types[1])
         return result
 
     def gather_into(self, values: Array, entry: TensorEntry, box: Box) -> None:
@@ -206,9 +206,9 @@ class Gatherer:
         self.fill(values, entry, self.find(entry, box))
 
     def _read_by_turns(self, at: Computed) -> None:
-        """Keep something of each tensor that a place is computed of, as its boxes alternate.
+        """Keep a blob or window of each tensor that a place is computed of, as reads alternate.
 
-        Some of these may be computed themselves: they are among the others already.
+        The tensors that a computed one of them is computed of are already among them.
         """
         entries = {id(entry): entry for entry in tensors_behind(at)}
         if not entries.keys() <= self._by_turns.keys():
@@ -217,7 +217,7 @@ class Gatherer:
             self._windows.read_by_turns(len(entries))
 
     def _count_computed(
-        self, beyond: RangeCheck, entry: TensorEntry, at: Computed, part: tuple[Array, Box]
+        self, ranges: RangeCheck, entry: TensorEntry, at: Computed, part: tuple[Array, Box]
     ) -> None:
         """Count the computed numbers that exceed the range of their type; complex ones by parts.
 
@@ -233,7 +233,7 @@ class Gatherer:
             if may_have_lost(parts, dtype):
                 numbers: Array = np.empty(box.shape, unit(pair.itemsize))
                 self.fill_from(at, numbers, box, pair)
-                beyond.note(entry.name, _as_floats(numbers, pair.part), pair.part, parts, dtype)
+                ranges.note(entry.name, _as_floats(numbers, pair.part), pair.part, parts, dtype)
 
     def _read_run(self, out: Array, at: Extent, start: int) -> None:
         """Read one run of bytes of a place, and note it."""

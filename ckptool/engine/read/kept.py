@@ -21,7 +21,7 @@ Read = Callable[[TensorEntry, Box], Array]
 class Blobs:
     """Decodes blobs for one thread, and keeps the last one of each tensor that is read by turns.
 
-    Unless several are, only the last one of all is kept.
+    If no tensors are read by turns, it keeps only the last blob of all.
     """
 
     def __init__(self, reader: FileReader) -> None:
@@ -30,14 +30,14 @@ class Blobs:
         self._kept: dict[int, tuple[EncodedBlob, Bytes]] = {}
 
     def read_by_turns(self, entries: Iterable[TensorEntry]) -> None:
-        """Keep a blob of each of some tensors from now on, and none of others."""
+        """Keep a blob of each of ``entries`` from now on, and none of other tensors."""
         self._by_turns = frozenset(map(id, entries))
         self._kept = {key: blob for key, blob in self._kept.items() if key in self._by_turns}
 
     def decoded(self, at: EncodedBlob, entry: TensorEntry | None) -> Bytes:
         """Return the decoded bytes of a tensor's blob; Damaged if they are not as written.
 
-        The bytes whose place they take are dropped before they are read.
+        The blob that it replaces is dropped before the bytes are read.
         """
         key = id(entry)
         if key not in self._kept or self._kept[key][0] != at:

@@ -122,17 +122,17 @@ class PlanReader(TensorReader):
         together if their tiles are the same parts of them.
         """
         straight, scattered = list[tuple[list[Tile], list[Segment]]](), list[list[Tile]]()
-        for group in (list(of_one) for _, of_one in groupby(tiles, _NAME_OF)):
+        for group in (list(run) for _, run in groupby(tiles, _NAME_OF)):
             entry = group[0].entry
             rows = segments_of_tensor(entry) if entry.source_dtype is entry.dtype else None
             if rows is None:
                 scattered.append(group)
             else:
                 straight.append((group, rows))
-        read = iter(self.read_close(row[:3] for _, rows in straight for row in rows))
+        stored = iter(self.read_close(row[:3] for _, rows in straight for row in rows))
         by_kind = dict[object, list[tuple[list[Tile], memoryview]]]()
         for group, rows in straight:
-            entry, parts = group[0].entry, [*islice(read, len(rows))]
+            entry, parts = group[0].entry, [*islice(stored, len(rows))]
             for (_, offset, _, record, _), data in zip(rows, parts, strict=True):
                 if record is not None:
                     self._records.read(record, entry.name, offset, data)
@@ -192,13 +192,13 @@ class PlanReader(TensorReader):
 
     def _note_made(self, entry: TensorEntry, boxes: Iterable[tuple[Box, Array]]) -> None:
         """Note boxes of a tensor that is cast or computed, as they are to be written."""
-        if self._sums is None or self._beyond is None:
+        if self._sums is None or self._ranges is None:
             return
         if entry.source_dtype == entry.dtype and not is_computed(entry):
             return
         from ckptool.engine.read.gather import bits_of
 
-        losses = self._beyond.take()
+        losses = self._ranges.take()
         for box, values in boxes:
             self._sums.note_made(entry.name, box, bits_of(values), losses)
             losses = ()

@@ -36,7 +36,7 @@ _PAGE = 4 << 10
 class Segment(NamedTuple):
     """A run of bytes of a file that goes to one of memory, ``skip`` bytes after its beginning.
 
-    ``record`` is the checksummed one that it is a part of.
+    ``record`` is the checksummed record that it is a part of.
     """
 
     file: str
@@ -55,9 +55,9 @@ def is_run(at: Place, shape: tuple[int, ...], itemsize: int) -> TypeGuard[Extent
 
 
 def run_at(at: Place, local: Box, itemsize: int) -> int | None:
-    """Return the file offset of the run of bytes that is some elements of a place; None if none is.
+    """Return the file offset of the run of bytes that a box of a place is; None if it is no run.
 
-    ``local`` are these elements in their own coordinates.
+    ``local`` is the box, in the coordinates of the place's elements.
     """
     if not is_run(at, local.shape, itemsize):
         return None
@@ -67,7 +67,7 @@ def run_at(at: Place, local: Box, itemsize: int) -> int | None:
 
 @lru_cache(maxsize=64)
 def skips_in(shape: tuple[int, ...], itemsize: int) -> Callable[[Box], int | None]:
-    """Return what tells how many bytes of an array come before a box; None if not whole rows.
+    """Return a function of a box: how many bytes of an array precede it; None if not whole rows.
 
     Rows are what the first dim of more than one index counts.
     """
@@ -142,9 +142,9 @@ def runs_of_chunks(chunks: Chunks, itemsize: int) -> list[Run] | None:
 def _rows_of(
     boxes: Sequence[Box], shape: tuple[int, ...], itemsize: int
 ) -> list[tuple[int, int]] | None:
-    """Return the numbers of boxes in the order of the rows that they are, and what bytes precede.
+    """Return the numbers of boxes in the order of their rows, each with the bytes that precede it.
 
-    None if any is not some whole rows of an array of ``shape``, or they overlap or leave a gap.
+    None if a box is not whole rows of an array of ``shape``, or boxes overlap or leave a gap.
     """
     skip_to, reached = skips_in(shape, itemsize), 0
     skips = [(skip_to(boxes[at]), at) for at in solid_places(boxes)]
@@ -162,7 +162,7 @@ _rows_of_few = lru_cache(maxsize=64)(_rows_of)
 
 
 def cut_out(segments: Sequence[Segment], start: int, nbytes: int) -> Iterator[Segment]:
-    """Yield some bytes of what segments, in order, fill without a gap: as segments of these."""
+    """Yield the segments of a range of the bytes that segments, in order, fill without a gap."""
     at, end = bisect_right(segments, start, key=_SKIP) - 1, start + nbytes
     while start < end:
         file, offset, size, record, skip = segments[at]
@@ -213,16 +213,16 @@ def _cut_reads(
 ) -> Iterator[StridedRead]:
     shape = tuple(indices.stop - indices.start for indices in dims)
     nbytes, span = math.prod(shape) * itemsize, span_of(shape, strides, itemsize)
-    worth = worth_a_span(shape, strides, itemsize, block)
+    is_worth = worth_a_span(shape, strides, itemsize, block)
     if contiguous(strides, shape, itemsize) and nbytes <= most[1]:
         yield StridedRead(dims, offset, nbytes)
         return
-    if worth and span <= most[0]:
+    if is_worth and span <= most[0]:
         yield StridedRead(dims, offset, span)
         return
     dim = next(dim for dim, size in enumerate(shape) if size > 1)
     size, stride, inner = shape[dim], strides[dim], shape[dim + 1 :]
-    if not worth and contiguous(strides[dim + 1 :], inner, itemsize) and nbytes <= most[1]:
+    if not is_worth and contiguous(strides[dim + 1 :], inner, itemsize) and nbytes <= most[1]:
         yield StridedRead(dims, offset, nbytes // size, size, stride)
         return
     start, half = dims[dim].start, size // 2

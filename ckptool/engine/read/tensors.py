@@ -50,24 +50,24 @@ class TensorTile(Struct, frozen=True):
 
 
 class TensorReader(ByteReader):
-    """Reads ``elements`` as well, by numpy; ``beyond`` counts those that casts make infinite."""
+    """Reads ``elements`` as well, by numpy; ``ranges`` counts those that casts make infinite."""
 
     def __init__(
         self,
         source: Files,
         note: NotePiece = ignore,
         sums: ReadSums | None = None,
-        beyond: RangeCheck | None = None,
+        ranges: RangeCheck | None = None,
     ) -> None:
         super().__init__(source, note, sums)
-        self._beyond = beyond
+        self._ranges = ranges
 
     @cached_property
     def elements(self) -> Gatherer:
         """The reader of elements, which reads by this one."""
         from ckptool.engine.read.gather import Gatherer
 
-        return Gatherer(self, self._beyond)
+        return Gatherer(self, self._ranges)
 
     def close(self) -> None:
         """Close all files, and let go of what refers to this reader, and holds memory."""
@@ -76,13 +76,13 @@ class TensorReader(ByteReader):
 
 
 class TensorSource(ByteSource, frozen=True):
-    """Files to read boxes of tensors from; ``beyond`` counts what casts make infinite."""
+    """Files to read boxes of tensors from; ``ranges`` counts what casts make infinite."""
 
-    beyond: RangeCheck | None = None
+    ranges: RangeCheck | None = None
 
     def reader(self) -> TensorReader:
         """Return the reader for one thread."""
-        return TensorReader(self.files, beyond=self.beyond)
+        return TensorReader(self.files, ranges=self.ranges)
 
 
 class CheckedSource(TensorSource, frozen=True):
@@ -92,7 +92,7 @@ class CheckedSource(TensorSource, frozen=True):
 
     def reader(self) -> TensorReader:
         """Return the reader for one thread, which notes what it reads of records."""
-        return TensorReader(self.files, self.records.note, beyond=self.beyond)
+        return TensorReader(self.files, self.records.note, ranges=self.ranges)
 
     def problems(self, entries: Iterable[TensorEntry], workers: int) -> list[Problem]:
         """Return a problem for each record of these tensors that is not as it was written.

@@ -186,7 +186,7 @@ def read_tiles(
 def _next_jobs(
     jobs: Iterator[Job[Subject, Reader, TileOut]], large: int
 ) -> tuple[list[Job[Subject, Reader, TileOut]], list[Job[Subject, Reader, TileOut]]]:
-    """Take the next small jobs, and the ``large`` one that follows, if it does."""
+    """Take the next small jobs, and the one of ``large`` bytes and more that follows, if any."""
     small, nbytes = list[Job[Subject, Reader, TileOut]](), 0
     for job in jobs:
         if job.nbytes >= large:
@@ -204,19 +204,18 @@ def _announced(
     workers: int,
     plans: deque[Callable[[], None]],
 ) -> Iterator[Job[Subject, Reader, TileOut]]:
-    """Yield all jobs; announce their reads to stores in groups.
+    """Yield all jobs, in the order of a few that needs the least memory; announce their reads.
 
-    Of a few orders they come in the one that needs the least memory. ``plans`` end the last
-    announcements.
+    Reads are announced to stores in groups. ``plans`` end the last announcements.
     """
     opened: set[Opening] = set()
     while window := list(_window(sides, jobs, opened)):
-        runs = [[of_job[side] for _, of_job in window] for side in range(len(sides))]
+        runs = [[job_runs[side] for _, job_runs in window] for side in range(len(sides))]
         order = _best_order(runs, workers)
         while len(plans) > len(sides):  # threads may still read what was announced last
             plans.popleft()()
-        for files, of_side in zip(sides, runs, strict=True):
-            planned = _side_by_side([of_side[at] for at in order], workers)
+        for files, side_runs in zip(sides, runs, strict=True):
+            planned = _side_by_side([side_runs[at] for at in order], workers)
             plans.append(files.plan_reads(planned))
         yield from (window[at][0] for at in order)
 
@@ -232,7 +231,7 @@ def _window(
     for job in islice(jobs, _MOST_JOBS):
         queries = job.runs or [known_runs() for _ in sides]
         needs = (query(files.policy.block) for query, files in zip(queries, sides, strict=True))
-        runs = [list(runs_of(of_side, opened)) for of_side in needs]
+        runs = [list(runs_of(side_needs, opened)) for side_needs in needs]
         yield job, runs
         count += sum(map(len, runs))
         if count >= _MOST_RUNS:
@@ -242,7 +241,7 @@ def _window(
 def _best_order(runs: Sequence[Sequence[Sequence[ReadSpan]]], workers: int) -> Sequence[int]:
     """Return the order of jobs, by what each reads from each side, that needs the least memory.
 
-    As they come, by files, or by places in files that are written side by side.
+    Orders to choose from: as jobs come, by files, by places in files that are written side by side.
     """
     from ckptool.storage.planned_ranges import memory_to_read, unversioned
 
@@ -252,7 +251,7 @@ def _best_order(runs: Sequence[Sequence[Sequence[ReadSpan]]], workers: int) -> S
     by_offset = sorted(places, key=lambda at: firsts[at][1])
 
     def memory(order: Sequence[int]) -> int:
-        ordered = (_side_by_side([of_side[at] for at in order], workers) for of_side in runs)
+        ordered = (_side_by_side([side_runs[at] for at in order], workers) for side_runs in runs)
         return sum(memory_to_read(unversioned(side)) for side in ordered)
 
     if memory(places) <= _LITTLE:

@@ -62,7 +62,7 @@ def _each_below(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, int, 
 
 
 def staged_files(folder: Path, names: Iterable[str]) -> LocalSource:
-    """Return those of some files that are in a folder."""
+    """Return a folder as a source of the files, of ``names``, that exist in it."""
     return LocalSource(folder, {name: size for name, (size, _) in stamps(folder, names).items()})
 
 
@@ -103,8 +103,8 @@ def require_no_foreign(folder: Path, sizes: Mapping[str, int]) -> None:
 
 def require_whole(folder: Path, sizes: Mapping[str, int]) -> None:
     """Raise TransferError if a file that was written is gone, or has another size in bytes."""
-    now = {name: nbytes for name, (nbytes, _) in stamps(folder, sizes).items()}
-    missing = [name for name, nbytes in sizes.items() if now.get(name) != nbytes]
+    sizes_now = {name: nbytes for name, (nbytes, _) in stamps(folder, sizes).items()}
+    missing = [name for name, nbytes in sizes.items() if sizes_now.get(name) != nbytes]
     if missing:
         raise TransferError(f"{list_some(missing)}: removed or cut short after it was written")
 
@@ -139,7 +139,7 @@ def require_short_names(folder: Path, names: Iterable[str], hint: str) -> None:
 
 
 def _written_files(folder: Path, sizes: Mapping[str, int]) -> dict[str, os.stat_result]:
-    """Return the files in a folder that a run has written, as far as it came."""
+    """Return the statuses of files in a folder that a run has written, complete or not."""
     return {
         name: status
         for name, status in statuses(folder, sizes).items()
@@ -272,11 +272,11 @@ def not_known(note: object, folder: object, names: Sequence[str], *, resumes: bo
     Anybody who may write to the store may have written the note, so whoever ``resumes`` by it has
     not asked for what it says to be replaced.
     """
-    again = "--overwrite starts over, if that is a checkpoint; or " if resumes else ""
+    advice = "--overwrite starts over, if that is a checkpoint; or " if resumes else ""
     return Unsupported(
         f"{note}: speaks of {list_some(names)}, which this run does not write, and which is not"
         " known to be a checkpoint's; nothing was removed",
-        hint=f"{again}write elsewhere; or check what it is, and remove all that is in {folder}",
+        hint=f"{advice}write elsewhere; or check what it is, and remove all that is in {folder}",
     )
 
 
@@ -314,10 +314,10 @@ def left_behind(
 ) -> TransferError:
     """Return the error after the commit, or while one that was interrupted is rolled back."""
     reason = error.strerror or error
-    again = "--resume"
+    option = "--resume"
     if options.overwrite and not options.resume:
-        again = "--resume in place of --overwrite"
-    hint = f"the next command that writes there, such as the same with {again}, finishes it"
+        option = "--resume in place of --overwrite"
+    hint = f"the next command that writes there, such as the same with {option}, finishes it"
     if done:
         message = f"{target}: the new one is complete, but cleaning up failed: {reason}"
         return Committed(message, hint=hint)

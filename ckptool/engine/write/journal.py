@@ -44,10 +44,10 @@ _TOKEN = re.compile(b"[0-9a-f]{0,16}")
 
 
 class Noted(Struct, frozen=True):
-    """What a journal says: how it begins, the finished files with their CRC-32, and its end.
+    """The content of a journal: its first line, the finished files with their CRC-32, and its end.
 
-    ``end`` is that of a part which is done. The ``nbytes`` of whole lines say it: a killed run may
-    leave half a line. All of it is empty if the run was killed as it began.
+    ``end`` is that of a part which is done. Whole lines have ``nbytes``: a killed run may leave
+    half a line. All fields are empty if the run was killed as it began.
     """
 
     head: JournalHead | None = None
@@ -90,12 +90,12 @@ class Journal:
         expected: dict[str, object] = {"plan": head.plan, "source": head.source}
         expected |= {} if head.parts is None else {"parts": head.parts}
         try:
-            noted = {path: read_journal(path) for path in {self.path, *other_paths}}
-            for path, notes in noted.items():
+            notes_by_path = {path: read_journal(path) for path in {self.path, *other_paths}}
+            for path, notes in notes_by_path.items():
                 if notes.head is not None:
                     require_same_run(path, notes.head, expected)
                     self._finished |= notes.finished
-            self._go_on(noted[self.path], head)
+            self._go_on(notes_by_path[self.path], head)
         except BaseException:
             self.close()
             raise
@@ -207,22 +207,22 @@ class Journals:
 
     def read(self) -> dict[int, Noted]:
         """Read the journals that are there; Unsupported if one is not as ckptool writes it."""
-        noted = {}
+        notes = {}
         for number, path in self.find().items():
             with suppress(FileNotFoundError):  # its process has ended just now
-                noted[number] = read_journal(path)
-        return noted
+                notes[number] = read_journal(path)
+        return notes
 
     def heads(self) -> dict[int, JournalHead]:
-        """Return how those journals begin that have begun."""
-        return {n: noted.head for n, noted in self.read().items() if noted.head is not None}
+        """Return the first lines of the journals that have one, by number."""
+        return {n: notes.head for n, notes in self.read().items() if notes.head is not None}
 
     def require_ours(self) -> None:
         """Raise Unsupported if a journal, or the mark beside journals, is not ckptool's."""
-        noted = self.read()
+        notes = self.read()
         with suppress(FileNotFoundError):
             token = read_note(self._mark)
-            if not (noted and _TOKEN.fullmatch(token)):
+            if not (notes and _TOKEN.fullmatch(token)):
                 raise in_the_way(self._mark)
 
     def require_untouched(self, state: str, numbers: Iterable[int]) -> None:

@@ -93,10 +93,10 @@ def _require_none(
 ) -> None:
     if numbers:
         what = f"part {numbers[0]}" if len(numbers) == 1 else f"{len(numbers):,} parts"
-        listed = "" if len(numbers) == 1 else f": {list_some(list(map(str, numbers)), 8)}"
-        are = "is" if len(numbers) == 1 else "are"
+        names = "" if len(numbers) == 1 else f": {list_some(list(map(str, numbers)), 8)}"
+        verb = "is" if len(numbers) == 1 else "are"
         raise Unsupported(
-            f"{target}: {what} of {count} {are} {why}{listed}",
+            f"{target}: {what} of {count} {verb} {why}{names}",
             hint=f"the same command with --part {numbers[0]}/{count} in place of --finish{or_else}",
         )
 

@@ -40,8 +40,8 @@ class NotedRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     def is_in(self, files: Mapping[str, int]) -> bool:
         """Return whether such a record can be in one of some files, with all its pieces."""
         end = self.offset + self.nbytes
-        within = all(self.offset <= at and at + nbytes <= end for at, nbytes, _ in self.pieces)
-        return within and end <= files.get(self.file, -1)
+        is_within = all(self.offset <= at and at + nbytes <= end for at, nbytes, _ in self.pieces)
+        return is_within and end <= files.get(self.file, -1)
 
 
 class PartEnd(_Note, Generic[_Mark], frozen=True, omit_defaults=False):

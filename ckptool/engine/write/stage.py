@@ -32,10 +32,10 @@ RESUME_OVERWRITE = RESUME_HINT.replace("--resume", "--resume in place of --overw
 
 
 class Role(Struct, frozen=True):
-    """What one process does of an output: all of it, alone or with other ranks, or less.
+    """The share of an output that one process makes: all, alone or with other ranks, or a part.
 
     Of a run in parts it writes one ``part``, or ``finishes`` what the parts wrote. ``next_step``
-    says how it is continued if it ends midway.
+    says how a run that ends midway is continued.
     """
 
     next_step: str

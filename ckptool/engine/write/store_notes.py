@@ -63,8 +63,8 @@ def require_writable(target: RemotePath) -> None:
 def require_ended(target: RemotePath, note: StoreNote | PartNote | None, what: str) -> None:
     """Raise Unsupported if the writer in a note is another running process on this machine."""
     if note is not None and note.writer is not None and is_running(note.writer):
-        who = describe_writer(note.writer)
-        raise Unsupported(f"{target}: another ckptool is writing {what}: {who}")
+        writer = describe_writer(note.writer)
+        raise Unsupported(f"{target}: another ckptool is writing {what}: {writer}")
 
 
 def _start_of(process: int) -> str | None:
@@ -127,7 +127,7 @@ class StoreNotes:
         self._options = options
         self._part = part
         if part is not None:
-            self.claim = self._of_part(part.position)
+            self.claim = self._place_of_part(part.position)
 
     def read(self) -> StoreNote | None:
         """Read the note of the run; raises as ``read_note``."""
@@ -144,11 +144,11 @@ class StoreNotes:
             names = self.run.store.find(self.run.parent.key, str(self.run.parent))
         match_name = re.compile(re.escape(f"{self.run.name}.") + "([1-9][0-9]{0,5})").fullmatch
         numbers = sorted(int(match[1]) - 1 for match in map(match_name, names) if match)
-        notes = {number: read_note(self._of_part(number), PartNote) for number in numbers}
+        notes = {number: read_note(self._place_of_part(number), PartNote) for number in numbers}
         self.parts = {number: note for number, note in notes.items() if note is not None}
         return self.parts
 
-    def _of_part(self, number: int) -> RemotePath:
+    def _place_of_part(self, number: int) -> RemotePath:
         return self.run.with_name(f"{self.run.name}.{number + 1}")
 
     def write(self, **more: Any) -> None:
@@ -179,8 +179,8 @@ class StoreNotes:
         """Raise TransferError if another run has begun to write here since, or none is noted."""
         writer = self.read_writer()
         if writer is None or writer != self.writer:
-            who = "its record is gone" if writer is None else describe_writer(writer)
-            raise TransferError(f"{self.target}: another ckptool is writing it too: {who}")
+            cause = "its record is gone" if writer is None else describe_writer(writer)
+            raise TransferError(f"{self.target}: another ckptool is writing it too: {cause}")
 
     def require_left(self, note: StoreNote | None) -> None:
         """Raise Unsupported if another run, whose ``note`` is there, may still be writing here."""
@@ -211,6 +211,6 @@ class StoreNotes:
 
     def remove(self) -> None:
         """Remove the notes of parts, then the one that says how many there are."""
-        notes = [*map(self._of_part, self.parts), self.claim]
+        notes = [*map(self._place_of_part, self.parts), self.claim]
         self.run.store.remove([note.key for note in notes], str(self.claim))
         self.writer = None

@@ -314,8 +314,8 @@ class StoreTarget(Target):
     def publish(self) -> None:
         """Remove the note: nothing is partial any more.
 
-        TransferError if a file is not as it was; what makes a checkpoint of the others is then
-        removed, unless it is another's.
+        TransferError if a file is not as it was; the files that make a checkpoint of the rest are
+        then removed, unless another run wrote them.
         """
         self._notes.require_mine()
         try:

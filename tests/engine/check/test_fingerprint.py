@@ -85,7 +85,7 @@ def test_other_numbers_have_another(shape: tuple[int, ...]) -> None:
 
 
 def test_weights_of_columns_beyond_those_that_are_kept_are_of_the_same_kind() -> None:
-    kept, further = fingerprint._of_words(65_000, 500), fingerprint._of_words(65_000, 1_000)
+    kept, further = fingerprint._weigh_words(65_000, 500), fingerprint._weigh_words(65_000, 1_000)
     assert (kept == further[:500]).all()
     assert len(set(further.tolist())) == 1_000
 
