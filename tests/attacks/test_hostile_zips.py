@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import struct
+import zipfile
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
 import attack_build as b
 import pytest
 from attack_harness import Outcome, attack, attack_all
 from honest_files import W, le, require_honest
+
+import ckptool
 
 HONEST = b.torch_zip(b.program(b.dct(w=b.tensor())))
 
@@ -156,9 +160,26 @@ def test_a_record_that_torch_takes_for_a_folder_is_refused(name: bytes, tmp_path
     assert (outcome.kind, "is marked as a folder" in outcome.message) == ("error", True)
 
 
+@pytest.mark.parametrize("version", [None, b"0\n", b"11\n", b"", b"three", b"9" * 30])
+def test_a_version_that_torch_refuses_is_no_sound_archive(
+    version: bytes | None, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    file = tmp_path / "x.pt"
+    with zipfile.ZipFile(BytesIO(HONEST)) as honest:
+        records = {name: honest.read(name) for name in honest.namelist()}
+    records["archive/version"] = version or b""
+    if version is None:
+        del records["archive/version"]
+    file.write_bytes(b.stored_zip(records))
+    with pytest.raises((RuntimeError, IndexError)):
+        torch.load(file)
+    report = ckptool.verify(file)
+    assert [finding.code for finding in report.findings] == ["archive-content"]
+
+
 def real_zip() -> bytes:
     torch = pytest.importorskip("torch")
-    from io import BytesIO
 
     stream = BytesIO()
     state = {"w": torch.arange(6, dtype=torch.float32).reshape(2, 3), "step": 7}

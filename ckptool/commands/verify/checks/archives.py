@@ -28,6 +28,12 @@ from ckptool.serialization.zip import (
 from ckptool.serialization.zip_headers import check_headers, count_unclaimed_bytes
 
 _DIGITS = re.compile("[0-9]+")
+_VERSION_NAMES = (".data/version", "version")
+"""The records of which torch.load reads the first that there is, in torch's own order."""
+_VERSION = re.compile(rb"\s*\+?([0-9]+)")
+_VERSIONS = range(1, 11)
+"""What torch 1.6 to 2.13 read; they write 3 or, with .data/version, more."""
+_LONGEST_VERSION = 20
 _EDGE = 1 << 16
 _SMALL = 1 << 20
 _MOST_INFLATED = 1000
@@ -76,6 +82,9 @@ class ArchiveCheck:
         if not _are_in_one_folder([record.name for record in records]):
             message = f"{region.what}: its records are not all in one folder, beside data.pkl"
             self.problems.append(Problem(message, "archive-flat", file=region.file))
+        elif reason := _version_reason(region, records):
+            message = f"{region.what}: {reason}: torch.load refuses it"
+            self.problems.append(Problem(message, "archive-content", file=region.file))
         count = len(self.problems)
         self.problems += check_headers(region, _with_header_at_hand(region, records))
         if spare := count_unclaimed_bytes(region, records):
@@ -138,6 +147,19 @@ def _are_in_one_folder(names: Sequence[str]) -> bool:
     """Return whether records are where torch.load finds them: in the folder of the first one."""
     folder = names[0].partition("/")[0] + "/" if names else ""
     return f"{folder}data.pkl" in names and all(name.startswith(folder) for name in names)
+
+
+def _version_reason(region: Region, records: Sequence[ZipRecord]) -> str | None:
+    """Return what is wrong with the version of the archive's layout that torch.load reads first."""
+    records_by_name = {record.name.partition("/")[2]: record for record in records}
+    record = next(filter(None, map(records_by_name.get, _VERSION_NAMES)), None)
+    if record is None:
+        return "it has no record 'version'"
+    text = record_bytes(region, record, has_crc=False)[:_LONGEST_VERSION]
+    number = _VERSION.match(text)
+    if number is None or int(number[1]) not in _VERSIONS:
+        return f"its version is {text.decode('ascii', 'replace')!r}, not one of 1 to 10"
+    return None
 
 
 def _of_another_name(file: str, saved_as: str, source: Source) -> Iterator[Problem]:
