@@ -78,3 +78,10 @@ def test_the_state_of_a_parameter_is_looked_for(of: str, tmp_path: Path) -> None
     torch.save(whole, tmp_path / "odd.pt")
     with pytest.raises(CkptoolError, match="cannot follow the parameters"):
         ckptool.convert(tmp_path / "odd.pt", tmp_path / "out.pt", map=str(key_map))
+
+
+def test_a_map_is_looked_for(tmp_path: Path) -> None:
+    names = ["model.layers." * 70_000 + f"weight{n}" for n in range(6)]
+    odd, _ = files(tmp_path, *names, "model.norm.weight")
+    with pytest.raises(CkptoolError, match="no built-in map matches all model tensors"):
+        ckptool.convert(odd, tmp_path / "out.pt", map="auto")

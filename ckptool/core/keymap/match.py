@@ -237,8 +237,8 @@ def _model_frames(names: Sequence[str], is_parameter: Knows) -> list[Frame]:
 
 def unwrapped(name: str) -> Iterator[str]:
     """Yield the name, and the name without its first steps, which a wrapper may have added."""
-    steps = name.split(".")
-    for count in range(min(_MOST_WRAPPERS + 1, len(steps))):
+    steps = name.split(".", _MOST_WRAPPERS)
+    for count in range(len(steps)):
         yield ".".join(steps[count:])
 
 

@@ -30,6 +30,7 @@ from ckptool.core.keymap.axes import (
     solve,
     unknown_axes,
 )
+from ckptool.core.text import MOST_STEPS
 from ckptool.errors import Unsupported, UsageError
 
 _NUMBER = re.compile(r"[0-9]+")
@@ -272,6 +273,8 @@ class KeyMap(Struct, frozen=True):
 
     def kept_as(self, name: str) -> str | None:
         """Return the new name of a parameter that no rule matches; None if it is not kept."""
+        if name.count(".") > MOST_STEPS:
+            return None
         fitting = [keep for keep in self.keep if fnmatchcase(name, keep.source)]
         longest = max(fitting, key=lambda keep: len(keep.source), default=None)
         return longest.new_name(name) if longest else None
