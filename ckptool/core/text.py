@@ -137,7 +137,8 @@ def _three_digits(value: float) -> str:
 _COUNT = re.compile(r"\{([0-9]+)")
 _OTHERWISE = re.compile(r"\[:|\{(?!\d+(?:,\d*)?\}|,\d+\})|\(\?\w*x")
 """What ``regex`` reads as a class, a match with errors or a count with spaces, but not ``re``."""
-_LARGEST = 1 << 20
+_LARGEST = 1 << 19
+"""Characters that take some seconds to compile."""
 
 
 @lru_cache(maxsize=1 << 14)  # Python keeps 512, and a config may name each of more modules
@@ -151,9 +152,9 @@ def compile_stated(pattern: str) -> Pattern[str]:
     try:
         if odd := _OTHERWISE.search(pattern):
             raise re.error("cannot be read as Python's re does", pattern, odd.start())
-        re.compile(pattern)
         if len(pattern) * prod(max(1.0, float(n)) for n in _COUNT.findall(pattern)) > _LARGEST:
-            raise re.error("repeats too much")  # each repetition is compiled by itself
+            raise re.error("is too long, or repeats too much")  # each repetition is compiled
+        re.compile(pattern)
         return regex.compile(pattern)
     except (regex.error, ValueError, OverflowError, RecursionError) as error:
         raise re.error(str(error)) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import translate
 from typing import TYPE_CHECKING, Any
 
@@ -113,16 +113,17 @@ class QuantizationConfig:
         lists = [fields[key] for key in _IGNORED if isinstance(fields.get(key), list)]
         ignored = {str(name) for names in lists for name in names}
         groups = dict(_target_groups(fields))
-        targets = ((_pattern(target), groups[target]) for target in sorted(groups))
+        self._seconds = _LONGEST
+        targets = ((self._compile(target), groups[target]) for target in sorted(groups))
         classes = {id(group): group for name, group in groups.items() if _is_class(name)}
         rest = Group(format=_format(fields)) if fields else NO_GROUP
-        self._ignored = [(pattern, NO_GROUP) for pattern in _compile(ignored)]
+        skipped = map(self._compile, _with_globs(ignored))
+        self._ignored = [(pattern, NO_GROUP) for pattern in skipped if pattern is not None]
         self._named = groups | dict(_layer_groups(fields))
         self._patterns = [(pattern, group) for pattern, group in targets if pattern is not None]
         self._of_class = next(iter(classes.values())) if len(classes) == 1 else rest
         self._found = dict.fromkeys(ignored, NO_GROUP)
         self.is_of_all = all(map(_is_class, groups)) and not any(map(fields.get, _CHOOSING))
-        self._seconds = _LONGEST
 
     def block_of(self, module: str) -> tuple[int, int] | None:
         """Return the block size of a module's weight, None if none is stated.
@@ -156,6 +157,15 @@ class QuantizationConfig:
             return True
         return self.group_of(module) is NO_GROUP
 
+    def _compile(self, target: str) -> Pattern[str] | None:
+        """Return the pattern of a target, None if it is none; Unsupported if it is too much."""
+        started = time.thread_time()
+        pattern = _pattern(target)
+        self._seconds -= time.thread_time() - started
+        if self._seconds <= 0:
+            raise _too_long(target, "compile")
+        return pattern
+
     def _match(self, patterns: Iterable[tuple[Pattern[str], Group]], module: str) -> Group | None:
         """Return the group of the first pattern that a module's name begins as, None for none.
 
@@ -168,20 +178,21 @@ class QuantizationConfig:
                     result = group
                     break
             except TimeoutError:
-                raise _too_long(pattern, module) from None
+                raise _too_long(pattern.pattern, f"match {module}") from None
             if not at % _OFTEN and time.thread_time() - started > self._seconds:
-                raise _too_long(pattern, module)
+                raise _too_long(pattern.pattern, f"match {module}")
         self._seconds -= time.thread_time() - started
         if self._seconds <= 0:
-            raise _too_long(pattern, module)
+            raise _too_long(pattern.pattern, f"match {module}")
         return result
 
 
-def _compile(names: Iterable[str]) -> Iterator[Pattern[str]]:
-    """Yield patterns of modules: one for each name that ``re:`` begins, and one of all globs."""
+def _with_globs(names: Collection[str]) -> Iterator[str]:
+    """Yield names, after the pattern of all globs among them."""
     globs = [translate(n) for n in names if not n.startswith("re:") and _GLOB.search(n)]
-    patterns = map(_pattern, [f"re:{'|'.join(globs)}", *names] if globs else names)
-    yield from (pattern for pattern in patterns if pattern is not None)
+    if globs:
+        yield f"re:{'|'.join(globs)}"
+    yield from names
 
 
 def _pattern(target: str) -> Pattern[str] | None:
@@ -195,8 +206,8 @@ def _pattern(target: str) -> Pattern[str] | None:
         raise Unsupported(message, hint=_SIMPLIFY) from None
 
 
-def _too_long(pattern: Pattern[str], module: str) -> Unsupported:
-    message = f"quantization_config: {_shown(pattern.pattern)} takes too long to match {module}"
+def _too_long(pattern: str, purpose: str) -> Unsupported:
+    message = f"quantization_config: {_shown(pattern)} takes too long to {purpose}"
     message += f": {_LONGEST:g} s are for all patterns and modules"
     return Unsupported(message, "limit-exceeded", hint=_SIMPLIFY)
 
