@@ -19,6 +19,7 @@ from ckptool.commands.merge.products import Product, product_of
 from ckptool.commands.merge.targets import base_names, targets_of
 from ckptool.commands.merge.ties import HEAD, Change, Ties
 from ckptool.commands.model.adapter_config import ADAPTER_CONFIG
+from ckptool.commands.verify.checks.nonfinite import not_finite_problems
 from ckptool.core.casts import as_type, can_cast
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.selection import rename_entry
@@ -51,7 +52,7 @@ def fold(base: Operand, operand: Operand, assets: Path | None) -> Computation:
     folding.require_whole()
     ties = Ties(base, assets)
     shared = ties.shared(folding.changes, tied=adapter.settings.ensure_weight_tying)
-    return folding.result(shared, ties.notes)
+    return folding.result(shared, [*ties.notes, *_not_finite(operand)])
 
 
 class _Folding:
@@ -251,6 +252,19 @@ class _Folding:
             )
         self._cast.append(old.name)
         return as_type(entry, old.dtype)
+
+
+def _not_finite(operand: Operand) -> Iterator[str]:
+    """Yield a note if tensors of an adapter, which is small enough to be read for it, have NaN."""
+    catalog = operand.rewritten.catalog
+    numbers = {name: entry for name, entry in catalog.tensors.items() if can_cast(entry)}
+    located = operand.opened.open_containers(catalog.with_tensors(numbers)).tensors
+    problems = not_finite_problems(located, located, operand.opened.source)
+    if odd := [problem for problem in problems if problem.counts]:
+        yield (
+            f"{plural(len(odd), 'tensor')} of {operand.label} with NaN or infinite values, and so"
+            f" are the weights that they are merged into: {list_some(odd, _FEW)}"
+        )
 
 
 def _have(names: Iterable[str], module: str) -> bool:

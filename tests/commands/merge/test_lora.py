@@ -426,3 +426,20 @@ def test_a_config_that_names_each_module_as_eva_does_is_compiled_once() -> None:
     settings, before = Settings("config", 8, 8, rank_pattern=ranks), _ending.cache_info().misses
     assert {settings.scale_of(name) for name in [*ranks][-3:]} == {2}
     assert _ending.cache_info().misses - before == len(ranks)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_values_that_are_no_numbers_are_noted(value: str, tmp_path: Path) -> None:
+    tensors = pair("model.q", 5, 6) | pair("model.k", 5, 6)
+    left = tensors["model.q.lora_B.weight"] = tensors["model.q.lora_B.weight"].clone()
+    base = {f"model.{name}.weight": some(5, 6) for name in "qk"}
+    onto = save_base(tmp_path / "base.safetensors", base)
+    sound = save_adapter(tmp_path / "sound", tensors)
+    code, said = run(tmp_path / "sound.safetensors", "--lora", sound, "--onto", onto)
+    assert (code, "NaN" in said) == (0, False)
+    left[3, 1] = float(value)
+    odd = save_adapter(tmp_path / "odd", tensors)
+    code, said = run(tmp_path / "odd.safetensors", "--lora", odd, "--onto", onto)
+    assert code == 0
+    assert "1 tensor of odd with NaN or infinite values, and so are the weights" in said
+    assert f"first {value} at [3, 1]" in said
