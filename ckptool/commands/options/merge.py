@@ -13,7 +13,6 @@ from ckptool.commands.options import FILE, MESH, PLACE, parse_place
 from ckptool.commands.options.declaration import (
     COUNT,
     FLAG,
-    LIST,
     NUMBER,
     TEXTS,
     Kind,
@@ -37,8 +36,8 @@ _TAKE = f"GLOB {_FROM} SRC"
 
 
 def _weights(value: Any, name: str) -> tuple[float, ...]:
-    words = LIST.parse(value, name) if isinstance(value, str) else value
-    with suppress(TypeError, ValueError):
+    words = value.split(",") if isinstance(value, str) else value
+    with suppress(TypeError, ValueError):  # an empty word is no number: each SRC has its own
         if numbers := tuple(NUMBER.parse(float(word), name) for word in words):
             return numbers
     raise UsageError(f"{name} {value!r}: not numbers", hint="such as --weights 1,2,1")

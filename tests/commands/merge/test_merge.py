@@ -188,6 +188,7 @@ def test_dry_run_says_what_each_tensor_is(places: list[str], tmp_path: Path) -> 
         (("--average", "{a}", "{b}", "--weights", "1,-1"), "--weights: they add up to 0"),
         (("--average", "{a}", "{b}", "{c}", "--weights", "0.1,0.2,-0.3"), "they add up to 0"),
         (("--average", "{a}", "{b}", "--weights", "1e308,1e308"), "add up to no finite number"),
+        (("--average", "{a}", "{b}", "--weights", "1,,1"), "not numbers"),
         (("--average", "{a}", "{b}", "--weights", "1,x"), "not numbers"),
         (("--ema", "1.5", "{a}", "{b}"), "--ema 1.5: between 0 and 1"),
         (("--average", "--ema", "0.5", "{a}", "{b}"), "--average and --ema: one at a time"),
