@@ -234,6 +234,7 @@ _REFUSED = {
     errno.EROFS: "the disk is mounted read-only: write elsewhere",
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
+    errno.ENAMETOOLONG: "shorten it, or that of a folder that it is in",
     errno.EMFILE: "raise the limit of open files: ulimit -n 65536",
 }
 

@@ -6,6 +6,7 @@ file that belongs to the safetensors file in place.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from contextlib import suppress
@@ -57,6 +58,9 @@ class CommitNote(Struct, frozen=True, forbid_unknown_fields=True, tag_field="sch
         require_plain([*self.own, *self.names])
 
 
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+
+
 class NoteFile:
     """The note of one target's commit, as a file beside the staged files."""
 
@@ -73,8 +77,10 @@ class NoteFile:
         """
         try:
             data = read_note(self.path, owner=owner)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        except OSError as error:
+            if error.errno in _NOT_THERE:
+                return None
+            raise
         if not data:
             return None
         note = parse_note(data, CommitNote, self.path)

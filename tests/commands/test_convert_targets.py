@@ -15,7 +15,7 @@ from conftest import case, convert_to, read_back
 from safetensors.torch import load_file
 
 import ckptool
-from ckptool.errors import CkptoolError, UsageError
+from ckptool.errors import CkptoolError, Unsupported, UsageError
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,10 @@ def test_names_that_no_file_can_have_are_refused_before_anything_is_written(out:
     with pytest.raises(CkptoolError, match="file names have at most 255 bytes") as caught:
         convert_to("dcp", case("dcp_base").path, out / ("m" * 228))
     assert caught.value.exit_code == 4
+    with pytest.raises(Unsupported, match="file names have at most 255 bytes"):
+        convert_to("dcp", case("dcp_base").path, out / ("m" * 250))
+    with pytest.raises(Unsupported, match="paths have at most 4,096 bytes"):
+        convert_to("dcp", case("dcp_base").path, out / "/".join(["m" * 200] * 25))
     convert_to("dcp", case("dcp_base").path, out / ("m" * 227))
     source, rename = case("deepspeed_zero_2").path, [f"embed={'m' * 300}"]
     with pytest.raises(CkptoolError, match="has 307"):

@@ -123,19 +123,20 @@ def require_space(folder: Path, nbytes: int, staged: Path, sizes: Mapping[str, i
         )
 
 
-def require_short_names(folder: Path, names: Iterable[str], hint: str) -> None:
+def require_short_names(folder: Path, names: Collection[str], hint: str) -> None:
     """Raise Unsupported if the file system of a folder does not allow names as long as these.
 
     Not every file system knows its limit: some report 0, or none.
     """
-    most = os.pathconf(nearest_folder(folder), "PC_NAME_MAX")
-    if most <= 0:
-        return
-    for name in {part for path in names for part in path.split("/")}:
-        nbytes = len(name.encode(errors="replace"))
-        if nbytes > most:
-            message = f"{folder}: file names have at most {most:,} bytes, {name} has {nbytes:,}"
-            raise Unsupported(message, hint=hint)
+    nearest, parts = nearest_folder(folder), {part for path in names for part in path.split("/")}
+    paths = {f"{folder}/{path}" for path in names}
+    for what, limit, texts in (("file names", "NAME", parts), ("paths", "PATH", paths)):
+        most = os.pathconf(nearest, f"PC_{limit}_MAX")
+        for text in texts if most > 0 else ():
+            nbytes = len(text.encode(errors="replace"))
+            if nbytes > most:
+                message = f"{folder}: {what} have at most {most:,} bytes, {text} has {nbytes:,}"
+                raise Unsupported(message, hint=hint)
 
 
 def _written_files(folder: Path, sizes: Mapping[str, int]) -> dict[str, os.stat_result]:
