@@ -100,19 +100,17 @@ def _wrong_ranks(
             wrong.append((matrix, " or ".join(map(str, sorted(expected)))))
     if wrong:
         matrix, expected_text = wrong[0]
-        others = f" ({plural(len(wrong), 'tensor')} in all)" if len(wrong) > 1 else ""
-        message = (
-            f"{place} says r {expected_text}, but {matrix.name} has rank {matrix.rank}{others}"
-        )
+        total = f" ({plural(len(wrong), 'tensor')} in all)" if len(wrong) > 1 else ""
+        message = f"{place} says r {expected_text}, but {matrix.name} has rank {matrix.rank}{total}"
         yield Problem(message, "config-mismatch", file=place, tensor=matrix.name)
 
 
 def _wrong_scales(config: Record, place: str) -> Iterator[Problem]:
     """Yield where a config says that products are scaled by what is not finite."""
     patterns = config.get("alpha_pattern")
-    said = {"lora_alpha": config.get("lora_alpha")}
-    said |= patterns if isinstance(patterns, dict) else {}
-    for where, value in said.items():
+    alphas = {"lora_alpha": config.get("lora_alpha")}
+    alphas |= patterns if isinstance(patterns, dict) else {}
+    for where, value in alphas.items():
         if isinstance(value, float) and not isfinite(value):
             message = f"{place} says {where} {value}, which is no alpha: a finite number"
             yield Problem(message, "config-mismatch", file=place)
@@ -146,15 +144,15 @@ def _wrong_kind(
 def _lost_halves(tensors: Mapping[str, TensorEntry]) -> Iterator[Problem]:
     """Yield one problem for all matrices whose other one is not there."""
     matches = {name: match for name in tensors if (match := _MATRIX.fullmatch(name))}
-    lost = {
+    missing = {
         name: other
         for name, match in matches.items()
         if (other := _other_half(name, match)) not in tensors
     }
-    if lost:
-        name, other = next(iter(lost.items()))
-        others = f" ({plural(len(lost), 'tensor')} in all)" if len(lost) > 1 else ""
-        yield Problem(f"there is {name}, but no {other}{others}", "data-missing", tensor=other)
+    if missing:
+        name, other = next(iter(missing.items()))
+        total = f" ({plural(len(missing), 'tensor')} in all)" if len(missing) > 1 else ""
+        yield Problem(f"there is {name}, but no {other}{total}", "data-missing", tensor=other)
 
 
 def _other_half(name: str, match: re.Match[str]) -> str:
@@ -178,7 +176,7 @@ class _Ranks:
         }
         parameters: Any = config.get("target_parameters")
         listed = parameters if isinstance(parameters, list) else ()
-        self._parameters = [str(each).rpartition(".") for each in listed]
+        self._parameters = [str(name).rpartition(".") for name in listed]
 
     def of(self, module: str) -> set[int]:
         """Return the ranks that a module may have: one, unless patterns cannot be told.

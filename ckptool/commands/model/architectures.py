@@ -153,18 +153,18 @@ _MOST = 1 << 12
 
 def class_of(config: Record) -> str | None:
     """Return the class of a config's model if its tensors are known here, else None."""
-    known = _ARCHITECTURES.get(str(config.get("model_type")))
-    if known is None or config.get("quantization_config") or config.get("auto_map"):
+    kind = _ARCHITECTURES.get(str(config.get("model_type")))
+    if kind is None or config.get("quantization_config") or config.get("auto_map"):
         return None
-    name = f"{known.name}{_CAUSAL}"
+    name = f"{kind.name}{_CAUSAL}"
     return name if config.get("architectures") in (None, [name]) else None
 
 
 def is_tied(config: Record) -> bool:
     """Return whether the head of a known model is its embedding, and need not be saved."""
     tied = config.get("tie_word_embeddings")
-    known = _ARCHITECTURES.get(str(config.get("model_type")))
-    return (known is not None and known.ties) if tied is None else bool(tied)
+    kind = _ARCHITECTURES.get(str(config.get("model_type")))
+    return (kind is not None and kind.ties) if tied is None else bool(tied)
 
 
 def shapes_of(config: Record) -> Shapes | None:
@@ -175,10 +175,10 @@ def shapes_of(config: Record) -> Shapes | None:
     sizes = _sizes(config)
     if class_of(config) is None or sizes is None:
         return None
-    known = _ARCHITECTURES[str(config["model_type"])]
+    kind = _ARCHITECTURES[str(config["model_type"])]
     shapes: Shapes = {}
     try:
-        for text in _tensors(known, config, sizes):
+        for text in _tensors(kind, config, sizes):
             name, _, dims = text.removesuffix("]").partition(" [")
             shapes[name] = tuple(_size(dim, sizes) for dim in dims.split(","))
     except KeyError:
@@ -193,19 +193,19 @@ def _size(dim: str, sizes: Mapping[str, int]) -> int:
 
 def _sizes(config: Record) -> dict[str, int] | None:
     """Return what a config states, with the sizes of all heads together; None if it does not."""
-    known = _ARCHITECTURES.get(str(config.get("model_type")))
+    kind = _ARCHITECTURES.get(str(config.get("model_type")))
     layers: Any = config.get("num_hidden_layers")
     heads: Any = config.get("num_attention_heads")
     hidden: Any = config.get("hidden_size")
-    each: Any = config.get("head_dim")
-    if known is None or not _are_counts(layers, heads, hidden):
+    head: Any = config.get("head_dim")
+    if kind is None or not _are_counts(layers, heads, hidden):
         return None
-    if each is None and known.heads:
-        each = hidden // heads
-    groups: Any = config.get("num_key_value_heads", heads if known.heads else None)
-    if not _are_counts(each, groups):
+    if head is None and kind.heads:
+        head = hidden // heads
+    groups: Any = config.get("num_key_value_heads", heads if kind.heads else None)
+    if not _are_counts(head, groups):
         return None
-    sizes = {"layers": layers, "head": each, "q": heads * each, "kv": groups * each, "one": 1}
+    sizes = {"layers": layers, "head": head, "q": heads * head, "kv": groups * head, "one": 1}
     for size, keys in _STATED.items():
         stated = next((config[key] for key in keys if config.get(key) is not None), None)
         if _are_counts(stated):
@@ -217,14 +217,14 @@ def _are_counts(*values: Any) -> bool:
     return all(type(value) is int and value > 0 for value in values)
 
 
-def _tensors(known: _Architecture, config: Record, sizes: Mapping[str, int]) -> Iterator[str]:
+def _tensors(kind: _Architecture, config: Record, sizes: Mapping[str, int]) -> Iterator[str]:
     """Yield the name and dims of each tensor. Raises KeyError if experts are not counted."""
     yield from (*_FIRST, _LAST)
-    flags = [flag for flag in known.more if config.get(flag, flag in _ON)]
-    added = [text for flag in flags for text in known.more[flag]]
+    flags = [flag for flag in kind.more if config.get(flag, flag in _ON)]
+    added = [text for flag in flags for text in kind.more[flag]]
     for layer in range(sizes["layers"]):
-        parts = known.experts if known.experts and _has_experts(config, layer) else known.dense
-        for text in (*known.layer, *added, *parts):
+        parts = kind.experts if kind.experts and _has_experts(config, layer) else kind.dense
+        for text in (*kind.layer, *added, *parts):
             numbers = range(sizes["experts"]) if "{expert}" in text else (0,)
             for expert in numbers:
                 yield f"model.layers.{layer}.{text.replace('{expert}', str(expert))}"

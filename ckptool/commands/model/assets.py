@@ -86,9 +86,9 @@ def with_assets(
     if writer.loading.companions_in:
         files = [file.within(writer.loading.companions_in) for file in files]
     names = {file.path for file in files}
-    own = [file for file in layout.files if file.path not in names]
-    require_own_files(source, own)
-    files += own
+    source_files = [file for file in layout.files if file.path not in names]
+    require_own_files(source, source_files)
+    files += source_files
     layout = replace(layout, files=tuple(files))
     if (
         not writer.loading.is_model_folder
@@ -174,8 +174,8 @@ def drop_quantization_config(opened: OpenedCheckpoint, layout: Layout) -> Layout
         if file.path in QUANTIZATION_FILES:
             notes.append(f"{file.path} left out, as no tensor is quantized")
             continue
-        kept, keys = _drop_quantization(opened, file) if file.path == CONFIG else (file, [])
-        files.append(kept)
+        rest, keys = _drop_quantization(opened, file) if file.path == CONFIG else (file, [])
+        files.append(rest)
         if keys:
             notes.append(f"{CONFIG}: {', '.join(keys)} removed, as no tensor is quantized")
     return replace(layout, files=tuple(files), notes=(*layout.notes, *notes))
@@ -247,8 +247,8 @@ def _with_main_dtype(
     if main is None or not types or types == {main}:
         return layout, config
     config = with_dtype(config, main)
-    made = config_file(config, path)
-    files = tuple(made if file.path == path else file for file in layout.files)
+    new_file = config_file(config, path)
+    files = tuple(new_file if file.path == path else file for file in layout.files)
     note = f"{path}: dtype set to {main}, as written"
     return replace(layout, files=files, notes=(*layout.notes, note)), config
 
@@ -285,11 +285,11 @@ def require_unquantized(opened: OpenedCheckpoint, assets: Path | None, entry: Te
     name = entry.name
     configs = [n for n in opened.catalog.companions if n.endswith(f"/{CONFIG}")]
     if PIPELINE not in opened.catalog.companions:
-        said = bool(quantization_config(opened, assets))
+        is_quantized = bool(quantization_config(opened, assets))
     else:
         contents = (read_object(opened, Verbatim(n, opened.catalog.companions[n])) for n in configs)
-        said = any(key in content for content in contents for key in _DECLARING)
-    if said:
+        is_quantized = any(key in content for content in contents for key in _DECLARING)
+    if is_quantized:
         raise Unsupported(
             f"{name}: {entry.source_dtype}, and quantization_config says that the model is"
             " quantized: a cast would leave out how",
@@ -303,10 +303,10 @@ def _readers(
     """Yield the readers of a file of the ``assets``, of the checkpoint, or beside its one file."""
     if assets is not None and name in (sizes := assets_in(assets)[1]):
         yield partial(read_object, opened, Verbatim(str(assets.resolve() / name), sizes[name]))
-    found = opened.catalog.companions.items()
-    own = [Verbatim(file, size) for file, size in found if Path(file).name == name]
-    yield from (partial(read_object, opened, part) for part in own)
-    if not own:
+    companions = opened.catalog.companions.items()
+    parts = [Verbatim(file, size) for file, size in companions if Path(file).name == name]
+    yield from (partial(read_object, opened, part) for part in parts)
+    if not parts:
         yield partial(read_beside, opened.source, name)
     if opened.path.name in opened.source.files and not opened.path.is_dir():
         yield partial(read_file, opened.path.parent / name)

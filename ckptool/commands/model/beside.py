@@ -68,10 +68,10 @@ def _beside(opened: OpenedCheckpoint) -> Iterator[tuple[str, Path | None, list[F
         yield "the source's folder", None, [_copy(name, name, size) for name, size in sizes]
     if (path := on_disk(opened.path)) is None:
         return
-    own = path.resolve()
-    around = own.parent
+    real_path = path.resolve()
+    around = real_path.parent
     for folder in (around / OF_VERL, *([around] if (around / TRAINER_STATE).is_file() else ())):
-        if folder == own or not folder.is_dir():
+        if folder == real_path or not folder.is_dir():
             continue
         source = LocalSource.folder(folder)
         if _is_model(source):

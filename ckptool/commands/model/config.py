@@ -90,7 +90,7 @@ def uncounted_experts(recorded: Record, catalog: Catalog) -> set[int]:
     """Return the number of experts per layer by names alone, as no configuration states it."""
     if _numbers(recorded, _EXPERT_COUNTS):
         return set()
-    return {len(found) for found in _experts(catalog).values()}
+    return {len(numbers) for numbers in _experts(catalog).values()}
 
 
 def lacking_experts(recorded: Record, catalog: Catalog) -> list[str]:
@@ -106,14 +106,14 @@ def lacking_experts(recorded: Record, catalog: Catalog) -> list[str]:
         elif (match := _EXPERTS.fullmatch(name)) and entry.shape:
             parts[match[1]][_ALL].add(match[2])
             counts[match[1]] = entry.shape[0]
-    counts |= {prefix: len(found) for prefix, found in parts.items() if _ALL not in found}
-    every = {part for found in parts.values() for some in found.values() for part in some}
+    counts |= {prefix: len(experts) for prefix, experts in parts.items() if _ALL not in experts}
+    every = {part for experts in parts.values() for names in experts.values() for part in names}
     every |= {_DOWN[part] for part in every if part in _DOWN}
     lacking = [
         f"{prefix}.{part if number == _ALL else f'{number}.{part}'} not found"
-        for prefix, found in parts.items()
-        for number, some in found.items()
-        for part in sorted(every - some)
+        for prefix, experts in parts.items()
+        for number, names in experts.items()
+        for part in sorted(every - names)
     ]
     is_counted = bool(_numbers(recorded, _EXPERT_COUNTS))
     return [*lacking, *([] if is_counted else _routed(counts, catalog))]
@@ -130,8 +130,8 @@ def _routed(counts: Mapping[str, int], catalog: Catalog) -> Iterator[str]:
     ERNIE 4.5 VL has two routers a layer, with their inputs first.
     """
     for prefix, count in counts.items():
-        beside = prefix.removesuffix("experts")
-        for name in (f"{beside}gate.weight", f"{beside}router.weight"):
+        head = prefix.removesuffix("experts")
+        for name in (f"{head}gate.weight", f"{head}router.weight"):
             router = catalog.tensors.get(name)
             if router is None or f"{name}_1" in catalog.tensors or len(router.shape) != 2:
                 continue
@@ -217,10 +217,10 @@ def _compare_layers(config: Record, catalog: Catalog) -> Iterator[Difference]:
 
 def _experts(catalog: Catalog) -> dict[str, set[int]]:
     """Return the numbers of the experts of each layer with a tensor per expert."""
-    found: dict[str, set[int]] = defaultdict(set)
+    experts: dict[str, set[int]] = defaultdict(set)
     for match in filter(None, map(_EXPERT.fullmatch, catalog.tensors)):
-        found[match[1]].add(int(match[2]))
-    return found
+        experts[match[1]].add(int(match[2]))
+    return experts
 
 
 def _compare_experts(config: Record, catalog: Catalog) -> Iterator[Difference]:
@@ -229,9 +229,9 @@ def _compare_experts(config: Record, catalog: Catalog) -> Iterator[Difference]:
     for key, more in _numbers(config, _NO_EXPERTS).items() if counts else ():
         counts |= {f"{name} with {key}": n + more for name, n in counts.items()}
     is_ernie = str(config.get("model_type")).startswith("ernie4_5_vl_moe")
-    named = {name: (2 if is_ernie else 1) * n for name, n in counts.items()}  # for text, for images
+    sizes = {name: (2 if is_ernie else 1) * n for name, n in counts.items()}  # for text, for images
     for prefix, numbers in _experts(catalog).items() if counts else ():
-        yield from _difference(named, len(numbers), f"found {len(numbers):,} in {prefix}", None)
+        yield from _difference(sizes, len(numbers), f"found {len(numbers):,} in {prefix}", None)
     for name, entry in catalog.tensors.items() if counts else ():
         if _EXPERTS.fullmatch(name) and entry.shape:
             experts = entry.shape[0]
@@ -270,15 +270,15 @@ def _compare_ties(config: Record, catalog: Catalog) -> Iterator[Difference]:
 
 def _compare_dtypes(configs: Sequence[Record], catalog: Catalog) -> Iterator[Difference]:
     """Compare the type of most elements with those of a config and its text_config."""
-    said = [
+    pairs = [
         (key, str(config[key]).removeprefix("torch."))
         for config in configs
         for key in DTYPE_KEYS
         if config.get(key)
     ]
-    types, main = [name for _, name in said], main_dtype(catalog)
-    if said and main is not None and main not in types and all(name in BY_NAME for name in types):
-        yield f"{_join(dict(said))}, but most elements are {main}", None
+    types, main = [name for _, name in pairs], main_dtype(catalog)
+    if pairs and main is not None and main not in types and all(name in BY_NAME for name in types):
+        yield f"{_join(dict(pairs))}, but most elements are {main}", None
 
 
 def main_dtype(catalog: Catalog) -> str | None:

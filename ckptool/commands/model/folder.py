@@ -72,8 +72,8 @@ def lay_out_for_mesh(
     request: Request,
 ) -> Layout:
     """Lay a resharded ``catalog`` out with the other files, for the model that is recorded."""
-    known = records(opened.source, catalog, assets) if writer.loading.is_model_folder else []
-    config = ChainMap(*map(dict, known))  # the strongest record first
+    configs = records(opened.source, catalog, assets) if writer.loading.is_model_folder else []
+    config = ChainMap(*map(dict, configs))  # the strongest record first
     layout = writer.lay_out(catalog, replace(request, config=config))
     layout = with_assets(opened.source, layout, assets, rewritten.map, catalog, writer)
     if is_plain(catalog):
@@ -113,11 +113,11 @@ def _loading_notes(source: Location, catalog: Catalog, layout: Layout) -> list[s
 def _wrapper_notes(catalog: Catalog) -> list[str]:
     """Note wrapper prefixes in names: transformers finds no tensor under such a name."""
     names = [entry.name for entry in catalog.tensors.values() if state_category(entry) == "model"]
-    found = wrappers_of(names)
-    rule = unwrapping_rule(names, found)
+    prefixes = wrappers_of(names)
+    rule = unwrapping_rule(names, prefixes)
     if rule is None:
         return []
-    wrappers = ", ".join(found)
+    wrappers = ", ".join(prefixes)
     return [f"wrapped names ({wrappers}), which no model loads; --rename '{rule}' unwraps them"]
 
 

@@ -107,13 +107,13 @@ def _unsupported_values(record: Record) -> list[str]:
 
 def _unknown_arguments(record: Record) -> list[str]:
     """List the arguments that are set and may change the model in an unknown way."""
-    known = {*_MEGATRON, *_MUST_BE, *_SHOWN_BY_NAMES, *_SIZES, *_SIZES_OF_EXPERTS, *_OF_EXPERTS}
-    known |= _harmless_arguments()
+    names = {*_MEGATRON, *_MUST_BE, *_SHOWN_BY_NAMES, *_SIZES, *_SIZES_OF_EXPERTS, *_OF_EXPERTS}
+    names |= _harmless_arguments()
     has_experts = bool(record.get("num_experts"))
     return [
         f"{name} is {value!r}, which is not supported"
         for name, value in record.items()
-        if name not in known and not _is_off(value) and (has_experts or not name.startswith("moe_"))
+        if name not in names and not _is_off(value) and (has_experts or not name.startswith("moe_"))
     ]
 
 

@@ -51,7 +51,7 @@ def adapter_of(catalog: Catalog) -> Catalog:
     unwrap = substitution(rule) if rule else str
     tensors: dict[str, TensorEntry] = {}
     of_models: dict[str, str] = {}
-    named: dict[str, list[str]] = defaultdict(list)
+    adapters: dict[str, list[str]] = defaultdict(list)
     for name, entry in catalog.tensors.items():
         match = _TENSOR.fullmatch(unwrap(name))
         if match is not None:
@@ -59,7 +59,7 @@ def adapter_of(catalog: Catalog) -> Catalog:
             inner = groups["name"].rpartition(_PREFIX)[2]
             new = _PREFIX + inner + groups["rest"]
             adapter = groups.get("adapter", "")
-            named[adapter].append(name)
+            adapters[adapter].append(name)
             if of_models.setdefault(f"{adapter}/{new}", name) != name:
                 raise Unsupported(
                     f"--peft-adapter: {of_models[f'{adapter}/{new}']} and {name} are both {new}",
@@ -73,15 +73,15 @@ def adapter_of(catalog: Catalog) -> Catalog:
             )
     if not any(".lora_" in name for name in tensors):
         raise UsageError(f"--peft-adapter: no LoRA among {plural(len(catalog.tensors), 'tensor')}")
-    if len(named) > 1:
+    if len(adapters) > 1:
         raise UsageError(
-            f"--peft-adapter: {len(named)} adapters: {list_some(sorted(named))}",
-            hint=f"choose one: --select '*.{max(named)}*'",
+            f"--peft-adapter: {len(adapters)} adapters: {list_some(sorted(adapters))}",
+            hint=f"choose one: --select '*.{max(adapters)}*'",
         )
-    kept = {n: size for n, size in catalog.companions.items() if n.rpartition("/")[2] != CONFIG}
+    sizes = {n: size for n, size in catalog.companions.items() if n.rpartition("/")[2] != CONFIG}
     conflicts = {n: why for n, why in catalog.conflicts.items() if not _is_of_frozen(why)}
     adapter = catalog.with_tensors(tensors)
-    return replace(adapter, objects={}, companions=kept, conflicts=conflicts)
+    return replace(adapter, objects={}, companions=sizes, conflicts=conflicts)
 
 
 def _is_of_frozen(why: str) -> bool:
@@ -97,9 +97,9 @@ def with_adapter_config(opened: OpenedCheckpoint, catalog: Catalog, layout: Layo
     """
     files = tuple(file for file in layout.files if file.path != CONFIG)
     layout = replace(layout, files=files)
-    given = next((file.parts[0] for file in files if file.path == ADAPTER_CONFIG), None)
-    if given is not None:
-        _require_true(read_object(opened, given), ADAPTER_CONFIG, catalog)
+    part = next((file.parts[0] for file in files if file.path == ADAPTER_CONFIG), None)
+    if part is not None:
+        _require_true(read_object(opened, part), ADAPTER_CONFIG, catalog)
         return layout
     modules = sorted({name.split(".")[-3] for name in catalog.tensors if _is_plain(name)})
     place, record = read_nearest(opened.path, (ADAPTER_CONFIG, _VERL))

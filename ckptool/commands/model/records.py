@@ -63,14 +63,14 @@ def records(source: Files, catalog: Catalog, assets: Path | None) -> list[Record
     The config.json of ``assets``, that beside the checkpoint, Meta's params.json, and the arguments
     that Megatron-LM saves. Raises Damaged or NotFound if one of these files cannot be read.
     """
-    given = [_read_file(assets / CONFIG)] if assets is not None else []
-    beside = [read_beside(source, name) for name in (CONFIG, _PARAMS)]
+    asset_records = [_read_file(assets / CONFIG)] if assets is not None else []
+    file_records = [read_beside(source, name) for name in (CONFIG, _PARAMS)]
     arguments = (
         namespace
         for entry in catalog.objects.values()
-        for namespace in _namespaces(entry.value, _DEEPEST, named=str(entry.path[-1]) == "args")
+        for namespace in _namespaces(entry.value, _DEEPEST, is_args=str(entry.path[-1]) == "args")
     )
-    return [*given, *beside, *map(_of_megatron, arguments)]
+    return [*asset_records, *file_records, *map(_of_megatron, arguments)]
 
 
 def read_beside(source: Files, name: str) -> Record:
@@ -100,8 +100,8 @@ def _merged(content: dict[str, Any]) -> Record:
     if not isinstance(inner, dict):
         return content
     kinds = [part["model_type"] for part in (content, inner) if part.get("model_type")]
-    own = {key: content[key] for key in DTYPE_KEYS if content.get(key)}
-    return {**content, **inner, **own, MODEL_TYPES: kinds}
+    dtypes = {key: content[key] for key in DTYPE_KEYS if content.get(key)}
+    return {**content, **inner, **dtypes, MODEL_TYPES: kinds}
 
 
 def object_in(source: Files, name: str) -> dict[str, Any]:
@@ -159,22 +159,22 @@ def _load_yaml(data: bytes) -> Any:
         raise ValueError(f"a value is not of its tag's type: {error}") from None
 
 
-def _namespaces(value: Any, depth: int, *, named: bool) -> Iterator[Record]:
-    """Yield every ``args`` namespace in a value."""
-    if named and isinstance(value, Call) and value.name in _NAMESPACES:
+def _namespaces(value: Any, depth: int, *, is_args: bool) -> Iterator[Record]:
+    """Yield every ``args`` namespace in a value, which may be one itself."""
+    if is_args and isinstance(value, Call) and value.name in _NAMESPACES:
         yield {k: v for k, v in value.fields.items() if isinstance(k, str)}
     elif depth and isinstance(value, list | tuple):
         for item in value[:4]:
-            yield from _namespaces(item, depth - 1, named=False)
+            yield from _namespaces(item, depth - 1, is_args=False)
     elif depth and isinstance(value, dict):
-        yield from _namespaces(value.get("args"), depth - 1, named=True)
+        yield from _namespaces(value.get("args"), depth - 1, is_args=True)
 
 
 def arguments_in(catalog: Catalog) -> Record:
     """Return the arguments of Megatron-LM among a checkpoint's values; empty if there are none."""
     entry = catalog.objects.get("args")
-    found = () if entry is None else _namespaces(entry.value, 0, named=True)
-    return next(iter(found), {})
+    namespaces = () if entry is None else _namespaces(entry.value, 0, is_args=True)
+    return next(iter(namespaces), {})
 
 
 def _of_megatron(arguments: Record) -> Record:
@@ -197,9 +197,9 @@ def _of_megatron(arguments: Record) -> Record:
     return record
 
 
-def records_model(found: Iterable[Record]) -> bool:
+def records_model(candidates: Iterable[Record]) -> bool:
     """Return whether one of the records states the size of the model."""
-    return any(map(_find_model, found))
+    return any(map(_find_model, candidates))
 
 
 def records_around(path: Location, catalog: Catalog) -> dict[str, Record]:
@@ -209,12 +209,12 @@ def records_around(path: Location, catalog: Catalog) -> dict[str, Record]:
     sizes, that are no configuration, and files above that cannot be read. Raises NotFound for one
     in its folder that cannot be read, Damaged for a config.json there that is none.
     """
-    found: dict[str, Record] = {}
+    records_by_file: dict[str, Record] = {}
     for place, read in _files_around(path):
         record = _of_trainer(read())
         if record and _describes(record, catalog):
-            found[place] = record
-    return found
+            records_by_file[place] = record
+    return records_by_file
 
 
 def _files_around(path: Location) -> Iterator[tuple[str, Callable[[], Record]]]:
@@ -227,12 +227,12 @@ def _files_around(path: Location) -> Iterator[tuple[str, Callable[[], Record]]]:
     if archive is not None:
         for name in _AROUND:
             yield f"{archive.root}/{name}", partial(read_beside, archive, name)
-    own, *_ = folders = _folders_around(path)
+    home, *_ = folders = _folders_around(path)
     for folder in folders:
         for name in _AROUND:
-            if not (is_folder and folder == own and name == CONFIG):  # a file of the checkpoint
+            if not (is_folder and folder == home and name == CONFIG):  # a file of the checkpoint
                 own_errors = () if name == CONFIG else (Damaged,)
-                skipped = own_errors if folder == own else _OF_OTHERS
+                skipped = own_errors if folder == home else _OF_OTHERS
                 yield str(folder / name), partial(_read_unless, skipped, folder / name)
         if (disk := on_disk(folder)) is not None:
             for job in islice(sorted(disk.glob("*.json")), _MOST_JOBS):
@@ -245,9 +245,9 @@ def read_nearest(path: Location, names: Sequence[str]) -> tuple[str, Record]:
     In a checkpoint's folder, or up to two above, where those that cannot be read are skipped.
     Raises Damaged or NotFound for one in its folder.
     """
-    own, *_ = folders = _folders_around(path)
+    home, *_ = folders = _folders_around(path)
     for folder in folders:
-        skipped = () if folder == own else _OF_OTHERS
+        skipped = () if folder == home else _OF_OTHERS
         for name in names:
             if record := _read_unless(skipped, folder / name):
                 return str(folder / name), record
@@ -256,8 +256,8 @@ def read_nearest(path: Location, names: Sequence[str]) -> tuple[str, Record]:
 
 def _folders_around(path: Location) -> list[Location]:
     """Return a checkpoint's folder and those above that may belong to it, nearest first."""
-    own = absolute(path if path.is_dir() else path.parent)
-    return [own, *own.parents[:_FOLDERS_UP]]
+    home = absolute(path if path.is_dir() else path.parent)
+    return [home, *home.parents[:_FOLDERS_UP]]
 
 
 def _of_trainer(content: Record) -> Record:
@@ -324,22 +324,22 @@ def _find_model(record: Record) -> Record | None:
     there, and its ``transformer`` the rest. YAML aliases may repeat a part: each is visited once.
     """
     parts: list[tuple[Record, Record]] = [(record, {})]
-    seen = {id(record)}
+    ids = {id(record)}
     for _ in range(_DEEPEST + 1):
-        for part, outer in parts:
+        for part, parent in parts:
             if any(name in part for name in HIDDEN_SIZES) and any(
                 name in part for name in LAYER_COUNTS
             ):
-                around = {n: v for n, v in outer.items() if not isinstance(v, Mapping | list)}
+                around = {n: v for n, v in parent.items() if not isinstance(v, Mapping | list)}
                 return {**around, **part}
         inner = {
             id(value): (value, part)
             for part, _ in parts
             for value in part.values()
-            if isinstance(value, Mapping) and id(value) not in seen
+            if isinstance(value, Mapping) and id(value) not in ids
         }
         parts = list(inner.values())
-        seen.update(inner)
+        ids.update(inner)
     return None
 
 
