@@ -68,9 +68,9 @@ def check_map(path: Location, options: MapOptions) -> MapCheck:
     opened = open_checkpoint(path)
     catalog = only_model(opened.catalog)
     key_map, _ = requested_map(catalog, options)
-    known = [*records(opened.source, opened.catalog, options.assets)]
-    known += records_around(opened.path, opened.catalog).values()
-    matcher = Matcher(key_map, facts(key_map, known, options.dims).of(catalog, key_map), "model")
+    configs = [*records(opened.source, opened.catalog, options.assets)]
+    configs += records_around(opened.path, opened.catalog).values()
+    matcher = Matcher(key_map, facts(key_map, configs, options.dims).of(catalog, key_map), "model")
     frames, left = find_frames(catalog, matcher.knows, matcher.knows)
     problem, hint = None, dequantizing_hint(catalog, left) or unwrapping_hint(left, matcher.knows)
     if not left:
@@ -86,7 +86,7 @@ def check_map(path: Location, options: MapOptions) -> MapCheck:
         len(catalog.tensors),
         len(catalog.tensors) - len(left),
         names,
-        tuple(_unused(key_map, frames, matcher, [each.name for each in names])),
+        tuple(_unused(key_map, frames, matcher, [unmatched.name for unmatched in names])),
         problem,
         hint,
     )
@@ -98,8 +98,8 @@ def _unmatched_names(names: Iterable[str], key_map: KeyMap) -> Iterable[Unmatche
     for name in names:
         kinds[abstract(name)[0] or name].append(name)
     plain = dict.fromkeys(p.text.partition(" ")[0] for r in key_map.rules for p in r.sources)
-    for alike in kinds.values():
-        yield Unmatched(alike[0], len(alike), nearest(alike[0], plain))
+    for group in kinds.values():
+        yield Unmatched(group[0], len(group), nearest(group[0], plain))
 
 
 def _unused(

@@ -34,15 +34,15 @@ OF_FILES = ("hf", "safetensors")
 """Formats of model files, in which some models' experts are packed, too (Qwen3.5)."""
 
 
-def choose_map(catalog: Catalog, known: list[Record], options: MapOptions) -> tuple[KeyMap, str]:
+def choose_map(catalog: Catalog, records: list[Record], options: MapOptions) -> tuple[KeyMap, str]:
     """Return the map to apply, turned the right way, and the reason.
 
     Raises UsageError where no map would do, or several.
     """
     if options.experts is not None:
-        return _map_of_experts(catalog, known, options)
+        return _map_of_experts(catalog, records, options)
     if options.name == AUTO:
-        return _detect_map(catalog, known, options)
+        return _detect_map(catalog, records, options)
     return requested_map(catalog, options)
 
 
@@ -79,7 +79,7 @@ def match_names(catalog: Catalog, key_map: KeyMap) -> tuple[Frames, list[str]]:
     return find_frames(catalog, matcher.knows, matcher.knows)
 
 
-def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> tuple[KeyMap, str]:
+def _detect_map(catalog: Catalog, records: list[Record], options: MapOptions) -> tuple[KeyMap, str]:
     """Return the only built-in map that matches every tensor of the model, and the reason."""
     ways = [
         way
@@ -87,57 +87,57 @@ def _detect_map(catalog: Catalog, known: list[Record], options: MapOptions) -> t
         for inverse, way in ((False, key_map), (True, key_map.inverse))
         if options.inverse in (None, inverse) and way.detected
     ]
-    candidates = _fitting(catalog, known, ways)
+    candidates = _fitting(catalog, records, ways)
     if not candidates:
-        raise _none_fits(catalog, known, ways, f"--map {AUTO}")
-    types = model_types(known)
+        raise _none_fits(catalog, records, ways, f"--map {AUTO}")
+    types = model_types(records)
     in_memory = [w for w in candidates if w.source == PACKED and (not types or is_for(w, types))]
     if in_memory and catalog.format not in OF_FILES:
         candidates = in_memory
-    return _only_one(candidates, known, f"--map {AUTO}")
+    return _only_one(candidates, records, f"--map {AUTO}")
 
 
 def _map_of_experts(
-    catalog: Catalog, known: list[Record], options: MapOptions
+    catalog: Catalog, records: list[Record], options: MapOptions
 ) -> tuple[KeyMap, str]:
     """Return the only built-in map that packs or separates a model's experts, as requested.
 
     Raises UsageError if they are that way already, or no map matches every tensor of the model.
     """
-    asked = f"--experts {options.experts}"
+    flag = f"--experts {options.experts}"
     if options.experts not in EXPERTS:
-        raise UsageError(f"{asked}: not {' or '.join(EXPERTS)}")
+        raise UsageError(f"{flag}: not {' or '.join(EXPERTS)}")
     if options.name is not None:
-        raise UsageError(f"--map and {asked} cannot be combined", hint="use one after the other")
+        raise UsageError(f"--map and {flag} cannot be combined", hint="use one after the other")
     if not any("experts." in name for name in catalog.tensors):
-        raise UsageError(f"{asked}: no tensor of the model has `experts.` in its name")
+        raise UsageError(f"{flag}: no tensor of the model has `experts.` in its name")
     separating = [key_map for key_map in builtin_maps().values() if key_map.source == PACKED]
-    ways, others = separating, [key_map.inverse for key_map in separating]
+    ways, reverse_ways = separating, [key_map.inverse for key_map in separating]
     if options.experts == EXPERTS[0]:
-        ways, others = others, ways
-    if candidates := _fitting(catalog, known, ways):
-        return _only_one(candidates, known, asked)
-    if _fitting(catalog, known, others):
-        raise UsageError(f"{asked}: the experts are already {options.experts}")
-    raise _none_fits(catalog, known, [*ways, *others], asked)
+        ways, reverse_ways = reverse_ways, ways
+    if candidates := _fitting(catalog, records, ways):
+        return _only_one(candidates, records, flag)
+    if _fitting(catalog, records, reverse_ways):
+        raise UsageError(f"{flag}: the experts are already {options.experts}")
+    raise _none_fits(catalog, records, [*ways, *reverse_ways], flag)
 
 
-def _fitting(catalog: Catalog, known: list[Record], ways: Sequence[KeyMap]) -> list[KeyMap]:
+def _fitting(catalog: Catalog, records: list[Record], ways: Sequence[KeyMap]) -> list[KeyMap]:
     """Return the maps that match every tensor of the model."""
-    kinds, types = kinds_of(catalog), model_types(known)
+    kinds, types = kinds_of(catalog), model_types(records)
     return [
         way
         for way in ways
         if (not way.needs_model_type or (types and is_for(way, types)))
-        and fits(catalog, kinds, way, facts(way, known, {}))
+        and fits(catalog, kinds, way, facts(way, records, {}))
     ]
 
 
-def _only_one(candidates: list[KeyMap], known: list[Record], asked: str) -> tuple[KeyMap, str]:
+def _only_one(candidates: list[KeyMap], records: list[Record], flag: str) -> tuple[KeyMap, str]:
     """Return the only one of the maps that is for the model, and the reason."""
-    types = model_types(known)
+    types = model_types(records)
     if types:
-        _require_for(types, candidates, asked)
+        _require_for(types, candidates, flag)
         candidates = [key_map for key_map in candidates if is_for(key_map, types)]
     if len(candidates) == 1:
         by = "names and config.json" if types else "names"
@@ -148,32 +148,32 @@ def _only_one(candidates: list[KeyMap], known: list[Record], asked: str) -> tupl
         hint += f"; the names are {HUGGING_FACE}'s, whose folders need none"
     elif not types:
         hint += ", or use --hf-assets FOLDER with the model's config.json"
-    raise UsageError(f"{asked}: {len(candidates)} maps match:\n" + list_lines(matches), hint=hint)
+    raise UsageError(f"{flag}: {len(candidates)} maps match:\n" + list_lines(matches), hint=hint)
 
 
-def maps_between(catalog: Catalog, wanted: Catalog, known: list[Record]) -> list[str]:
-    """Return the built-in maps that match every tensor of a model and give names of another.
+def maps_between(catalog: Catalog, other: Catalog, records: list[Record]) -> list[str]:
+    """Return the built-in maps that match every tensor of a model and give names of the other.
 
-    Those for the model that is ``known`` come first, then those that give most.
+    Those for the model that its ``records`` name come first, then those that give most.
     """
-    kinds = inner_kinds(wanted)
-    ways = [way for each in builtin_maps().values() for way in (each, each.inverse)]
+    kinds = inner_kinds(other)
+    ways = [way for key_map in builtin_maps().values() for way in (key_map, key_map.inverse)]
     ways = [way for way in ways if may_match(kinds, way.inverse)]
-    types = model_types(known)
-    found = {
-        way.name: (not types or is_for(way, types), _count_matches(wanted, way.inverse))
-        for way in _fitting(catalog, known, ways)
+    types = model_types(records)
+    matches = {
+        way.name: (not types or is_for(way, types), _count_matches(other, way.inverse))
+        for way in _fitting(catalog, records, ways)
     }
-    return sorted((n for n, (_, count) in found.items() if count), key=found.__getitem__)[::-1]
+    return sorted((n for n, (_, count) in matches.items() if count), key=matches.__getitem__)[::-1]
 
 
-def model_types(known: Sequence[Record]) -> list[str]:
+def model_types(records: Sequence[Record]) -> list[str]:
     """Return the ``model_type`` of the strongest record that has one, such as --hf-assets.
 
     With that of the language model in it, if there is one.
     """
-    kinds = (record.get(MODEL_TYPES) or [record.get("model_type")] for record in known)
-    return next((list(map(str, each)) for each in kinds if any(each)), [])
+    kinds = (record.get(MODEL_TYPES) or [record.get("model_type")] for record in records)
+    return next((list(map(str, types)) for types in kinds if any(types)), [])
 
 
 def is_for(key_map: KeyMap, types: Collection[str]) -> bool:
@@ -181,16 +181,16 @@ def is_for(key_map: KeyMap, types: Collection[str]) -> bool:
     return not key_map.model_types or not {*types}.isdisjoint(key_map.model_types)
 
 
-def _require_for(types: Sequence[str], candidates: Sequence[KeyMap], asked: str) -> None:
+def _require_for(types: Sequence[str], candidates: Sequence[KeyMap], flag: str) -> None:
     """Raise UsageError if names match, but config.json names another model."""
     if not any(is_for(key_map, types) for key_map in candidates):
-        raise _of_another(types, candidates[0], asked)
+        raise _of_another(types, candidates[0], flag)
 
 
-def _of_another(types: Sequence[str], key_map: KeyMap, asked: str) -> UsageError:
+def _of_another(types: Sequence[str], key_map: KeyMap, flag: str) -> UsageError:
     """Return the error that a map's names match, but config.json names another model."""
     return UsageError(
-        f"{asked}: {key_map.name} matches all names, but is for"
+        f"{flag}: {key_map.name} matches all names, but is for"
         f" {list_some(key_map.model_types, 3)}, and the model_type in config.json is"
         f" {', '.join(types)}",
         hint=f"use --map {key_map.name} to apply it anyway",
@@ -198,28 +198,28 @@ def _of_another(types: Sequence[str], key_map: KeyMap, asked: str) -> UsageError
 
 
 def _none_fits(
-    catalog: Catalog, known: list[Record], ways: Sequence[KeyMap], asked: str
+    catalog: Catalog, records: list[Record], ways: Sequence[KeyMap], flag: str
 ) -> UsageError:
     """Return the error that names the nearest map, and what it does not match."""
-    nearest = max(ways, key=lambda way: _count_matches(catalog, way))
-    if not _count_matches(catalog, nearest):
+    best = max(ways, key=lambda way: _count_matches(catalog, way))
+    if not _count_matches(catalog, best):
         return UsageError(
-            f"{asked}: no built-in map matches any model tensor",
+            f"{flag}: no built-in map matches any model tensor",
             hint="`ckptool maps` lists maps; `ckptool maps NAME` prints one to start from",
         )
-    _, unmatched = match_names(catalog, nearest)
-    types = model_types(known)
-    if not unmatched and nearest.model_types:
-        if types and not is_for(nearest, types):
-            return _of_another(types, nearest, asked)
+    _, unmatched = match_names(catalog, best)
+    types = model_types(records)
+    if not unmatched and best.model_types:
+        if types and not is_for(best, types):
+            return _of_another(types, best, flag)
         return UsageError(
-            f"{asked}: {nearest.name} matches all names, but no config.json says that the model is"
-            f" {' or '.join(nearest.model_types)}",
-            hint=f"use --hf-assets FOLDER with its config.json, or --map {nearest.name}",
+            f"{flag}: {best.name} matches all names, but no config.json says that the model is"
+            f" {' or '.join(best.model_types)}",
+            hint=f"use --hf-assets FOLDER with its config.json, or --map {best.name}",
         )
     return UsageError(
-        f"{asked}: no built-in map matches all model tensors; {nearest.name}"
-        f" ({nearest.source} to {nearest.target}) matches all but {len(unmatched):,}:\n"
+        f"{flag}: no built-in map matches all model tensors; {best.name}"
+        f" ({best.source} to {best.target}) matches all but {len(unmatched):,}:\n"
         + list_lines(unmatched),
         hint=dequantizing_hint(catalog, unmatched) or "use --drop 'NAME' to exclude tensors",
     )

@@ -69,10 +69,10 @@ def _maps_like(name: str) -> str | None:
     """Return a hint at the map that was meant, or else at those with the most similar names."""
     from difflib import get_close_matches  # only errors need it
 
-    known = [AUTO, *builtin_maps()]
-    nearest = ", ".join(get_close_matches(name, known, n=_NEAREST, cutoff=0))
-    more = f"`ckptool maps` lists all {len(known) - 1}, and one of your own is a .toml file"
-    return did_you_mean(name, known, f"the nearest are {nearest}; {more}")
+    names = [AUTO, *builtin_maps()]
+    closest = ", ".join(get_close_matches(name, names, n=_NEAREST, cutoff=0))
+    more = f"`ckptool maps` lists all {len(names) - 1}, and one of your own is a .toml file"
+    return did_you_mean(name, names, f"the nearest are {closest}; {more}")
 
 
 def load_map(name: str) -> KeyMap:
@@ -111,13 +111,13 @@ def _map_in(path: Path, shown: str, within: tuple[Path, ...], parsed: dict[Path,
     def included(other: str) -> KeyMap:
         if other in builtin_maps():
             return builtin_maps()[other]
-        beside = path.parent / other
-        if not beside.is_file():
+        neighbour = path.parent / other
+        if not neighbour.is_file():
             raise UsageError(
                 f"--map {shown}: includes {other!r}, not a built-in map or a file beside it",
                 hint=did_you_mean(other, list(builtin_maps()), "`ckptool maps` lists maps"),
             )
-        return _map_in(beside, str(beside), (*within, file), parsed)
+        return _map_in(neighbour, str(neighbour), (*within, file), parsed)
 
     parsed[file] = parse_map(content, shown, included)
     return parsed[file]

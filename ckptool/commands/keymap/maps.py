@@ -65,8 +65,8 @@ class MapReport(Struct, frozen=True):
         """Notes on the map for the user."""
         applied = f"map {self.name}, {self.source} to {self.target}: {self.reason}"
         left = (f"excluded by the map: {', '.join(self.excluded)}",) if self.excluded else ()
-        made = plural(len(self.computed), "tensor")
-        changed = f"computed, and rounded to their type, as the map says: {made}"
+        count = plural(len(self.computed), "tensor")
+        changed = f"computed, and rounded to their type, as the map says: {count}"
         return (
             applied,
             *self.warnings,
@@ -131,18 +131,18 @@ def _map_by(
     whole: bool,
 ) -> tuple[Catalog, MapReport]:
     """Map a catalog by what is recorded in a checkpoint, and around it by file."""
-    known = [*inside, *around.values()]
-    key_map, reason = choose_map(catalog, known, options)
-    types = model_types(known)
+    records = [*inside, *around.values()]
+    key_map, reason = choose_map(catalog, records, options)
+    types = model_types(records)
     if grouped := fused_otherwise(key_map.rules, types):
         raise Unsupported(
             f"map {key_map.name}: {grouped!r} stores rows by group, but {types[0]} stores them"
             " in consecutive blocks",
             hint="blocks are written [(head dim | kv dim | kv dim) hidden]",
         )
-    recorded = merge(known)
+    recorded = merge(records)
     differs = "" if not types or is_for(key_map, types) else _other_model(key_map, recorded, types)
-    facts_known = facts(key_map, known, options.dims)
+    facts_known = facts(key_map, records, options.dims)
     if facts_known != facts(key_map, inside, options.dims):
         reason += f", with sizes from {', '.join(around)}"
     try:
@@ -240,12 +240,12 @@ def _unknown_sizes(error: UnknownSizes, key_map: KeyMap) -> _MissingSizes:
     keys = {n: _keys(key_map.sizes.get(n, ())) for n in error.names}
     names = [name for name in error.names if keys[name]] or list(error.names)
     written = ", ".join(keys[name][0] for name in names if keys[name])
-    given = " ".join(f"--dim {name}=N" for name in names)
+    flags = " ".join(f"--dim {name}=N" for name in names)
     return _MissingSizes(
         f"map {key_map.name}: size of {', '.join(names)} not found in config",
-        hint=f"pass {given}, or --hf-assets FOLDER with a config.json that has {written}"
+        hint=f"pass {flags}, or --hf-assets FOLDER with a config.json that has {written}"
         if written
-        else given,
+        else flags,
     )
 
 

@@ -24,17 +24,17 @@ Each with or without the given sizes.
 """
 
 
-def facts(key_map: KeyMap, records: Sequence[Record], given: Mapping[str, int]) -> ModelFacts:
+def facts(key_map: KeyMap, records: Sequence[Record], dims: Mapping[str, int]) -> ModelFacts:
     """Return the sizes of a map's axes, given or recorded, and all facts that hold."""
     merged = merge(records)
-    unknown = given.keys() - key_map.axes
+    unknown = dims.keys() - key_map.axes
     if unknown:
-        named = key_map.sizes or sorted(key_map.axes)
+        names = key_map.sizes or sorted(key_map.axes)
         raise UsageError(
             f"--dim {min(unknown)}: unknown dim of map {key_map.name}",
-            hint="known dims: " + ", ".join(named) if named else None,
+            hint="known dims: " + ", ".join(names) if names else None,
         )
-    sizes = {**given}
+    sizes = {**dims}
     for name in key_map.sizes:
         size = (
             sizes[name]
@@ -55,7 +55,7 @@ def merge(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _look_up(
-    name: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: Seen
+    name: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], memo: Seen
 ) -> int | None:
     """Return the first size that a dim's keys, or expressions of two sizes, yield.
 
@@ -67,9 +67,9 @@ def _look_up(
         if isinstance(lookup, int):
             return lookup
         words = lookup.split()
-        known = sizes if len(words) > 1 else {}
-        value, *others = (_value(word, key_map, merged, known, seen) for word in words[::2])
-        for sign, other in zip(words[1::2], others, strict=False):
+        known_sizes = sizes if len(words) > 1 else {}
+        value, *rest = (_value(word, key_map, merged, known_sizes, memo) for word in words[::2])
+        for sign, other in zip(words[1::2], rest, strict=False):
             value = _SIGNS[sign](value, other) if value and other else None
         if value is not None:
             return value
@@ -77,7 +77,7 @@ def _look_up(
 
 
 def _value(
-    word: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], seen: Seen
+    word: str, key_map: KeyMap, merged: Record, sizes: Mapping[str, int], memo: Seen
 ) -> int | None:
     """Return a record's number, the length of a list (``KEY.length``), or another dim's size."""
     if word in sizes:
@@ -87,7 +87,7 @@ def _value(
     if type(number) is int and number > 0:
         return number
     key = word, bool(sizes)
-    if word in key_map.sizes and key not in seen:
-        seen[key] = None
-        seen[key] = _look_up(word, key_map, merged, sizes, seen)
-    return seen.get(key)
+    if word in key_map.sizes and key not in memo:
+        memo[key] = None
+        memo[key] = _look_up(word, key_map, merged, sizes, memo)
+    return memo.get(key)

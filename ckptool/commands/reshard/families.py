@@ -23,19 +23,19 @@ def in_families(catalog: Catalog, families: Collection[str]) -> Catalog:
     tops = {str(entry.path[0]) for entry in entries_of(catalog) if entry.path}
     if not families or not tops:
         return catalog
-    own = next((name for name in _OPTIMIZERS if name in families), None)
-    found = [name for name in _OPTIMIZERS if name in tops]
-    if own and found and own not in found:
+    family = next((name for name in _OPTIMIZERS if name in families), None)
+    names = [name for name in _OPTIMIZERS if name in tops]
+    if family and names and family not in names:
         renamed = rename(
             catalog,
             lambda name: (
-                name.replace(f"{found[0]}.", f"{own}.", 1)
-                if name.startswith(f"{found[0]}.")
+                name.replace(f"{names[0]}.", f"{family}.", 1)
+                if name.startswith(f"{names[0]}.")
                 else name
             ),
         )
-        return _noted(renamed, f"{found[0]}.* is written as {own}.*")
-    is_model = not catalog.objects and not found and not tops.intersection(families)
+        return _noted(renamed, f"{names[0]}.* is written as {family}.*")
+    is_model = not catalog.objects and not names and not tops.intersection(families)
     tensors = catalog.tensors.values()
     if is_model and all(len(e.path) == 1 and state_category(e) == _MODEL for e in tensors):
         renamed = rename(catalog, lambda name: f"{_MODEL}.{name}")

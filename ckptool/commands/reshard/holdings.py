@@ -53,8 +53,8 @@ def own_writer(opened: OpenedCheckpoint) -> Format:
     if opened.catalog.format == "rank-local":
         from ckptool.formats.rank_files import WRITERS
 
-        if (same := WRITERS.get(opened.catalog.info.get("writer", ""))) is not None:
-            return FORMATS[same]
+        if (writer := WRITERS.get(opened.catalog.info.get("writer", ""))) is not None:
+            return FORMATS[writer]
     return FORMATS["dcp"] if opened.format.writing.reshard is None else opened.format
 
 
@@ -70,13 +70,13 @@ def _with_names(mesh: Mesh, source: Mesh | None) -> Mesh:
 
 def _loads(catalog: Catalog, placed: PlacedTensors) -> tuple[tuple[int, int], ...]:
     loads = [(0, 0)] * placed.mesh.size
-    alike: dict[object, list[TensorEntry]] = defaultdict(list)
+    groups: dict[object, list[TensorEntry]] = defaultdict(list)
     for entry in catalog.tensors.values():
-        alike[entry.shape, placed.placements[entry.name], entry.dtype].append(entry)
-    for members in alike.values():
+        groups[entry.shape, placed.placements[entry.name], entry.dtype].append(entry)
+    for members in groups.values():
         for position, shard in enumerate(placed.shards(members[0])):
             tensors, nbytes = loads[position]
             elements = sum(piece.box.volume for piece in shard.pieces)
-            here = elements * members[0].dtype.itemsize * len(members)
-            loads[position] = tensors + len(members) * bool(elements), nbytes + here
+            size = elements * members[0].dtype.itemsize * len(members)
+            loads[position] = tensors + len(members) * bool(elements), nbytes + size
     return tuple(loads)

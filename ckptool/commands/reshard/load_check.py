@@ -167,9 +167,9 @@ class Check:
         for piece in loaded.pieces:
             shift = tuple(g - l for g, l in zip(piece.box.lo, piece.local.lo, strict=True))
             for box in tiles(piece.box, entry.dtype.itemsize, _TILE):
-                wanted = self._reader.elements.gather(entry, box)
+                original = self._reader.elements.gather(entry, box)
                 part = part_of(bits, box.relative_to(shift))
-                at = _first_difference(wanted, part)
+                at = _first_difference(original, part)
                 if at is not None:
                     place = [low + step for low, step in zip(box.lo, at, strict=True)]
                     raise self.differs(entry, f"values different from the source, first at {place}")

@@ -49,11 +49,11 @@ def read_plan(path: Path, mesh: Mesh | None = None) -> tuple[Mesh | None, list[P
     return mesh, [_planned_rule(rule, where) for rule in rules]
 
 
-def _require_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    unknown = [key for key in table if key not in known]
+def _require_keys(table: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+    unknown = [key for key in table if key not in keys]
     if unknown:
-        message = f"{where}: {unknown[0]!r} is not one of {', '.join(known)}"
-        raise UsageError(message, hint=did_you_mean(unknown[0], known, _SHOWN))
+        message = f"{where}: {unknown[0]!r} is not one of {', '.join(keys)}"
+        raise UsageError(message, hint=did_you_mean(unknown[0], keys, _SHOWN))
 
 
 def _planned_mesh(mesh: Any, where: str) -> Mesh | None:
@@ -96,8 +96,8 @@ def read_tp_plan(path: Path) -> list[PlacementRule]:
         raise UsageError(f"--tp-plan {path}: base_model_tp_plan or tp_plan not found")
     unknown = [style for style in plan.values() if style not in STYLES]
     if unknown:
-        known = "one of " + ", ".join(STYLES)
-        raise UsageError(f"--tp-plan: unknown style {unknown[0]!r}", hint=known)
+        styles = ", ".join(STYLES)
+        raise UsageError(f"--tp-plan: unknown style {unknown[0]!r}", hint=f"one of {styles}")
     return [
         PlacementRule(f"*{module}.{leaf}*", style=style, required=False)
         for module, style in plan.items()

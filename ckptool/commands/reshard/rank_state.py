@@ -63,23 +63,23 @@ def resolve_rank_state(
     if what.isdecimal():
         return _take_rank(catalog, states, int(what)) if readable else (catalog, ())
     kinds = {name: _kind(name, ranks) for name, ranks in states.items()}
-    gone = {
+    names = {
         "drop": list(states),
         "drop-rng": [name for name, kind in kinds.items() if kind != OTHER_STATE],
     }.get(what, [])
     if what in ("stop", "drop-rng"):
-        _require_none([name for name in readable if name not in gone])
+        _require_none([name for name in readable if name not in names])
     if what == "drop-rng" and same_ranks:
         return catalog, ()
-    dropped = [DroppedState(name, kinds[name], tuple(states[name])) for name in gone]
-    rest = drop_names(catalog, _own_names(states, gone))
-    agreed = list(_list_agreed(rest, gone))
+    dropped = [DroppedState(name, kinds[name], tuple(states[name])) for name in names]
+    rest = drop_names(catalog, _own_names(states, names))
+    agreed = list(_list_agreed(rest, names))
     dropped += (DroppedState(name, RANDOM_STATE, ()) for name in agreed)
     return drop_names(rest, agreed), tuple(dropped)
 
 
 def rank_state_notes(
-    dropped: Iterable[DroppedState], kept: Catalog, mesh: Mesh, source: Catalog
+    dropped: Iterable[DroppedState], rest: Catalog, mesh: Mesh, source: Catalog
 ) -> list[str]:
     """Return a note for each kind of dropped state: how many, of which ranks, and their names.
 
@@ -93,7 +93,7 @@ def rank_state_notes(
         of = ranges(sorted({rank for state in states for rank in state.ranks}))
         names = list_some([state.name for state in states])
         notes.append(f"dropped {plural(len(states), kind)} of the source's ranks {of}: {names}")
-    positions, degree = loader_ranks(kept.objects)
+    positions, degree = loader_ranks(rest.objects)
     if positions and mesh.shape != (source.mesh.shape if source.mesh else (source.world_size,)):
         note = f"dataloader: positions of {plural(degree, 'data-parallel rank')}: with more or"
         note += " fewer, torchtitan resumes only without them (exclude_from_loading)"
@@ -106,8 +106,8 @@ def _list_states(catalog: Catalog) -> _States:
     states: dict[str, dict[int, _Entry]] = {}
     kinds: tuple[Mapping[str, _Entry], ...] = (catalog.tensors, catalog.objects, catalog.conflicts)
     for entries in kinds:
-        for own, entry in entries.items():
-            if match := _OWN_NAME.fullmatch(own):
+        for full_name, entry in entries.items():
+            if match := _OWN_NAME.fullmatch(full_name):
                 states.setdefault(match["name"], {})[int(match["rank"])] = entry
     return states
 
@@ -150,16 +150,16 @@ def _take_rank(
     catalog: Catalog, states: _States, rank: int
 ) -> tuple[Catalog, tuple[DroppedState, ...]]:
     """Return the catalog with one rank's state for all, and the names that the rank lacks."""
-    mine = {f"{name}@rank{rank}" for name, ranks in states.items() if rank in ranks}
-    if not mine:
+    names = {f"{name}@rank{rank}" for name, ranks in states.items() if rank in ranks}
+    if not names:
         raise UsageError(
             f"--rank-state {rank}: no state of that rank",
             hint=f"{', '.join(WORDS)}, or a rank of the source",
         )
-    kept = drop_names(catalog, set(_own_names(states, states)) - mine)
+    rest = drop_names(catalog, set(_own_names(states, states)) - names)
     lacking = {name: ranks for name, ranks in states.items() if rank not in ranks}
     dropped = (DroppedState(n, _kind(n, ranks), tuple(ranks)) for n, ranks in lacking.items())
-    return without_rank(kept, mine), tuple(dropped)
+    return without_rank(rest, names), tuple(dropped)
 
 
 # What kind of state it is
@@ -199,12 +199,12 @@ def _random_head(name: str) -> str | None:
     return None
 
 
-def _list_agreed(catalog: Catalog, gone: Iterable[str]) -> Iterator[str]:
-    """Yield the generators that ranks agree on, beside others of theirs that are ``gone``.
+def _list_agreed(catalog: Catalog, names: Iterable[str]) -> Iterator[str]:
+    """Yield the generators that ranks agree on, beside those of other ``names`` that are dropped.
 
     verl restores all of them or none. A number beside them, such as accelerate's step, is kept.
     """
-    heads = tuple({f"{head}." for head in map(_random_head, gone) if head})
+    heads = tuple({f"{head}." for head in map(_random_head, names) if head})
     numbers = {n for n, entry in catalog.objects.items() if isinstance(entry.value, int | float)}
     for name in (*catalog.tensors, *catalog.objects):
         if name.startswith(heads) and name not in numbers:

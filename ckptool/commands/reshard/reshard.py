@@ -181,14 +181,14 @@ def plan_reshard(
     writer = _writer(options.to, opened)
     same_ranks = writer.loading.has_rank_state and opened.catalog.world_size == placer.mesh.size
     selected = select_entries(opened.catalog, options.rewrite.selection)
-    kept, dropped = resolve_rank_state(selected.catalog, options.rank_state, same_ranks=same_ranks)
-    of_ranks = rank_state_notes(dropped, kept, placer.mesh, opened.catalog)
-    rewritten = _rewrite(opened, selected._replace(catalog=kept), target, options, ranks)
+    rest, dropped = resolve_rank_state(selected.catalog, options.rank_state, same_ranks=same_ranks)
+    of_ranks = rank_state_notes(dropped, rest, placer.mesh, opened.catalog)
+    rewritten = _rewrite(opened, selected._replace(catalog=rest), target, options, ranks)
     assets = options.rewrite.map.assets
     catalog = in_families(rewritten.catalog, writer.writing.families)
-    held = hold(catalog, placer, writer)
+    holdings = hold(catalog, placer, writer)
     catalog = _with_companions(opened, catalog, writer)
-    request = Request(target.name, placed=held.placed)
+    request = Request(target.name, placed=holdings.placed)
     layout = _lay_out(opened, rewritten, catalog, assets, writer, request)
     plan = Plan(catalog, layout)
     report = ReshardReport.of(
@@ -197,10 +197,10 @@ def plan_reshard(
         target,
         writer.name,
         options.transfer,
-        mesh=held.mesh,
-        choices=held.choices,
+        mesh=holdings.mesh,
+        choices=holdings.choices,
         entries=catalog.tensors,
-        rank_bytes=held.rank_bytes,
+        rank_bytes=holdings.rank_bytes,
         peak_memory=peak_memory(
             plan, opened.source, options.transfer.run, local=on_disk(target) is not None
         ),
@@ -209,33 +209,33 @@ def plan_reshard(
         dropped=dropped,
         notes=(*catalog.notes, *of_ranks, *layout.notes),
     )
-    decided = (writer.name, held.placed, rewritten.map and rewritten.map.decided)
+    decided = (writer.name, holdings.placed, rewritten.map and rewritten.map.decided)
     transfer = options.transfer
     return Reshard(
-        opened, plan, target, transfer, report, decided, placed=held.placed, check=options.check
+        opened, plan, target, transfer, report, decided, placed=holdings.placed, check=options.check
     )
 
 
 def _rewrite(
-    opened: OpenedCheckpoint, kept: Selected, target: Location, options: ReshardOptions, ranks: int
+    opened: OpenedCheckpoint, rest: Selected, target: Location, options: ReshardOptions, ranks: int
 ) -> RewriteResult:
-    """Map and cast what is kept of a checkpoint, if it may be written; containers are opened."""
-    require_writable(opened, kept.catalog)
-    if not kept.catalog.tensors:
+    """Map and cast the rest of a checkpoint, if it may be written; containers are opened."""
+    require_writable(opened, rest.catalog)
+    if not rest.catalog.tensors:
         raise Unsupported(f"{opened.path}: no tensors to reshard")
     return rewrite(
         opened,
         options.rewrite,
-        selected=kept,
+        selected=rest,
         opens=when_to_open(target, options.transfer, ranks),
     )
 
 
 def _sibling(opened: OpenedCheckpoint, mesh: Mesh) -> Location:
     """Return the folder beside the source that is named after the mesh."""
-    named = opened.path.name not in ("", "..")
-    beside = opened.path if named else opened.path.resolve()
-    return beside.with_name(f"{beside.name}-{'x'.join(map(str, mesh.shape))}")
+    is_named = opened.path.name not in ("", "..")
+    path = opened.path if is_named else opened.path.resolve()
+    return path.with_name(f"{path.name}-{'x'.join(map(str, mesh.shape))}")
 
 
 def _with_companions(opened: OpenedCheckpoint, catalog: Catalog, writer: Format) -> Catalog:
@@ -314,21 +314,21 @@ def load_costs(entries: Iterable[TensorEntry], placed: PlacedTensors) -> tuple[L
     """
     files: list[set[str]] = [set() for _ in range(placed.mesh.size)]
     nbytes = [0] * placed.mesh.size
-    alike: dict[object, list[TensorEntry]] = defaultdict(list)
+    groups: dict[object, list[TensorEntry]] = defaultdict(list)
     for entry in entries:
         stored = chunks_of(entry).cut
         placements = placed.placements[entry.name]
-        alike[entry.shape, placements, entry.source_dtype, stored].append(entry)
-    for entry, *others in alike.values():
+        groups[entry.shape, placements, entry.source_dtype, stored].append(entry)
+    for entry, *rest in groups.values():
         index = ChunkIndex(entry)
         for position, shard in enumerate(placed.shards(entry)):
             touched = {
-                id(found.chunk): found.chunk
+                id(overlap.chunk): overlap.chunk
                 for piece in shard.pieces
-                for found in index.find(piece.box)
+                for overlap in index.find(piece.box)
             }
             for chunk in touched.values():
                 files[position].add(chunk.at.file)
                 once = chunk.box.volume * entry.source_dtype.itemsize
-                nbytes[position] += once * (1 + len(others))
+                nbytes[position] += once * (1 + len(rest))
     return tuple(LoadCost(len(names), size) for names, size in zip(files, nbytes, strict=True))
