@@ -38,14 +38,14 @@ def fold(entries: Collection[TensorEntry], looks: Looks | None = None) -> list[T
     Those of a line look alike: in type, shape and placements, or as ``looks`` says.
     """
     looks = looks or _looks
-    known = {entry.name: entry for entry in entries}
-    kinds = {name: (state_category(entry), looks(entry)) for name, entry in known.items()}
+    entry_of = {entry.name: entry for entry in entries}
+    kinds = {name: (state_category(entry), looks(entry)) for name, entry in entry_of.items()}
     lines = [
-        TensorLine(part, name, known[first], count)
+        TensorLine(part, name, entry_of[first], count)
         for name, first, (part, _), count in fold_names(kinds)
     ]
     lines.sort(key=lambda line: STATE_CATEGORIES.index(line.part))
-    return _fold_states(_fold_scalars(lines, list(known), looks), looks)
+    return _fold_states(_fold_scalars(lines, list(entry_of), looks), looks)
 
 
 def fold_names(kinds: Mapping[str, Kind]) -> list[tuple[str, str, Kind, int]]:
@@ -53,12 +53,12 @@ def fold_names(kinds: Mapping[str, Kind]) -> list[tuple[str, str, Kind, int]]:
 
     Each line has the name with braces, the first of its names, their kind, and how many they are.
     """
-    alike: dict[tuple[tuple[str, ...], Kind], dict[Numbers, str]] = {}
+    groups: dict[tuple[tuple[str, ...], Kind], dict[Numbers, str]] = {}
     for name, kind in kinds.items():
         words, numbers = split_numbers(name)
-        alike.setdefault((words, kind), {})[numbers] = name
+        groups.setdefault((words, kind), {})[numbers] = name
     lines = []
-    for (words, kind), members in alike.items():
+    for (words, kind), members in groups.items():
         for axes in products(members):
             first = members[tuple(axis[0] for axis in axes)]
             lines.append((with_numbers(words, axes), first, kind, math.prod(map(len, axes))))
@@ -125,10 +125,10 @@ def _fold_states(lines: list[TensorLine], looks: Looks) -> list[TensorLine]:
         is_state = line.part == "optimizer" and head and not re.search(r"[{}*]", state)
         groups.setdefault((head, looks(line.entry)) if is_state else (line,), []).append(line)
     joined = []
-    for first, *others in groups.values():
+    for first, *rest in groups.values():
         head, _, state = first.name.rpartition(".")
-        states = ",".join([state, *(line.name.rpartition(".")[2] for line in others)])
-        name = f"{head}.{{{states}}}" if others else first.name
-        count = sum(line.count for line in (first, *others))
+        states = ",".join([state, *(line.name.rpartition(".")[2] for line in rest)])
+        name = f"{head}.{{{states}}}" if rest else first.name
+        count = sum(line.count for line in (first, *rest))
         joined.append(replace(first, name=name, count=count))
     return joined

@@ -105,6 +105,6 @@ def unwrap(value: Any) -> Any:
     Any other value is returned as it is.
     """
     if isinstance(value, Call) and value.name.startswith("omegaconf."):
-        held = [value.fields[key] for key in ("_content", "_val") if key in value.fields]
-        return held[0] if len(held) == 1 and not value.is_filled else value
+        values = [value.fields[key] for key in ("_content", "_val") if key in value.fields]
+        return values[0] if len(values) == 1 and not value.is_filled else value
     return value

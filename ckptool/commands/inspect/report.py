@@ -75,8 +75,8 @@ class InspectReport(Report, frozen=True):
     schema: ClassVar = "inspect"
 
     def __repr__(self) -> str:
-        said = f"{self.path} {self.catalog.format}: {plural(self.totals.tensors, 'tensor')}"
-        return f"<ckptool.InspectReport {said}, {self.totals.nbytes:,} bytes>"
+        text = f"{self.path} {self.catalog.format}: {plural(self.totals.tensors, 'tensor')}"
+        return f"<ckptool.InspectReport {text}, {self.totals.nbytes:,} bytes>"
 
     @property
     def ok(self) -> bool:
@@ -145,12 +145,12 @@ def inspect_readable(path: Location, options: ReadOptions = AS_DETECTED) -> Insp
         return inspect(path, options)
     except (Damaged, Hostile) as error:
         _release(error)
-        found = survey(path, options)
-        opened = found.opened
+        remains = survey(path, options)
+        opened = remains.opened
         if opened is None or not (opened.catalog.tensors or opened.catalog.objects):
             raise
         described = report(opened)
-        problems = dict.fromkeys((*error.problems, *found.problems, *described.problems))
+        problems = dict.fromkeys((*error.problems, *remains.problems, *described.problems))
         return replace(described, problems=tuple(problems), error=error)
 
 

@@ -78,7 +78,7 @@ class TensorStats(Struct, frozen=True):
             "denormal": self.denormal,
             "nan": self.nan,
             "inf": self.inf,
-            "histogram": [[each, self.histogram[each]] for each in sorted(self.histogram)],
+            "histogram": [[power, self.histogram[power]] for power in sorted(self.histogram)],
         }
 
 
@@ -101,7 +101,7 @@ class StatsReport(Report, Sequence[TensorStats], frozen=True, metaclass=_Sequenc
 
     @property
     def ok(self) -> bool:
-        return not any(each.nan or each.inf for each in self.stats)
+        return not any(row.nan or row.inf for row in self.stats)
 
     def __len__(self) -> int:
         return len(self.stats)
@@ -115,7 +115,7 @@ class StatsReport(Report, Sequence[TensorStats], frozen=True, metaclass=_Sequenc
 
     def more(self) -> Mapping[str, object]:
         """Return one row per tensor."""
-        return {"stats": [each.to_dict() for each in self.stats]}
+        return {"stats": [row.to_dict() for row in self.stats]}
 
     def _short(self) -> dict[str, Any]:
         return {"tensors": len(self)} | Report._short(self)
@@ -167,7 +167,7 @@ class _Moments(Struct):
         mean, std = (
             (self.mean, math.sqrt(self.deviations / self.count)) if self.count else (None,) * 2
         )
-        found = TensorStats(
+        result = TensorStats(
             entry, self.minimum, self.maximum, mean, std, self.zeros, self.nan, self.inf
         )
         norm = math.hypot(math.sqrt(self.deviations), math.sqrt(self.count) * self.mean)
@@ -175,8 +175,8 @@ class _Moments(Struct):
         sizes[-_BIAS] -= self.zeros  # a zero has the code of the smallest numbers
         dtype, denormal = entry.source_dtype, None
         if dtype.kind == "float" and dtype.mantissa:
-            denormal = sum(n for each, n in sizes.items() if each < 1 - dtype.bias)
-        return replace(found, norm=norm, denormal=denormal, histogram=+sizes)
+            denormal = sum(n for exponent, n in sizes.items() if exponent < 1 - dtype.bias)
+        return replace(result, norm=norm, denormal=denormal, histogram=+sizes)
 
 
 def stats(
@@ -190,19 +190,19 @@ def stats(
     matches no tensor, Damaged if chunks are missing, Changed if files were written to meanwhile.
     """
     catalog = opened.catalog
-    wanted = {name: catalog.tensors[name] for name in tensors_named(catalog, globs, "--stats")}
-    problems = coverage_problems(wanted.values())
+    tensors = {name: catalog.tensors[name] for name in tensors_named(catalog, globs, "--stats")}
+    problems = coverage_problems(tensors.values())
     if problems:
         raise damaged(problems, subject=str(opened.path))
     packed = packed_names(catalog)
-    numeric = {n: e for n, e in wanted.items() if e.source_dtype.is_numeric and n not in packed}
+    numeric = {n: e for n, e in tensors.items() if e.source_dtype.is_numeric and n not in packed}
     numbers = replace(catalog, tensors=numeric, objects={})
     located = opened.open_containers(numbers, Opens.LATE_IN_STORES).tensors
-    entries = [located[name] for name in wanted if name in located]
+    entries = [located[name] for name in tensors if name in located]
     progress.begin(sum(entry.elements * entry.source_dtype.itemsize for entry in entries))
     measured = _measure(entries, opened.source, progress)
     require_unchanged(catalog, opened.source)
-    rows = (measured.get(name) or TensorStats(entry) for name, entry in wanted.items())
+    rows = (measured.get(name) or TensorStats(entry) for name, entry in tensors.items())
     return StatsReport(tuple(rows))
 
 

@@ -82,38 +82,38 @@ def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:
     mentions = tuple(source for source in sources if not is_pointer(opened, source))
     steps = []
     for step in reversed(opened.steps):
-        found = [each for each in pointers.get(step.path, ()) if each not in mentions]
-        steps.append(_describe(step, assessor, found[0] if found else None))
+        names = [name for name in pointers.get(step.path, ()) if name not in mentions]
+        steps.append(_describe(step, assessor, names[0] if names else None))
     parts = next((step.parts for step in opened.steps if step.path == run), ())
     return RunSummary(run, tuple(steps), mentions, parts)
 
 
 def _describe(step: Step, assessor: Assessor, pointer: str | None) -> StepSummary:
     assessment = assessor.assess(step)
-    found, report = assessment.surveys, assessment.report
-    catalogs = [each.catalog for each in found if each.catalog is not None]
+    surveys, report = assessment.surveys, assessment.report
+    catalogs = [survey.catalog for survey in surveys if survey.catalog is not None]
     return StepSummary(
         step.path,
         step.number,
-        _saved(found),
-        sum(sum(each.source.files.values()) for each in found),
-        tuple(dict.fromkeys(each.format.name for each in found)),
+        _save_time(surveys),
+        sum(sum(survey.source.files.values()) for survey in surveys),
+        tuple(dict.fromkeys(survey.format.name for survey in surveys)),
         report.ok,
         report.reasons,
-        any(map(has_optimizer, found)),
-        next((each.world_size for each in catalogs if each.world_size is not None), None),
-        next((each.mesh for each in catalogs if each.mesh is not None), None),
+        any(map(has_optimizer, surveys)),
+        next((catalog.world_size for catalog in catalogs if catalog.world_size is not None), None),
+        next((catalog.mesh for catalog in catalogs if catalog.mesh is not None), None),
         pointer,
     )
 
 
-def _saved(found: Iterable[Survey]) -> datetime | None:
+def _save_time(surveys: Iterable[Survey]) -> datetime | None:
     """Return when the last file was written, if the disk knows."""
     times = []
-    for each in found:
-        if on_disk(each.path) is None:
+    for survey in surveys:
+        if on_disk(survey.path) is None:
             return None
-        for file in each.source.files:
+        for file in survey.source.files:
             with suppress(NotFound):  # removed meanwhile, as a trainer removes old steps
-                times.append(each.source.modified(file))
+                times.append(survey.source.modified(file))
     return datetime.fromtimestamp(max(times), UTC) if times else None

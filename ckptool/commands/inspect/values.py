@@ -105,9 +105,9 @@ class _Description:
         if not isinstance(value, Call):
             return [self.of(part, depth) for part in value]
         arguments, fields = content_of(value) or ((), {})
-        made = {"$args": [self.of(part, depth) for part in arguments]} if arguments else {}
-        own = {key: self.of(part, depth) for key, part in fields.items()}
-        return {"$type": type_name(value), **made, **own}
+        head = {"$args": [self.of(part, depth) for part in arguments]} if arguments else {}
+        attributes = {key: self.of(part, depth) for key, part in fields.items()}
+        return {"$type": type_name(value), **head, **attributes}
 
 
 def _is_exact(value: Any) -> bool:

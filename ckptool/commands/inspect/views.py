@@ -25,7 +25,7 @@ Loads = dict[int, tuple[int, int]]
 def inspect_json(
     report: InspectReport,
     options: InspectOptions = OVERVIEW,
-    held: MeshHoldings | None = None,
+    holdings: MeshHoldings | None = None,
     *,
     is_table: bool = False,
 ) -> dict[str, Any]:
@@ -45,12 +45,12 @@ def inspect_json(
     if options.rank_bytes:
         loads = sorted(loads_of(catalog)[0].items())
         content["rank_bytes"] = [{"rank": r, "chunks": n, "bytes": size} for r, (n, size) in loads]
-    if held is not None:
-        rows = enumerate(held.loads)
+    if holdings is not None:
+        rows = enumerate(holdings.loads)
         content["holdings"] = [{"rank": r, "tensors": n, "bytes": size} for r, (n, size) in rows]
     if options.shards is not None:
-        wanted = tensors_named(catalog, [options.shards], "--shards")
-        content["shards"] = [row for n in wanted for row in _shards_json(catalog.tensors[n])]
+        shard_names = tensors_named(catalog, [options.shards], "--shards")
+        content["shards"] = [row for n in shard_names for row in _shards_json(catalog.tensors[n])]
     return content
 
 
@@ -59,14 +59,14 @@ def _shards_json(entry: TensorEntry) -> list[dict[str, Any]]:
     return [
         {
             "tensor": entry.name,
-            "rank": each.rank,
-            "file": each.at.file,
-            "offset": each.at.offset,
-            "bytes": each.nbytes,
-            "from": list(each.box.lo),
-            "to": list(each.box.hi),
+            "rank": location.rank,
+            "file": location.at.file,
+            "offset": location.at.offset,
+            "bytes": location.nbytes,
+            "from": list(location.box.lo),
+            "to": list(location.box.hi),
         }
-        for each in chunk_locations(entry)
+        for location in chunk_locations(entry)
     ]
 
 
@@ -91,8 +91,8 @@ def in_order(entries: Iterable[TensorEntry], sort: str) -> list[TensorEntry]:
 def sorted_modules(report: InspectReport, depth: int, sort: str) -> list[ModuleShare]:
     """Return the modules by name, layer 2 before layer 10, or the largest first."""
     modules = modules_of(report.catalog.tensors.values(), depth)
-    modules.sort(key=lambda each: natural_key(each.module))
-    return sorted(modules, key=lambda each: -each.nbytes) if sort == "size" else modules
+    modules.sort(key=lambda share: natural_key(share.module))
+    return sorted(modules, key=lambda share: -share.nbytes) if sort == "size" else modules
 
 
 def loads_of(catalog: Catalog) -> tuple[Loads, int]:

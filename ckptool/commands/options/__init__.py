@@ -60,7 +60,7 @@ def _shard_rules(value: Any, name: str) -> Any:
 def _casts(value: Any, name: str) -> Any:
     from ckptool.core.casts import parse_casts
 
-    return parse_casts([str(each) for each in _texts(value)])
+    return parse_casts([str(text) for text in _texts(value)])
 
 
 def _duration(value: Any, name: str) -> float:

@@ -183,16 +183,17 @@ class _OptionMeta(StructMeta):
     declared: Mapping[str, Option | OptionGroup]
 
     def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> _OptionMeta:
-        own: dict[str, Option | OptionGroup] = {}
+        declared: dict[str, Option | OptionGroup] = {}
+        for base in bases:
+            declared |= getattr(base, "declared", {})
         for key, value in body.items():
             if isinstance(value, Option):
-                own[key] = replace(value, field=key)
+                declared[key] = replace(value, field=key)
                 body[key] = value.default
             elif isinstance(value, OptionGroup):
-                own[key] = value
+                declared[key] = value
                 body[key] = field(default_factory=partial(value.kind, **value.defaults))
-        inherited = (getattr(base, "declared", {}) for base in bases)
-        body["declared"] = {k: v for each in (*inherited, own) for k, v in each.items()}
+        body["declared"] = declared
         return super().__new__(cls, name, bases, body, frozen=True)
 
 
@@ -202,36 +203,36 @@ class OptionSet(Struct, metaclass=_OptionMeta):
 
 def options_of(part: OptionGroup) -> Iterator[Option]:
     """Yield the options of a class and of all nested ones, in order."""
-    for name, each in part.kind.declared.items():
-        if isinstance(each, OptionGroup):
-            without = {*part.without, *each.without}
-            yield from options_of(replace(each, panel=part.panel or each.panel, without=without))
-        elif each.keyword not in part.without:
-            known = replace(each, default=part.defaults.get(name, each.default))
-            last = known.panel in (SPEED, RARE)
-            yield known if last else replace(known, panel=part.panel or known.panel)
+    for name, item in part.kind.declared.items():
+        if isinstance(item, OptionGroup):
+            without = {*part.without, *item.without}
+            yield from options_of(replace(item, panel=part.panel or item.panel, without=without))
+        elif item.keyword not in part.without:
+            option = replace(item, default=part.defaults.get(name, item.default))
+            is_last = option.panel in (SPEED, RARE)
+            yield option if is_last else replace(option, panel=part.panel or option.panel)
 
 
-def build(part: OptionGroup, values: Mapping[str, Any], /, **given: Any) -> Any:
-    """Build options from parsed values by keyword; ``given`` are fields to set unchanged."""
-    made = {**part.defaults, **given}
-    for name, each in part.kind.declared.items():
-        if name in given:
+def build(part: OptionGroup, values: Mapping[str, Any], /, **fields: Any) -> Any:
+    """Build options from parsed values by keyword; ``fields`` are set unchanged."""
+    arguments = {**part.defaults, **fields}
+    for name, item in part.kind.declared.items():
+        if name in fields:
             continue
-        if isinstance(each, OptionGroup):
-            made[name] = build(each, values)
-        elif each.keyword in values:
-            made[name] = values[each.keyword]
-    return part.kind(**made)
+        if isinstance(item, OptionGroup):
+            arguments[name] = build(item, values)
+        elif item.keyword in values:
+            arguments[name] = values[item.keyword]
+    return part.kind(**arguments)
 
 
 def changed(options: OptionSet) -> list[str]:
     """Return the flags of the options that are not at their defaults."""
     flags = []
-    for name, each in type(options).declared.items():
+    for name, item in type(options).declared.items():
         value = getattr(options, name)
-        if isinstance(each, OptionGroup):
+        if isinstance(item, OptionGroup):
             flags += changed(value)
-        elif not each.required and value != each.default:
-            flags.append(each.flag.partition("/")[0])
+        elif not item.required and value != item.default:
+            flags.append(item.flag.partition("/")[0])
     return flags

@@ -26,10 +26,10 @@ def text_of(path: Path, option: str) -> str:
 
 def _meant(path: Path, option: str) -> str:
     """Return the file of a similar name and the same suffix, or else what the option takes."""
-    alike = path.parent.glob(f"*{path.suffix}") if path.parent.is_dir() else ()
-    close = nearest(path.stem, (each.stem for each in alike))
-    taken = f"{option} takes the path of a file that exists"
-    return taken if close is None else f"did you mean {path.with_name(close + path.suffix)}?"
+    siblings = path.parent.glob(f"*{path.suffix}") if path.parent.is_dir() else ()
+    close = nearest(path.stem, (file.stem for file in siblings))
+    usage = f"{option} takes the path of a file that exists"
+    return usage if close is None else f"did you mean {path.with_name(close + path.suffix)}?"
 
 
 def flat_param_shapes(path: Path) -> Shapes:

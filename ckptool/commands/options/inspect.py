@@ -82,12 +82,12 @@ class InspectOptions(OptionSet):
 
     def views(self) -> list[str]:
         """Return the lists of the report that are asked for."""
-        asked = {
+        options = {
             "stats": self.stats, "modules": self.depth, "shards": self.shards,
             "rank_bytes": self.rank_bytes, "holdings": self.mesh, "values": self.values,
             "tensors": self.tensors,
         }  # fmt: skip
-        return [view for view, option in asked.items() if option]
+        return [view for view, option in options.items() if option]
 
 
 OVERVIEW = InspectOptions()

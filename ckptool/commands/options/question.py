@@ -91,27 +91,27 @@ class Question(OptionSet):
             raise UsageError(
                 f"{' and '.join(questions)}: one at a time", hint="one command for each"
             )
-        asked = questions[0] if questions else None
-        if check.allow_nonfinite and asked not in (_OF_RUN, "--follow"):
+        question = questions[0] if questions else None
+        if check.allow_nonfinite and question not in (_OF_RUN, "--follow"):
             raise UsageError(
                 "--allow-nonfinite is for runs: it needs --latest-good, --all or --follow",
                 hint="without --fail-nonfinite, NaN and infinite values are warnings",
             )
-        if asked in _OTHERS and (check.quick or check.sample < 1):
+        if question in _OTHERS and (check.quick or check.sample < 1):
             raise UsageError(
-                f"{asked} compares every byte: it cannot be combined with --quick or --sample",
+                f"{question} compares every byte: it cannot be combined with --quick or --sample",
                 hint="leave them out; `ckptool diff` compares names, shapes and types only",
             )
-        if check.part is not None and asked:
+        if check.part is not None and question:
             raise UsageError(
                 "--part checks a single checkpoint",
                 hint="leave out --against, --recipe, --like, manifests, --salvage and what is of"
                 " runs",
             )
         for field, users, needs, hint in _NEEDS:
-            known = {"--other-format"} if asked == "--like" else set()
-            flags = [flag for flag in changed(getattr(self, field)) if flag not in known]
-            if flags and asked not in users:
+            exceptions = {"--other-format"} if question == "--like" else set()
+            flags = [flag for flag in changed(getattr(self, field)) if flag not in exceptions]
+            if flags and question not in users:
                 raise UsageError(
                     f"{flags[0]} says what to compare: it needs {needs}",
                     hint=hint.format(flags[0]),

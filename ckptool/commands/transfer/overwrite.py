@@ -51,49 +51,49 @@ def own_files(target: Location, layout: Layout, new: Files) -> frozenset[str] | 
     try:
         source = folder_at(target)
         row = detect(source)
-        own = _files_of_release(target, source, layout)
+        names = _files_of_release(target, source, layout)
         if row is not None:
-            own = _files_of(target, source, row, layout)
-        if own is None:
+            names = _files_of(target, source, row, layout)
+        if names is None:
             return None
-        own = frozenset(name for name in own if not _is_foreign_side(source, name))
-        own |= _unchanged_files(source, layout, new)
+        names = frozenset(name for name in names if not _is_foreign_side(source, name))
+        names |= _unchanged_files(source, layout, new)
     except Unsupported:
         raise
     except (CkptoolError, OSError) as error:
         raise _unknown(target, error) from None
     path = on_disk(target)
-    return own if path is None else _drop_linked(path, own)
+    return names if path is None else _drop_linked(path, names)
 
 
 def kept_note(target: Location, layout: Layout, new: Files) -> str | None:
     """Return a note on what stays at a replaced target; None if nothing does."""
     if not layout.folder or not target.is_dir():
         return None
-    own = own_files(target, layout, new)
-    if own is None:
+    names = own_files(target, layout, new)
+    if names is None:
         return None
     if (path := on_disk(target)) is not None:
-        kept = kept_entries(path, own)
+        entries = kept_entries(path, names)
     else:
         files = folder_at(target).files
-        others = [] if UNFINISHED in files else [name for name in files if name not in own]
-        kept = sorted({name.partition("/")[0] for name in others})
-    if not kept:
+        rest = [] if UNFINISHED in files else [name for name in files if name not in names]
+        entries = sorted({name.partition("/")[0] for name in rest})
+    if not entries:
         return None
-    return f"{target}: kept, not part of the old checkpoint: {list_some(kept, 12)}"
+    return f"{target}: kept, not part of the old checkpoint: {list_some(entries, 12)}"
 
 
-def require_unmixed(target: Path, staged: Path, own: Iterable[str]) -> None:
+def require_unmixed(target: Path, staged: Path, old_files: Iterable[str]) -> None:
     """Raise TransferError if files that stay at a target would be read with the new checkpoint."""
-    names = frozenset(own)
+    names = frozenset(old_files)
     old = LocalSource.folder(target)
-    kept = {name: size for name, size in old.files.items() if name not in names}
-    if not kept:
+    rest = {name: size for name, size in old.files.items() if name not in names}
+    if not rest:
         return
-    alone = LocalSource.folder(staged)
-    read = _read_with(target, alone, LocalSource(target, kept))
-    if _INDEX in alone.files and _WHOLE in kept and _WHOLE not in alone.files:
+    output = LocalSource.folder(staged)
+    read = _read_with(target, output, LocalSource(target, rest))
+    if _INDEX in output.files and _WHOLE in rest and _WHOLE not in output.files:
         read = [_WHOLE]  # which transformers (4, 5) opens before it looks for an index
     if read:
         raise TransferError(
@@ -103,30 +103,30 @@ def require_unmixed(target: Path, staged: Path, own: Iterable[str]) -> None:
         )
 
 
-def _read_with(target: Path, alone: LocalSource, kept: LocalSource) -> list[str]:
+def _read_with(target: Path, output: LocalSource, rest: LocalSource) -> list[str]:
     """Return the files beside the new checkpoint that would be read with it, or instead of it."""
-    places = places_in(kept) | places_in(alone)
-    mixed, new = PlacedFiles(kept.root, dict(sorted(places.items()))), detect(alone)
+    places = places_in(rest) | places_in(output)
+    mixed, new = PlacedFiles(rest.root, dict(sorted(places.items()))), detect(output)
     if new is not detect(mixed):
-        return sorted(kept.files)
+        return sorted(rest.files)
     if new is None:
         return []
     try:
-        expected = run_bounded(target, lambda: new.reading.scan(alone, _SCAN))
+        expected = run_bounded(target, lambda: new.reading.scan(output, _SCAN))
     except CkptoolError:
         return []
     try:
         read = run_bounded(target, lambda: new.reading.scan(mixed, _SCAN))
     except CkptoolError:
-        return sorted(kept.files)
+        return sorted(rest.files)
     return sorted(read.files.keys() - expected.files.keys())
 
 
 def _own_beside(target: Location) -> frozenset[str] | None:
     """Return the file at a target and its side file, if they are a checkpoint's."""
-    own = {target.name} if _is_own_file(target) else set()
+    names = {target.name} if _is_own_file(target) else set()
     side, is_own = find_side(target)
-    return frozenset(own | ({side.name} if side is not None and is_own else set()))
+    return frozenset(names | ({side.name} if side is not None and is_own else set()))
 
 
 def find_side(file: Location) -> tuple[Location | None, bool]:
@@ -179,10 +179,10 @@ def _named_files(target: Location, source: Files, row: Format) -> frozenset[str]
     try:
         return frozenset(run_bounded(target, lambda: row.reading.scan(source, options)).files)
     except CkptoolError as error:
-        named = frozenset(name for name in source.files if name.endswith(_UNFINISHED))
-        if not named:
+        names = frozenset(name for name in source.files if name.endswith(_UNFINISHED))
+        if not names:
             raise _unknown(target, error) from None
-        return named
+        return names
 
 
 def _unchanged_files(source: Files, layout: Layout, new: Files) -> frozenset[str]:
@@ -211,10 +211,10 @@ def _files_of_release(target: Location, source: Files, layout: Layout) -> frozen
     row = detect(inner)
     if row is None:
         return None
-    own = _files_of(target / folder, inner, row, layout)
-    beside = {n for n in source.files if "/" not in n and is_of_model(n)}
+    files = _files_of(target / folder, inner, row, layout)
+    neighbours = {n for n in source.files if "/" not in n and is_of_model(n)}
     new = {file.path for file in layout.files}
-    return frozenset(f"{folder}/{name}" for name in own) | {MEGATRON} | (beside & new)
+    return frozenset(f"{folder}/{name}" for name in files) | {MEGATRON} | (neighbours & new)
 
 
 def _drop_linked(target: Path, names: frozenset[str]) -> frozenset[str]:

@@ -54,7 +54,7 @@ def _spots(entry: TensorEntry, chunks: Iterable[Chunk]) -> list[object]:
     spots = list[object]()
     for chunk in chunks:
         if isinstance(chunk.at, Computed):
-            of = [(each.name, each.shape, _spots(each, each.chunks)) for each in chunk.at.stored]
+            of = [(part.name, part.shape, _spots(part, part.chunks)) for part in chunk.at.stored]
             spots.append((chunk.box.lo, chunk.at.part, chunk.at.block, of))
             continue
         at = likely_place(chunk.at, entry.source_dtype.itemsize)  # the same at every opening

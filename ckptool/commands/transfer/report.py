@@ -131,8 +131,8 @@ def target_notes(
     opened: OpenedCheckpoint, target: Location, layout: Layout, options: TransferOptions
 ) -> tuple[str, ...]:
     """Return notes on the target, and on what stays there."""
-    kept = kept_note(target, layout, opened.source) if options.overwrite else None
-    notes = [] if kept is None else [kept]
+    note = kept_note(target, layout, opened.source) if options.overwrite else None
+    notes = [] if note is None else [note]
     if on_disk(target) is not None:
         return tuple(notes)
     if options.overwrite and len(layout.files) > 1:

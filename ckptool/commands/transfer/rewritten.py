@@ -41,26 +41,26 @@ class RewrittenReport(TransferReport, frozen=True, kw_only=True):
     unwrapped: tuple[str, ...] = ()
 
 
-def rewriting(made: RewriteResult, kept: Catalog, options: RewriteOptions) -> dict[str, Any]:
-    """Return the fields of a report that tell of the rewriting; ``kept`` is the selection."""
+def rewriting(result: RewriteResult, subset: Catalog, options: RewriteOptions) -> dict[str, Any]:
+    """Return the fields of a report that tell of the rewriting of a selected ``subset``."""
     return {
-        "map": made.map,
-        "matched": (*selected(made.whole, options.selection), *_cast(made.catalog, options)),
-        "excluded": exclusions(made.whole, kept, excluding(options.selection)),
-        "cast": made.cast,
-        "dequantized": made.dequantized,
-        "renamed": made.renamed,
-        "unwrapped": made.unwrapped,
+        "map": result.map,
+        "matched": (*selected(result.whole, options.selection), *_cast(result.catalog, options)),
+        "excluded": exclusions(result.whole, subset, excluding(options.selection)),
+        "cast": result.cast,
+        "dequantized": result.dequantized,
+        "renamed": result.renamed,
+        "unwrapped": result.unwrapped,
     }
 
 
 def selected(whole: Catalog, selection: Selection) -> list[Matched]:
     """Return what each pattern of --select matches, and each of --drop in what these keep."""
     names = names_of(whole) if selection.select or selection.drop else ()
-    matched = [_matched("--select", each, whole, names) for each in selection.select]
+    matched = [_matched("--select", pattern, whole, names) for pattern in selection.select]
     if selection.select:
         names = [*filter(meant_by(selection.select, names), names)]
-    return matched + [_matched("--drop", each, whole, names) for each in selection.drop]
+    return matched + [_matched("--drop", pattern, whole, names) for pattern in selection.drop]
 
 
 def _cast(catalog: Catalog, options: RewriteOptions) -> list[Matched]:
@@ -69,21 +69,21 @@ def _cast(catalog: Catalog, options: RewriteOptions) -> list[Matched]:
 
 
 def _matched(option: str, pattern: str, catalog: Catalog, names: Any) -> Matched:
-    found = matching_names(names, pattern)
-    values = sum(name in catalog.objects for name in found)
-    return Matched(option, pattern, len(found) - values, values, tuple(found[:_FEW]))
+    matches = matching_names(names, pattern)
+    values = sum(name in catalog.objects for name in matches)
+    return Matched(option, pattern, len(matches) - values, values, tuple(matches[:_FEW]))
 
 
 def excluding(selection: Selection) -> str:
     """Return the options with which a selection excludes something."""
-    given = {
+    values = {
         "--select": selection.select,
         "--drop": selection.drop,
         "--model-only": selection.model_only,
         "--no-optimizer": selection.no_optimizer,
         "--peft-adapter": selection.peft_adapter,
     }
-    return ", ".join(option for option, value in given.items() if value)
+    return ", ".join(option for option, value in values.items() if value)
 
 
 def exclusions(before: Catalog, after: Catalog, because: str) -> tuple[str, ...]:

@@ -58,8 +58,8 @@ def stage_at(target: Location, layout: Layout, options: StageOptions) -> Stage:
 
         return StoreTarget(path, layout, options)
 
-    made = by_place(target, lambda path: DiskTarget(path, layout, options), in_store)
-    return Stage(made, layout, options)
+    output = by_place(target, lambda path: DiskTarget(path, layout, options), in_store)
+    return Stage(output, layout, options)
 
 
 def _is_finished_by(stage: Stage, ranks: Ranks) -> bool:
@@ -248,8 +248,8 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
 
     def _require_equal_replicas(self, ranks: Ranks) -> None:
         share = self.options.part or Share(ranks.rank, ranks.size)
-        mine = [] if self.options.finish else self.plan.entries[share.position :: share.size]
-        problems = differing_replicas(mine, self.opened.source)
+        entries = [] if self.options.finish else self.plan.entries[share.position :: share.size]
+        problems = differing_replicas(entries, self.opened.source)
         if problems:
             raise damaged(
                 problems, subject="the replicas", hint="use --drop NAME to exclude a tensor"
@@ -370,6 +370,6 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         source, staged = self.opened.source, stage.target.written
         workers = workers_within_budget(self.plan, self.options.run, source, staged)
         staged.keep(fetched_ahead(staged, self.options.run))
-        sides, later = (source, staged), stage.target.last_files
+        sides, last_files = (source, staged), stage.target.last_files
         how = workers, progress
-        return require_written(self.plan, numbers, sides, how, sums, later=later).counts
+        return require_written(self.plan, numbers, sides, how, sums, later=last_files).counts
