@@ -112,14 +112,14 @@ def cost_of(
     if training.mtbf is not None:
         young = math.sqrt(2 * save * training.mtbf)
         daly = _daly(save, training.mtbf)
-    asked = training.interval if training.interval is not None else daly
-    if asked is None:
+    interval = training.interval if training.interval is not None else daly
+    if interval is None:
         return Cost(save, steps)
-    interval = max(asked, written, blocked)
+    interval = max(interval, written, blocked)
     saving = min(1.0, save / interval)
     redone = None if training.mtbf is None else min(1.0, (interval / 2 + durable) / training.mtbf)
-    lost = min(1.0, saving + (redone or 0.0))
-    return Cost(save, steps, young, daly, interval, saving, redone, lost, lost * HOURS_A_WEEK)
+    loss = min(1.0, saving + (redone or 0.0))
+    return Cost(save, steps, young, daly, interval, saving, redone, loss, loss * HOURS_A_WEEK)
 
 
 def _daly(save: float, mtbf: float) -> float:

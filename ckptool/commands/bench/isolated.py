@@ -39,9 +39,9 @@ def search_path() -> list[str]:
 
     The current folder stays where ``PYTHONPATH`` names it; an empty entry there names nothing.
     """
-    named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    wanted = {os.path.abspath(entry) for entry in named}
-    return [entry for entry in sys.path if entry in wanted or not _is_current(entry)]
+    entries = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    folders = {os.path.abspath(entry) for entry in entries}
+    return [entry for entry in sys.path if entry in folders or not _is_current(entry)]
 
 
 def _is_current(entry: str) -> bool:

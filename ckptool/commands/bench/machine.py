@@ -154,23 +154,23 @@ def require_room(out: SaveFolder, nbytes: int, ranks: int, devices: Accelerators
     _require_device_room(-(-nbytes // ranks), devices)
 
 
-def require_disk(out: Path, needed: int) -> None:
+def require_disk(out: Path, nbytes: int) -> None:
     """Raise Unsupported if ``out`` is not a folder, or its disk has too few bytes free."""
     if not out.is_dir():
         raise Unsupported(f"{out}: no such folder", hint=f"mkdir -p {out}")
     free = shutil.disk_usage(out).free
-    if needed > free:
+    if nbytes > free:
         raise Unsupported(
-            f"{out}: {needed:,} bytes of disk are needed, {free:,} are free",
+            f"{out}: {nbytes:,} bytes of disk are needed, {free:,} are free",
             hint="a smaller --size, or another --out",
         )
 
 
 def _require_device_room(share: int, devices: Accelerators) -> None:
-    needed = share * _DEVICE_COPIES + _DEVICE_BYTES
-    if devices.free is not None and needed > devices.free:
+    nbytes = share * _DEVICE_COPIES + _DEVICE_BYTES
+    if devices.free is not None and nbytes > devices.free:
         raise Unsupported(
-            f"{needed:,} bytes of memory are needed on each {devices.type} device ({_DEVICE_COPIES}"
+            f"{nbytes:,} bytes of memory are needed on each {devices.type} device ({_DEVICE_COPIES}"
             f" times a rank's share), {devices.free:,} are free",
             hint="a smaller --size, or more --ranks",
         )

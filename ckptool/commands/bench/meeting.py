@@ -144,5 +144,5 @@ def connect(host: str, port: int, **options: Any) -> Any:
 
 
 def _loopback_interface() -> str:
-    found: dict[str, list[Any]] = psutil.net_if_addrs()
-    return next(name for name, at in found.items() if LOOPBACK in {one.address for one in at})
+    addresses: dict[str, list[Any]] = psutil.net_if_addrs()
+    return next(name for name, at in addresses.items() if LOOPBACK in {a.address for a in at})

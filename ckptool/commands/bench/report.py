@@ -156,10 +156,10 @@ class Measured(Struct, frozen=True):
     @property
     def slowdown(self) -> float | None:
         """How much longer a step takes beside a steady save: 0.06 is 6 %; None if none ran."""
-        beside = [seconds for save in steady(self.during) for seconds in save]
-        if not beside:
+        steps = [seconds for save in steady(self.during) for seconds in save]
+        if not steps:
             return None
-        return statistics.median(beside) / statistics.median(self.before) - 1
+        return statistics.median(steps) / statistics.median(self.before) - 1
 
     @property
     def is_consistent(self) -> bool:
@@ -230,8 +230,8 @@ class BenchReport(Report, frozen=True):
         consistent = [result for result in self.ranked if result.is_consistent]
         least = min(map(self.loss_of, consistent), default=0.0)
         most = least if self.training.is_known else _AS_SHORT * least
-        alike = [result for result in consistent if self.loss_of(result) <= most]
-        return min(alike, key=lambda result: result.durable_median, default=None)
+        candidates = [result for result in consistent if self.loss_of(result) <= most]
+        return min(candidates, key=lambda result: result.durable_median, default=None)
 
     def cost(self, result: Measured) -> Cost:
         """Return what a strategy costs the job that was described."""
@@ -320,13 +320,13 @@ def _strategy(report: BenchReport, result: Measured) -> dict[str, Any]:
 
 def _times(samples: Sequence[float], nbytes: int, fraction: float | None) -> dict[str, Any]:
     """Describe samples; ``median``, ``lowest`` and ``highest`` are without the first."""
-    later = steady(samples)
-    median = statistics.median(later)
+    rest = steady(samples)
+    median = statistics.median(rest)
     return {
         "first": samples[0],
         "median": median,
-        "lowest": min(later),
-        "highest": max(later),
+        "lowest": min(rest),
+        "highest": max(rest),
         "bytes_per_second": nbytes / median if median else None,
         "of_limit": fraction,
         "samples": samples,

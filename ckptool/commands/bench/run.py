@@ -120,13 +120,13 @@ def prepare_bench(options: BenchOptions) -> PreparedBench:
     out = save_folder(options.out, abort=options.abort)
     require_proportional_memory()
     _require_torch()
-    like = options.like
-    specs = specs_like(like) if like else specs_of_size(options.size or STATE_SIZE)
+    checkpoint = options.like
+    specs = specs_like(checkpoint) if checkpoint else specs_of_size(options.size or STATE_SIZE)
     devices = find_accelerators()
     ranks = _count_ranks(options.ranks, devices)
     require_room(out, total(specs), ranks, devices)
     settings = Settings(
-        source=str(like) if like else "a llama-like model in fp32 with AdamW",
+        source=str(checkpoint) if checkpoint else "a llama-like model in fp32 with AdamW",
         nbytes=total(specs),
         tensors=len(specs),
         ranks=ranks,
@@ -143,10 +143,10 @@ def _require_torch() -> None:
     if version is None:
         raise Unsupported("the benchmark needs torch", hint="pip install 'ckptool[torch]'")
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TORCH:
-        wanted = ".".join(map(str, _OLDEST_TORCH))
+        oldest = ".".join(map(str, _OLDEST_TORCH))
         raise Unsupported(
-            f"the benchmark needs torch {wanted} or newer, {version} is installed",
-            hint=f"pip install 'torch>={wanted}'",
+            f"the benchmark needs torch {oldest} or newer, {version} is installed",
+            hint=f"pip install 'torch>={oldest}'",
         )
 
 
@@ -168,15 +168,15 @@ def find_accelerators() -> Accelerators:
         ) from None
 
 
-def _count_ranks(asked: int | None, devices: Accelerators) -> int:
+def _count_ranks(count: int | None, devices: Accelerators) -> int:
     """Return how many ranks train; Unsupported if this machine has too few devices for them."""
     launched = read_launch(os.environ)
     if launched is not None:
         ranks, local = launched.size, read_number(os.environ, "LOCAL_WORLD_SIZE")
-        if asked not in (None, ranks):
-            raise Unsupported(f"--ranks {asked}: torchrun started {ranks}")
+        if count not in (None, ranks):
+            raise Unsupported(f"--ranks {count}: torchrun started {ranks}")
     else:
-        ranks = local = asked or devices.count or _CPU_RANKS
+        ranks = local = count or devices.count or _CPU_RANKS
     if devices.count and local > devices.count:
         raise Unsupported(
             f"{local} ranks: there are {devices.count} devices of type {devices.type}",

@@ -106,16 +106,16 @@ class StoreFolder(Struct, frozen=True):
 
         Raises Unsupported if that is missing.
         """
-        own = type(open_file_system(self.place.url, {})).__module__.partition(".")[0]
-        return tuple(dict.fromkeys(("fsspec", own)))
+        package = type(open_file_system(self.place.url, {})).__module__.partition(".")[0]
+        return tuple(dict.fromkeys(("fsspec", package)))
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of every file below, as the store lists them now."""
         try:
-            found = self.place.store.find(self.place.key, str(self.place))
+            files = self.place.store.find(self.place.key, str(self.place))
         except NotFound:
             return {}
-        return {name: file.nbytes for name, file in found.items()}
+        return {name: file.nbytes for name, file in files.items()}
 
     def make_durable(self) -> None:
         """Do nothing: what is in a store is safe."""

@@ -54,7 +54,7 @@ def scratch(out: SaveFolder, *, leads: bool = True) -> Iterator[Folders]:
     A process that does not lead makes only what is its own; ``join_scratch`` has the rest.
     """
     temporary = tempfile.mkdtemp(prefix=_PREFIX)  # with sockets, whose paths must be short
-    made = [DiskFolder(Path(temporary))]
+    disk_folders = [DiskFolder(Path(temporary))]
     folders = Folders(
         temporary,
         parent=str(out.disk.resolve() if out.disk else tempfile.gettempdir()),
@@ -67,7 +67,7 @@ def scratch(out: SaveFolder, *, leads: bool = True) -> Iterator[Folders]:
             yield folders
             return
         work = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folders.parent))
-        made.append(DiskFolder(work))
+        disk_folders.append(DiskFolder(work))
         folders = replace(folders, name=work.name)
         if out.disk is not None:
             yield folders
@@ -75,7 +75,7 @@ def scratch(out: SaveFolder, *, leads: bool = True) -> Iterator[Folders]:
             with scratch_in_store(out / work.name):
                 yield folders
     finally:
-        for folder in made:
+        for folder in disk_folders:
             folder.remove()
 
 
@@ -92,14 +92,14 @@ def join_scratch(folders: Folders, meeting: Meeting) -> Iterator[Folders]:
     joined = replace(folders, name=name)
     try:
         joined.scratch.mkdir()
-        made = True
+        is_new = True
     except FileExistsError:
-        made = False
+        is_new = False
     try:
         yield joined
         meeting.gather(None)
     finally:
-        if made:
+        if is_new:
             DiskFolder(joined.scratch).remove()
 
 

@@ -38,12 +38,12 @@ class SharedMemory:
 
     def left(self, doomed: Collection[int] = ()) -> list[Path]:
         """Return what is still there and no process holds but those ``doomed``, by their ids."""
-        there = sorted(path for inode, path in self._seen.items() if _inode(path) == inode)
-        if not there:
+        paths = sorted(path for inode, path in self._seen.items() if _inode(path) == inode)
+        if not paths:
             return []
         users = (pid for pid in psutil.pids() if pid not in doomed)
         in_use = {inode for pid in users for _, inode in _memory_of(pid)}
-        return [path for path in there if _inode(path) not in in_use]
+        return [path for path in paths if _inode(path) not in in_use]
 
     def remove_left(self) -> None:
         """Remove what is left."""

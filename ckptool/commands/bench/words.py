@@ -47,8 +47,8 @@ def cost_words(report: BenchReport) -> str:
     rest = [r for r in report.results if r.is_consistent and r is not best]
     if rest:
         second = min(rest, key=report.loss_of)
-        lost = report.cost(second).lost
-        words += "" if lost is None else f"; {second.name} would cost {share(lost)}"
+        loss = report.cost(second).lost
+        words += "" if loss is None else f"; {second.name} would cost {share(loss)}"
     return words
 
 

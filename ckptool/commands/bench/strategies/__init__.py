@@ -26,13 +26,13 @@ STRATEGIES: dict[str, Strategy] = {
 """Every strategy by name, in the order of measurement."""
 
 
-def select_strategies(wanted: Iterable[str]) -> list[str]:
-    """Return the names of the ``wanted`` strategies; all if none is given.
+def select_strategies(words: Iterable[str]) -> list[str]:
+    """Return the names of the strategies that some ``words`` mean; all if there are none.
 
     A word is a name, a family (before the ``/``), a glob, or ``MODULE:CLASS`` for a custom saver.
     Raises UsageError if a word matches nothing.
     """
-    names = [name for word in wanted for name in _match(word)]
+    names = [name for word in words for name in _match(word)]
     return list(dict.fromkeys(names)) or list(STRATEGIES)
 
 

@@ -33,8 +33,8 @@ class Environment(Struct, frozen=True):
         """Return why state cannot be staged in shared memory here, with numbers, or None."""
         if self.shared_free >= self.nbytes * 21 // 20:
             return None
-        free, needed = f"{self.shared_free:,}", f"{self.nbytes:,}"
-        return f"/dev/shm has {free} bytes free, staging needs {needed}"
+        free, size = f"{self.shared_free:,}", f"{self.nbytes:,}"
+        return f"/dev/shm has {free} bytes free, staging needs {size}"
 
 
 class Handle:

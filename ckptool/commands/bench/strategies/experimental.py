@@ -33,10 +33,10 @@ class Experimental(Strategy):
     def unavailable(self, environment: Environment) -> str | None:
         """Require torch's builders or those that follow, and shared memory to stage in."""
         try:
-            gone = import_experimental() is None
+            is_gone = import_experimental() is None
         except Exception as error:  # noqa: BLE001 (a library that cannot be used is a reason)
             return (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        if gone and installed_version(_PACKAGE) is None:
+        if is_gone and installed_version(_PACKAGE) is None:
             return f"this torch has it no more, and {_PACKAGE} is not installed"
         return super().unavailable(environment)
 

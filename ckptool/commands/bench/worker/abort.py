@@ -45,8 +45,8 @@ def abort(rank: Rank, name: str, strategy: Strategy, whole: Collection[str]) -> 
     finished = _kill_in_mid_save(rank, strategy, job, path)
     processes = orphans(_GRACE)
     ranks = rank.meeting.gather([finished, [command_line(process) for process in processes]])
-    own = {os.getpid(), *(process.pid for process in processes)}
-    unused = rank.shared.left(own)
+    pids = {os.getpid(), *(process.pid for process in processes)}
+    unused = rank.shared.left(pids)
     stray = [folder / n for n in _names_in(folder) - {path.name}]
     stray += [temporary / n for n in _names_in(temporary) - files]
     rank.meeting.gather(None)
@@ -57,7 +57,7 @@ def abort(rank: Rank, name: str, strategy: Strategy, whole: Collection[str]) -> 
     rank.clean(folder)
     result = AbortResult(
         folder=verdict,
-        finished=all(over for over, _ in ranks),
+        finished=all(has_finished for has_finished, _ in ranks),
         processes=tuple(command for _, commands in ranks for command in commands),
         shared=tuple(memory.name for memory in unused),
         files=tuple(sorted(map(str, stray))),

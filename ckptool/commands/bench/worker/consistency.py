@@ -22,7 +22,7 @@ _MOST_DIFFERENCES = 8
 _MOST_RANGES = 4
 
 
-class Found(Struct):
+class Differences(Struct):
     """What of the loaded tensors is not as at the call, on one rank or on all.
 
     Of ``elements``, ``changed`` are as the parameters were changed to. ``first`` tells the first
@@ -55,27 +55,27 @@ def check_consistency(
     Returns also the seconds of each load.
     """
     wait = strategy.must_wait
-    found, seconds = _save_and_change(strategy, training, folder / "checked", tell, wait=wait)
+    differences, seconds = _save_and_change(strategy, training, folder / "checked", tell, wait=wait)
     at_once, loads = None, [seconds]
     if wait:
         early, seconds = _save_and_change(strategy, training, folder / "at-once", tell, wait=False)
         at_once = len(early.names)
         loads.append(seconds)
     consistency = Consistency(
-        verdict=DIRTY if found.names else CONSISTENT,
+        verdict=DIRTY if differences.names else CONSISTENT,
         changed="once staged" if wait else "after the call",
-        tensors=tuple(found.names),
+        tensors=tuple(differences.names),
         of=len(shards(training.state)),
         at_once=at_once,
-        cause=found.cause,
-        differences=tuple(found.first),
+        cause=differences.cause,
+        differences=tuple(differences.first),
     )
     return consistency, loads
 
 
 def _save_and_change(
     strategy: Strategy, training: Training, path: SaveFolder, tell: Tell, *, wait: bool
-) -> tuple[Found, float]:
+) -> tuple[Differences, float]:
     """Return what of the saved tensors is not as it was at the call, and the seconds of the load.
 
     Copies that the library queues behind the work of the stream that trains are in flight when
@@ -83,7 +83,7 @@ def _save_and_change(
     """
     import torch.distributed as dist
 
-    before = snapshot(training.state)
+    original = snapshot(training.state)
     dist.barrier()
     training.occupy()
     handle = strategy.save(training.state, path.target)
@@ -104,9 +104,9 @@ def _save_and_change(
     loaded = strategy.load(empty, path.target)
     training.device.synchronize()
     seconds = time.perf_counter() - begin
-    found = find_differences(before, loaded)
+    differences = find_differences(original, loaded)
     remove_together(path)
-    return found, seconds
+    return differences, seconds
 
 
 def remove_together(path: SaveFolder) -> None:
@@ -124,43 +124,43 @@ def snapshot(state: State) -> dict[str, Any]:
     return {name: local.detach().to("cpu", copy=True) for name, local in shards(state).items()}
 
 
-def find_differences(before: Mapping[str, Any], loaded: State) -> Found:
-    """Return what differs in any bit on any rank, the same on every rank; missing tensors do."""
+def find_differences(original: Mapping[str, Any], loaded: State) -> Differences:
+    """Return the tensors that differ in any bit or are missing on any rank: the same on each."""
     import torch.distributed as dist
 
-    own, locals_loaded = Found(), shards(loaded)
-    for name in sorted(before):
-        difference = _compare(name, dist.get_rank(), before[name], locals_loaded.get(name))
+    differences, locals_loaded = Differences(), shards(loaded)
+    for name in sorted(original):
+        difference = _compare(name, dist.get_rank(), original[name], locals_loaded.get(name))
         if difference is not None:
-            own.names.append(name)
-            own.elements += difference.elements
-            own.changed += difference.changed
-            own.first = [*own.first, difference][:_MOST_DIFFERENCES]
-    ranks = gather(own)
-    return Found(
-        names=sorted({name for found in ranks for name in found.names}),
-        elements=sum(found.elements for found in ranks),
-        changed=sum(found.changed for found in ranks),
-        first=[one for found in ranks for one in found.first][:_MOST_DIFFERENCES],
+            differences.names.append(name)
+            differences.elements += difference.elements
+            differences.changed += difference.changed
+            differences.first = [*differences.first, difference][:_MOST_DIFFERENCES]
+    ranks = gather(differences)
+    return Differences(
+        names=sorted({name for rank in ranks for name in rank.names}),
+        elements=sum(rank.elements for rank in ranks),
+        changed=sum(rank.changed for rank in ranks),
+        first=[first for rank in ranks for first in rank.first][:_MOST_DIFFERENCES],
     )
 
 
-def _compare(name: str, rank: int, before: Any, loaded: Any) -> Difference | None:
+def _compare(name: str, rank: int, original: Any, loaded: Any) -> Difference | None:
     """Compare a shard, element by element, with both states; None if it is as at the call."""
     import torch
 
-    count = before.numel()
-    if loaded is None or before.dtype != loaded.dtype or before.shape != loaded.shape:
+    count = original.numel()
+    if loaded is None or original.dtype != loaded.dtype or original.shape != loaded.shape:
         return Difference(name, rank, count, count, 0, ((0, count),))
     if not count:
         return None
-    then, now = _bytes_of(before), _bytes_of(loaded)
+    then, now = _bytes_of(original), _bytes_of(loaded)
     if torch.equal(then, now):
         return None
     differs = (then != now).any(1)
-    later = before.clone()
-    invert(later)
-    changed = int(((_bytes_of(later) == now).all(1) & differs).sum())
+    inverse = original.clone()
+    invert(inverse)
+    changed = int(((_bytes_of(inverse) == now).all(1) & differs).sum())
     return Difference(name, rank, int(differs.sum()), count, changed, _ranges(differs))
 
 

@@ -81,12 +81,12 @@ class Pulse:
 
     def _grows(self, folder: Path) -> bool:
         """Whether there are other bytes on the disk than at the last look."""
-        before = self._nbytes
+        last_size = self._nbytes
         try:
             self._nbytes = sum(DiskFolder(folder).sizes().values())
         except OSError:  # what was listed is renamed or removed by now
             return True
-        return self._nbytes != before
+        return self._nbytes != last_size
 
     def _works(self, processes: list[psutil.Process], seconds: float) -> bool:
         """Whether a process has worked since the last look; takes note of those that ended."""
