@@ -46,9 +46,9 @@ def prepare(
 ) -> Transfer[ConvertReport]:
     """Plan a conversion, shared by ``ranks``; nothing is written and no tensor is read yet."""
     target = resolve_target(target)
-    named = named_writer(options.to, target)
+    writer = named_writer(options.to, target)
     opened = open_checkpoint(source, options.read, whole=False, placements=False)
-    writer = named or own_writer(opened, target)
+    writer = writer or own_writer(opened, target)
     require_apart(opened, target)
     rewritten = rewrite(
         opened,
@@ -104,8 +104,8 @@ def _lay_out(
     """
     catalog, how = rewritten.catalog, options.rewrite
     request = Request(target.name, options.max_shard_size, options.single_rank)
-    asked = how.map.assets is not None or how.selection.peft_adapter
-    if asked or catalog.companions or writer.loading.is_model_folder:
+    needs_files = how.map.assets is not None or how.selection.peft_adapter
+    if needs_files or catalog.companions or writer.loading.is_model_folder:
         from ckptool.commands.model.folder import lay_out_folder
 
         return lay_out_folder(opened, rewritten, how, writer, request)
@@ -118,10 +118,10 @@ def _holds_nothing(
     opened: OpenedCheckpoint, catalog: Catalog, layout: Layout, writer: Format
 ) -> Unsupported:
     """Return the error of a format that can hold nothing of a checkpoint, as of numpy's arrays."""
-    lost = not_carried(layout, catalog)
+    names = not_carried(layout, catalog)
     return Unsupported(
         f"{opened.path}: {writer.name} can hold nothing of it: no tensors, but"
-        f" {plural(len(lost), 'value')} such as {min(lost)}",
+        f" {plural(len(names), 'value')} such as {min(names)}",
         "limit-exceeded",
         hint="--to torch-save keeps values",
     )
@@ -150,10 +150,10 @@ def prepare_save(
     return Transfer(opened, plan, target, options.transfer, report, (writer.name, "save"))
 
 
-def require_some(opened: OpenedCheckpoint, kept: Catalog) -> None:
+def require_some(opened: OpenedCheckpoint, subset: Catalog) -> None:
     """Raise if what was selected may not be written, or is nothing."""
-    require_writable(opened, kept)
-    if not kept.tensors and not kept.objects:
+    require_writable(opened, subset)
+    if not subset.tensors and not subset.objects:
         raise UsageError(
             "no tensors or values left to convert: all are excluded",
             hint="what --select names is kept, without what --drop names",
@@ -198,27 +198,27 @@ def own_writer(opened: OpenedCheckpoint, target: Location) -> Format:
 
 def named_writer(to: str | None, target: Location) -> Format | None:
     """Return the format that --to or a suffix says, None if neither does; UsageError as above."""
-    alone = single_file_suffixes().get(target.suffix)
-    if to is None and alone is None:
+    single = single_file_suffixes().get(target.suffix)
+    if to is None and single is None:
         return None
     if to is not None and (to not in FORMATS or FORMATS[to].writing.convert is None):
         why = "convert does not write it" if to in FORMATS else "unknown format"
         raise UsageError(f"--to {to!r}: {why}", hint=_written_by(to))
-    row = FORMATS[to] if to is not None else alone
-    if row is None or (alone is not None and alone is not row):
+    row = FORMATS[to] if to is not None else single
+    if row is None or (single is not None and single is not row):
         kind = "files" if row is not None and row.detection.suffixes else "a folder"
         raise UsageError(
             f"{target}: the name of a {target.suffix} file, but --to {to} writes {kind}",
             hint="choose another name for DST, or leave --to out",
         )
     suffixes, folder = row.detection.suffixes, row.detection.folder
-    if suffixes and folder is None and alone is None:
+    if suffixes and folder is None and single is None:
         raise UsageError(
             f"{target}: --to {row.name} writes a file, whose name ends in one of"
             f" {', '.join(suffixes)}",
             hint=f"name it {target.name}{suffixes[0]}; --to dcp and --to hf write folders",
         )
-    return row if folder is None or alone is row else FORMATS[folder]
+    return row if folder is None or single is row else FORMATS[folder]
 
 
 def _written_by(to: str) -> str | None:

@@ -167,9 +167,9 @@ def _detect_from_file(path: Location) -> Candidate:
             hint = f"tar -xf {path} -C FOLDER, then run ckptool on a part of FOLDER"
             raise Unrecognized(f"{path}: {what}: {list_some(list(archive.files))}", hint=hint)
         return inside
-    alone = _detect_alone(source, path.name, lambda row: around is None or row.matches(around))
-    if alone is not None:
-        return Candidate(path, source, alone)
+    single = _detect_alone(source, path.name, lambda row: around is None or row.matches(around))
+    if single is not None:
+        return Candidate(path, source, single)
     if not source.files[path.name]:
         raise Unrecognized(f"{path}: the file is empty (0 bytes)")
     disk = on_disk(path)
@@ -187,12 +187,12 @@ def _detect_from_file(path: Location) -> Candidate:
 
 def _detect_in_archive(path: Location, archive: PlacedFiles) -> Candidate | None:
     """Return the model at the top level of an archive; None if there is none."""
-    found = [one for one in _candidates(path, archive) if str(within(one.path, path)) in _WEIGHTS]
-    if len(found) != 1:
+    models = [c for c in _candidates(path, archive) if str(within(c.path, path)) in _WEIGHTS]
+    if len(models) != 1:
         return None
-    inner = str(within(found[0].path, path))
+    inner = str(within(models[0].path, path))
     rest = (n for n in archive.files if n != inner and not n.startswith(f"{inner}/"))
-    return replace(found[0], path=path, beside=tuple(f"{path.name}/{name}" for name in rest))
+    return replace(models[0], path=path, beside=tuple(f"{path.name}/{name}" for name in rest))
 
 
 def _folder_around(path: Location) -> Files | None:
@@ -213,11 +213,11 @@ def _near(path: Location) -> Path | None:
 
 def _find_enclosing(path: Location, folder: Files) -> Candidate | None:
     """Find the checkpoint in the file's folder that the file is only a part of."""
-    found = _find_in_folder_of(path, folder)
+    whole = _find_in_folder_of(path, folder)
     singles = single_file_suffixes().values()
-    alone = {name for row in singles for name in (row.name, row.detection.folder)}
-    if found is None or not _near(path) or (found.named is None and found.format.name in alone):
-        return found
+    names = {name for row in singles for name in (row.name, row.detection.folder)}
+    if whole is None or not _near(path) or (whole.named is None and whole.format.name in names):
+        return whole
     return _find_in_folder_of(path, folder_at(path.parent))
 
 
@@ -225,29 +225,29 @@ def _find_in_folder_of(path: Location, folder: Files) -> Candidate | None:
     """Return the checkpoint that a file of a folder is a part of, or all of; None if neither."""
     whole = detect_folder(folder)
     rows = [row for row in FORMATS.values() if row.detection.has_set(folder, path.name)]
-    known = _files_of(whole, folder) if rows and whole else None
-    if rows and (known is None or path.name not in known[0]):
+    whole_files = _files_of(whole, folder) if rows and whole else None
+    if rows and (whole_files is None or path.name not in whole_files[0]):
         return Candidate(path, folder, rows[0], named=path.name)
     if whole is None:
         return None
     if _is_part(path.name):
-        named = path.name if _role_of(path.name) is FileRole.ITEMS else None
-        return Candidate(path.parent, folder, whole, named=named)
-    others = whole.detection.other_saves(folder, path.name)
-    if others and (disk := on_disk(path)):
-        folder, known = LocalSource.folder(disk.parent, without=others), None
-    alone = detect(file_at(path))
+        name = path.name if _role_of(path.name) is FileRole.ITEMS else None
+        return Candidate(path.parent, folder, whole, named=name)
+    other_saves = whole.detection.other_saves(folder, path.name)
+    if other_saves and (disk := on_disk(path)):
+        folder, whole_files = LocalSource.folder(disk.parent, without=other_saves), None
+    single = detect(file_at(path))
     # without a number it is no rank's and no shard's, such as optimizer.bin of accelerate
-    is_whole = alone is not None and not re.search("[0-9]", path.name)
-    if is_whole and alone is whole and not path.name.endswith(tuple(single_file_suffixes())):
+    is_whole = single is not None and not re.search("[0-9]", path.name)
+    if is_whole and single is whole and not path.name.endswith(tuple(single_file_suffixes())):
         return Candidate(path.parent, folder, whole)  # it says what the others are, and no more
-    is_readable = is_whole or (alone is not None and bool(alone.detection.suffixes))
+    is_readable = is_whole or (single is not None and bool(single.detection.suffixes))
     rest = (row for row in FORMATS.values() if row is not whole and row.matches(folder))
     for row in (whole, *(() if is_readable else rest)):
-        found = known if known and row is whole else _files_of(row, folder)
-        if found is None:
+        row_files = whole_files if whole_files and row is whole else _files_of(row, folder)
+        if row_files is None:
             return None if is_readable else Candidate(path.parent, folder, row)
-        files, is_sound = found
+        files, is_sound = row_files
         if path.name not in files:
             continue
         if {file for file in files if not (file.endswith(EXTRA) or _is_part(file))} == {path.name}:
@@ -291,8 +291,8 @@ def _detect_below(path: Location, source: Files) -> Candidate:
     latest = latest_folder(source)
     if latest is not None:
         inner = _detect_in_folder(path / latest)
-        beside = (name for name in source.files if "/" not in name)
-        return replace(inner, beside=(*inner.beside, *beside))
+        names = (name for name in source.files if "/" not in name)
+        return replace(inner, beside=(*inner.beside, *names))
     candidates = list(_candidates(path, source))
     if len(candidates) == 1:
         return _with_beside(candidates[0], path, source)
@@ -303,14 +303,14 @@ def _detect_below(path: Location, source: Files) -> Candidate:
     raise nothing_found(path, folder_of(path), source)
 
 
-def _with_beside(only: Candidate, path: Location, source: Files) -> Candidate:
+def _with_beside(child: Candidate, path: Location, source: Files) -> Candidate:
     """Add to the only candidate below a folder those files of the folder that are not its own."""
-    inner = "/".join(within(only.path, path).parts)
-    own = {f"{inner}/{name}" for name in only.source.files} if only.path.is_dir() else {inner}
-    own |= {inner.removesuffix(".safetensors") + EXTRA}
-    beside = tuple(name for name in source.files if name not in own)
+    inner = "/".join(within(child.path, path).parts)
+    files = {f"{inner}/{name}" for name in child.source.files} if child.path.is_dir() else {inner}
+    files |= {inner.removesuffix(".safetensors") + EXTRA}
+    neighbours = tuple(name for name in source.files if name not in files)
     unlisted = {n: why for n, why in source.unlisted.items() if not n.startswith(f"{inner}/")}
-    return replace(only, beside=(*only.beside, *beside), unlisted_beside=unlisted)
+    return replace(child, beside=(*child.beside, *neighbours), unlisted_beside=unlisted)
 
 
 def detect_folder(source: Files) -> Format | None:
@@ -365,9 +365,9 @@ def _candidates(
                 yield file
 
 
-def _detect_alone(alone: Files, name: str, has_set: Callable[[Format], bool]) -> Format | None:
+def _detect_alone(source: Files, name: str, has_set: Callable[[Format], bool]) -> Format | None:
     """Return the format of a file by itself: of a rank's only if its folder has a set of them."""
-    row, singles = detect(alone), single_file_suffixes()
+    row, singles = detect(source), single_file_suffixes()
     is_whole = row is None or row.detection.suffixes or has_set(row)
     return row if is_whole else next((singles[s] for s in singles if name.endswith(s)), row)
 
@@ -379,12 +379,12 @@ def _single_file(
     is_named = name.endswith((ARCHIVE, *single_file_suffixes())) or is_unnamed_torch(source, name)
     if is_side or not is_named:
         return None
-    alone = source.alone(name)
-    archive = archive_in(alone, path / name)
+    file = source.alone(name)
+    archive = archive_in(file, path / name)
     if archive is not None:
         return _detect_in_archive(path / name, archive)
-    row = _detect_alone(alone, name, partial(has_set, name.rpartition("/")[0]))
-    return None if row is None else Candidate(path / name, alone, row)
+    row = _detect_alone(file, name, partial(has_set, name.rpartition("/")[0]))
+    return None if row is None else Candidate(path / name, file, row)
 
 
 def _several(path: Location, candidates: list[Candidate]) -> Several:

@@ -41,12 +41,12 @@ class Report(Struct, frozen=True):
         return bool(getattr(self, "ok", True))
 
     def __repr__(self) -> str:
-        said = ", ".join(f"{name}={value!r}" for name, value in self._short().items())
-        return f"<ckptool.{type(self).__name__} {said}>"
+        text = ", ".join(f"{name}={value!r}" for name, value in self._short().items())
+        return f"<ckptool.{type(self).__name__} {text}>"
 
     def _repr_html_(self) -> str:
-        said = self._short().items()
-        return table_html(cells_html("th", [name]) + cells_html("td", [it]) for name, it in said)
+        rows = self._short().items()
+        return table_html(cells_html("th", [key]) + cells_html("td", [cell]) for key, cell in rows)
 
     def _short(self) -> dict[str, Any]:
         """Return the fields that are single numbers, texts, paths or booleans."""

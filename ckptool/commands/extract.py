@@ -99,18 +99,18 @@ class ExtractReport(TransferReport, frozen=True, kw_only=True):
 
     def more(self) -> Mapping[str, object]:
         """Return what was extracted."""
-        return {"tensors": [each.to_dict() for each in self.slices]}
+        return {"tensors": [part.to_dict() for part in self.slices]}
 
 
 @no_collecting()
-def open_slices(source: Location, asked: Sequence[str], options: ExtractOptions) -> Extraction:
+def open_slices(source: Location, texts: Sequence[str], options: ExtractOptions) -> Extraction:
     """Find ``NAME`` or ``NAME[0:4, :8]`` in a checkpoint; no tensor byte is read.
 
     A name may be a glob, or a part that only one name has, or one of the model's. Raises
     UsageError if there is no such tensor or index, Damaged if its chunks do not tile it.
     """
     opened = open_checkpoint(source, options.read, whole=False, placements=False)
-    subscripts, choices = _resolve(opened.catalog, asked)
+    subscripts, choices = _resolve(opened.catalog, texts)
     names = Selection(select=tuple(subscripts))
     casts = options.rewrite.casts
     if casts is not None and casts.model is not None:  # an exact name is meant, weight or not
@@ -121,11 +121,11 @@ def open_slices(source: Location, asked: Sequence[str], options: ExtractOptions)
     problems = [gap for name in subscripts if (gap := coverage_problem(whole[name])) is not None]
     if problems:
         raise damaged(problems, subject=str(opened.path))
-    wanted = {
+    picks_of = {
         name: picks(name, whole[name].shape, split_subscript(f"{_ANY}{written}")[1])
         for name, written in subscripts.items()
     }
-    catalog = _take(opened, catalog, wanted)
+    catalog = _take(opened, catalog, picks_of)
     slices = tuple(
         TensorSlice(catalog.tensors[name], written, whole[name].shape)
         for name, written in subscripts.items()
@@ -133,25 +133,23 @@ def open_slices(source: Location, asked: Sequence[str], options: ExtractOptions)
     return Extraction(opened, catalog, slices, choices)
 
 
-def _resolve(catalog: Catalog, asked: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _resolve(catalog: Catalog, texts: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the requested subscript of each tensor, as it was written, and notes on choices."""
-    known = dict.fromkeys((*catalog.tensors, *catalog.conflicts))
+    known_names = dict.fromkeys((*catalog.tensors, *catalog.conflicts))
     subscripts: dict[str, str] = {}
     choices = []
-    for text in asked:
-        is_name = text in known or text in catalog.objects
+    for text in texts:
+        is_name = text in known_names or text in catalog.objects
         name = text if is_name else split_subscript(text)[0]
-        names = [] if name in catalog.objects else matching_names(known, name)
+        names = [] if name in catalog.objects else matching_names(known_names, name)
         if len(names) > 1 and not is_glob(name):
-            names, others = _of_model(catalog, name, names)
-            choices.append(
-                f"{plural(len(others), 'other name')} with {name}: {list_some(others, 1)}"
-            )
+            names, rest = _of_model(catalog, name, names)
+            choices.append(f"{plural(len(rest), 'other name')} with {name}: {list_some(rest, 1)}")
         if not names:
             raise _no_tensor(catalog, name)
-        for one in names:
-            if subscripts.setdefault(one, text[len(name) :]) != text[len(name) :]:
-                raise UsageError(f"{one}: requested twice", hint="one slice of a tensor at a time")
+        for full in names:
+            if subscripts.setdefault(full, text[len(name) :]) != text[len(name) :]:
+                raise UsageError(f"{full}: requested twice", hint="one slice of a tensor at a time")
     return subscripts, tuple(choices)
 
 
@@ -181,26 +179,26 @@ def _no_tensor(catalog: Catalog, name: str) -> UsageError:
 
 
 def _take(
-    opened: OpenedCheckpoint, catalog: Catalog, wanted: Mapping[str, Sequence[Pick]]
+    opened: OpenedCheckpoint, catalog: Catalog, picks_of: Mapping[str, Sequence[Pick]]
 ) -> Catalog:
-    """Return a catalog of only the wanted elements; containers without any are not opened."""
-    needed = {n: without_other_chunks(catalog.tensors[n], at) for n, at in wanted.items()}
-    wanted_alone = replace(catalog, tensors=needed, objects={})
-    located = opened.open_containers(wanted_alone, Opens.LATE_IN_STORES)
-    for name in wanted:
+    """Return a catalog of only the picked elements; containers without any are not opened."""
+    entries = {n: without_other_chunks(catalog.tensors[n], at) for n, at in picks_of.items()}
+    part = replace(catalog, tensors=entries, objects={})
+    located = opened.open_containers(part, Opens.LATE_IN_STORES)
+    for name in picks_of:
         if name not in located.tensors:
             raise Unsupported(
                 f"{name}: a tensor subclass that wraps others, not a plain tensor",
                 hint="convert gives the tensors in it names of their own",
             )
-    return located.with_tensors({n: take(located.tensors[n], at) for n, at in wanted.items()})
+    return located.with_tensors({n: take(located.tensors[n], at) for n, at in picks_of.items()})
 
 
 # Into a file
 
 
 def prepare_extract(
-    source: Location, asked: Sequence[str], target: Location, options: ExtractOptions
+    source: Location, texts: Sequence[str], target: Location, options: ExtractOptions
 ) -> Transfer[ExtractReport]:
     """Plan to write tensors to a ``.npy`` or ``.safetensors`` file, which must not exist yet."""
     target = resolve_target(target)
@@ -212,25 +210,25 @@ def prepare_extract(
         )
     if target.exists():
         raise Unsupported(f"{target} already exists", hint="extract never overwrites a file")
-    taken = open_slices(source, asked, options)
-    require_apart(taken.opened, target)
-    catalog = taken.catalog
+    extraction = open_slices(source, texts, options)
+    require_apart(extraction.opened, target)
+    catalog = extraction.catalog
     if catalog.metadata:
-        catalog = rewrite_texts(taken.opened.catalog, catalog)
+        catalog = rewrite_texts(extraction.opened.catalog, catalog)
     layout = Layout((_LAYOUTS[suffix](target.name, catalog),), folder=False)
     plan = Plan(catalog, layout)
     report = ExtractReport.of(
-        taken.opened,
+        extraction.opened,
         plan,
         target,
         suffix.removeprefix("."),
         options.transfer,
-        notes=(*catalog.notes, *taken.choices),
+        notes=(*catalog.notes, *extraction.choices),
         map=None,
-        slices=taken.slices,
+        slices=extraction.slices,
     )
-    decided = (suffix, [(each.subscript, each.of) for each in taken.slices])
-    return Transfer(taken.opened, plan, target, options.transfer, report, decided)
+    decided = (suffix, [(part.subscript, part.of) for part in extraction.slices])
+    return Transfer(extraction.opened, plan, target, options.transfer, report, decided)
 
 
 def _lay_out_npy(path: str, catalog: Catalog) -> FileLayout:
@@ -299,23 +297,23 @@ class Values(Struct, frozen=True):
     edge: int = _EDGE
 
 
-def read_values(taken: Extraction, most: int = _FULL) -> list[Values]:
+def read_values(extraction: Extraction, most: int = _FULL) -> list[Values]:
     """Read slices of at most ``most`` elements, and only the edges of larger ones.
 
     Raises Damaged if checksums do not match, Changed if files were written to meanwhile.
     """
     read: list[Values] = []
     requests: list[FillRequest] = []
-    for each in taken.slices:
-        entry, full = each.entry, each.entry.elements <= most
+    for part in extraction.slices:
+        entry, full = part.entry, part.entry.elements <= most
         edges = [[(0, n)] if full or n <= 2 * _EDGE else _edges(n) for n in entry.shape]
         shape = [sum(hi - lo for lo, hi in dim) for dim in edges]
         bits: Array = np.empty(shape, unit(entry.dtype.itemsize))
         for box, at in _boxes(edges):
             requests.append(FillRequest(entry, box, ArrayMemory(part_of(bits, at))))
-        read.append(Values(each, bits, full))
-    fill(requests, taken.opened.source, taken.opened.source.policy.workers)
-    require_unchanged(taken.opened.catalog, taken.opened.source)
+        read.append(Values(part, bits, full))
+    fill(requests, extraction.opened.source, extraction.opened.source.policy.workers)
+    require_unchanged(extraction.opened.catalog, extraction.opened.source)
     return [replace(v, numbers=_numbers(v.numbers, v.slice.entry.dtype)) for v in read]
 
 

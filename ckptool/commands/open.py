@@ -149,38 +149,38 @@ def open_checkpoint(
     return replace(opened, catalog=_with_parts(catalog, options))
 
 
-def require_sound(opened: OpenedCheckpoint, kept: Catalog) -> None:
-    """Raise for the refusals in what is ``kept`` of a checkpoint: Hostile for code, else Damaged.
+def require_sound(opened: OpenedCheckpoint, subset: Catalog) -> None:
+    """Raise for the refusals in a ``subset`` of a checkpoint: Hostile for code, else Damaged.
 
     Tensors of unsupported kinds stay among the conflicts.
     """
-    reasons = kept.conflicts.values()
+    reasons = subset.conflicts.values()
     if unsound := [w for w in reasons if isinstance(w, Refusal) and w.code != UNREAD]:
         error = refused(unsound, subject=str(opened.path))
         raise explain_damage(opened.source, error) if isinstance(error, Damaged) else error
 
 
-def require_readable(opened: OpenedCheckpoint, kept: Catalog) -> None:
+def require_readable(opened: OpenedCheckpoint, subset: Catalog) -> None:
     """Raise Unsupported, too, for tensors of unsupported kinds."""
-    require_sound(opened, kept)
-    if unread := [why for why in kept.conflicts.values() if isinstance(why, Refusal)]:
+    require_sound(opened, subset)
+    if unread := [why for why in subset.conflicts.values() if isinstance(why, Refusal)]:
         raise refused(unread, subject=str(opened.path))
 
 
-def require_agreement(opened: OpenedCheckpoint, kept: Catalog) -> None:
-    """Raise Damaged, too, if ranks contradict one another on something that is ``kept``.
+def require_agreement(opened: OpenedCheckpoint, subset: Catalog) -> None:
+    """Raise Damaged, too, if ranks contradict one another on something in the ``subset``.
 
     Raises Unsupported if everything missing was excluded when the checkpoint was saved.
     """
-    require_readable(opened, kept)
-    reasons = kept.conflicts.values()
+    require_readable(opened, subset)
+    reasons = subset.conflicts.values()
     codes = {why.code if isinstance(why, Problem) else "" for why in reasons}
     if codes == {"frozen-excluded"}:
         raise Unsupported(
             "; ".join(reasons),
-            hint=f"`ckptool convert --drop {next(iter(kept.conflicts))}` converts the rest",
+            hint=f"`ckptool convert --drop {next(iter(subset.conflicts))}` converts the rest",
         )
-    if kept.conflicts:
+    if subset.conflicts:
         raise damaged(
             list(reasons),
             subject="the ranks' files",
@@ -189,9 +189,9 @@ def require_agreement(opened: OpenedCheckpoint, kept: Catalog) -> None:
         )
 
 
-def require_writable(opened: OpenedCheckpoint, kept: Catalog) -> None:
+def require_writable(opened: OpenedCheckpoint, subset: Catalog) -> None:
     """Raise Unsupported, too, if the checkpoint is a weight delta, so that nothing is written."""
-    require_agreement(opened, kept)
+    require_agreement(opened, subset)
     if DELTA in opened.catalog.info:
         from ckptool.formats.safetensors import require_weights
 
@@ -213,15 +213,15 @@ def _scan(candidate: Candidate, options: ScanOptions) -> Catalog:
         raise explain_damage(source, error) from None
     unread = run_bounded(path, lambda: unread_files(candidate, catalog, options.problems or ()))
     links = unlisted_notes(candidate.unlisted)
-    named = _named_notes(candidate.named, catalog)
-    return replace(catalog, notes=(*named, *catalog.notes, *unread, *links))
+    part_notes = _named_notes(candidate.named, catalog)
+    return replace(catalog, notes=(*part_notes, *catalog.notes, *unread, *links))
 
 
-def _named_notes(named: str | None, catalog: Catalog) -> Iterator[Problem]:
+def _named_notes(name: str | None, catalog: Catalog) -> Iterator[Problem]:
     """Yield a note that more is read than the file that was named: all that it is a part of."""
-    if named is not None:
-        message = f"{named} is one of {len(catalog.files):,} files, which are read together"
-        yield Problem(message, PART_NAMED, file=named)
+    if name is not None:
+        message = f"{name} is one of {len(catalog.files):,} files, which are read together"
+        yield Problem(message, PART_NAMED, file=name)
 
 
 class Survey(Struct, frozen=True):
@@ -271,8 +271,8 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
     if catalog is not None:
         refusals = {n: why for n, why in catalog.conflicts.items() if isinstance(why, Refusal)}
         problems += [why for why in refusals.values() if not why.derived]
-        others = {n: why for n, why in catalog.conflicts.items() if n not in refusals}
-        catalog = _with_parts(replace(catalog, conflicts=others), options)
+        conflicts = {n: why for n, why in catalog.conflicts.items() if n not in refusals}
+        catalog = _with_parts(replace(catalog, conflicts=conflicts), options)
     causes = with_cause(source, problems)
     how = candidate.path, source, candidate.format, catalog, tuple(causes)
     return Survey(*how, named=candidate.named, headers=headers)

@@ -107,19 +107,19 @@ def rewrite(
         selected = selected or select_entries(source.catalog, selection)
     except NoModel as error:
         raise error.within(str(opened.path)) from None
-    kept, renamed = selected.catalog, RenamedCounts()
+    subset, renamed = selected.catalog, RenamedCounts()
     if selection.rename or selection.strip_prefix is not None:
-        kept, renamed = _rename(kept, selection)
-    counts = source.counts(kept)
-    check(opened, kept)
+        subset, renamed = _rename(subset, selection)
+    counts = source.counts(subset)
+    check(opened, subset)
     if casts is not None:
-        require_scales(source.catalog, kept, casts)
+        require_scales(source.catalog, subset, casts)
     options.map.require_asked()
-    catalog, whole = kept, not (selection.select or selection.drop)
+    catalog, whole = subset, not (selection.select or selection.drop)
     if opens is None and options.map.is_asked:
         opens = Opens.LATE_IN_STORES
     if opens is not None:
-        catalog, report = open_mapped(opened, kept, options.map, opens, whole=whole)
+        catalog, report = open_mapped(opened, subset, options.map, opens, whole=whole)
     if casts is not None:
         catalog, cast_counts = cast_catalog(opened, catalog, casts, options.map.assets)
     if catalog.metadata or options.drop_metadata or options.metadata:
@@ -131,7 +131,7 @@ def rewrite(
             additions=options.metadata,
         )
     return RewriteResult(
-        source.catalog, kept, catalog, report, cast_counts, counts, renamed, selected.unwrapped
+        source.catalog, subset, catalog, report, cast_counts, counts, renamed, selected.unwrapped
     )
 
 
@@ -159,9 +159,9 @@ def _located(opened: OpenedCheckpoint) -> Catalog:
     """
     catalog = opened.catalog
     names = quantized_names(catalog) | {pair.scales.name for pair in pairs(catalog)}
-    wanted = {n: e for n, e in catalog.tensors.items() if n in names} or catalog.tensors
-    located = opened.open_containers(catalog.with_tensors(wanted))
-    rest = {n: e for n, e in catalog.tensors.items() if n not in wanted or n in located.tensors}
+    tensors = {n: e for n, e in catalog.tensors.items() if n in names} or catalog.tensors
+    located = opened.open_containers(catalog.with_tensors(tensors))
+    rest = {n: e for n, e in catalog.tensors.items() if n not in tensors or n in located.tensors}
     return located.with_tensors(rest | located.tensors)
 
 
@@ -255,7 +255,7 @@ def only_model(catalog: Catalog) -> Catalog:
 
 def open_mapped(
     opened: OpenedCheckpoint,
-    kept: Catalog,
+    subset: Catalog,
     options: MapOptions,
     opens: Opens,
     *,
@@ -268,18 +268,18 @@ def open_mapped(
     UsageError or Unsupported if that is not possible.
     """
     if not options.is_asked:
-        return opened.open_containers(kept, opens), None
+        return opened.open_containers(subset, opens), None
     from ckptool.commands.keymap.maps import map_checkpoint
 
     opens = Opens.AT_ONCE if opens is Opens.AT_ONCE else Opens.LATE_IN_STORES
-    located = opened.open_containers(kept, opens)
+    located = opened.open_containers(subset, opens)
     if opens is not Opens.AT_ONCE:
         with suppress(Unsupported):  # as nothing is added to an unopened tensor
             catalog, report = map_checkpoint(opened, located, options, whole=whole)
             chunks = (chunk for entry in catalog.tensors.values() for chunk in entry.chunks)
             if all(map(_may_stay_unopened, chunks)):
                 return catalog, report
-        located = opened.open_containers(kept)
+        located = opened.open_containers(subset)
     return map_checkpoint(opened, located, options, whole=whole)
 
 

@@ -44,15 +44,16 @@ def unread_files(
     """
     sizes = candidate.source.files
     problems = [*reported, *(note for note in catalog.notes if isinstance(note, Problem))]
-    known = {*catalog.files, *catalog.companions, *catalog.copies, *(p.file for p in problems)}
-    unread = [name for name, size in sizes.items() if size and name not in known and is_data(name)]
+    names = {*catalog.files, *catalog.companions, *catalog.copies, *(p.file for p in problems)}
+    unread = [name for name, size in sizes.items() if size and name not in names and is_data(name)]
     unread += [name for name in candidate.beside if is_data(name)]
     if not unread or candidate.path.name == candidate.named:
         return []
     unfinished = [problem for name in unread if (problem := unfinished_file(name))]
     unread = [name for name in unread if unfinished_file(name) is None]
     folders = dict(_checkpoints(candidate, catalog.files, unread))
-    files = [name for name in unread if not any(name.startswith(f"{one}/") for one in folders)]
+    heads = tuple(f"{folder}/" for folder in folders)
+    files = [name for name in unread if not name.startswith(heads)]
     notes = _file_notes(files, is_of_trainer=TRAINER_STATE in sizes)
     return [*unfinished, *_folder_notes(candidate, folders), *notes]
 
@@ -62,13 +63,13 @@ def _checkpoints(
 ) -> Iterator[tuple[str, str]]:
     """Yield the folders of unread files that are checkpoints by themselves, and their formats."""
     occupied = {str(parent) for name in used for parent in PurePosixPath(name).parents}
-    beside = set(candidate.beside)
-    inside = (PurePosixPath(name).parents for name in unread if name not in beside)
+    neighbours = set(candidate.beside)
+    inside = (PurePosixPath(name).parents for name in unread if name not in neighbours)
     folders = dict.fromkeys(str(folder) for parents in inside for folder in reversed(parents))
     free = [folder for folder in folders if folder not in occupied and folder != "."]
     covered: list[str] = []
     for folder in free[:_MOST_FOLDERS]:
-        if any(folder.startswith(f"{outer}/") for outer in covered):
+        if any(folder.startswith(f"{around}/") for around in covered):
             continue
         try:
             row = candidate.detect_below(folder)
@@ -96,17 +97,17 @@ def _folder_notes(candidate: Candidate, folders: Mapping[str, str]) -> Iterator[
 
 def _file_notes(names: list[str], *, is_of_trainer: bool) -> Iterator[Problem]:
     for group in _group_numbered(names):
-        first, some = group[0], list_some(group, 1)
+        first, text = group[0], list_some(group, 1)
         if tensorless := _TENSORLESS.get(first.rpartition("/")[2]):
-            yield Problem(f"not read: {some}: {tensorless}", "note", file=first)
+            yield Problem(f"not read: {text}: {tensorless}", "note", file=first)
         elif _ADAPTER.fullmatch(first):
-            message = f"not read: {some}: an adapter, a separate checkpoint"
+            message = f"not read: {text}: an adapter, a separate checkpoint"
             yield Problem(message, "checkpoint-nested", file=first)
         elif is_of_trainer and _OF_TRAINER.fullmatch(first):
-            message = f"beside the model: {some}: transformers' Trainer goes on from it"
+            message = f"beside the model: {text}: transformers' Trainer goes on from it"
             yield Problem(message, "note", file=first)
         else:
-            message = f"not read: {some}: looks like part of a checkpoint"
+            message = f"not read: {text}: looks like part of a checkpoint"
             yield Problem(message, "file-unused", file=first)
 
 
@@ -147,8 +148,8 @@ def require_listed(problems: Sequence[Problem]) -> None:
 def _unlisted_error(problems: Sequence[Problem]) -> NotFound | Changed:
     """Return one error for all entries that are not listed."""
     lasting = [problem for problem in problems if problem.code != "file-changed"]
-    first, *others = lasting or problems
-    message = f"{first} (and {len(others):,} more)" if others else str(first)
+    first, *rest = lasting or problems
+    message = f"{first} (and {len(rest):,} more)" if rest else str(first)
     shown = Problem(message, first.code, file=first.file)
     if not lasting:
         return Changed(shown, hint="retry when nothing is writing to the source")
