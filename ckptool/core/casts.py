@@ -34,7 +34,7 @@ class Casts(Struct, frozen=True):
     ) -> dict[str, DType | None]:
         """Return the types to cast tensors to; None if none was requested.
 
-        ``names`` are those of all tensors, any of which a rule may name.
+        ``names`` are the names of all tensors, any of which a rule may name.
         """
         rules = [(meant_by([pattern], names), dtype) for pattern, dtype in self.rules]
 
@@ -169,7 +169,7 @@ def is_computed(entry: TensorEntry) -> bool:
 def computed_places(entry: TensorEntry) -> list[Computed]:
     """Return where a tensor is computed of others.
 
-    Only chunks in a tuple are examined: those of tables are places in files.
+    Only chunks in a tuple are examined: chunks of tables are places in files.
     """
     chunks = entry.chunks if isinstance(entry.chunks, tuple) else ()
     return [chunk.at for chunk in chunks if isinstance(chunk.at, Computed)]

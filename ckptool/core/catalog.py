@@ -322,7 +322,7 @@ class Catalog(Struct, frozen=True):
     ``conflicts`` are the names that cannot be read because ranks contradict one another, and why.
     ``companions`` are files that belong to the model but contain no tensor (config.json,
     tokenizer), with their sizes in bytes. ``copies`` are files that repeat others and are not read.
-    ``bare`` are those of ``files`` without a structure of their own: metadata says where elements
+    ``bare`` are the ``files`` without a structure of their own: metadata says where elements
     are in them, whatever their first bytes or their names look like. ``archives`` are the
     torch.save archives inside larger files, opened or not, including those of values. ``named`` is
     what its metadata files, all pickles, name: for each file, module and name of classes and

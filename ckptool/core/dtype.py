@@ -97,7 +97,7 @@ class DType(Struct, frozen=True, eq=False):
 
     def __reduce__(self) -> tuple[Callable[[str], DType], tuple[str]]:
         """Unpickle to the same object in another process."""
-        return _named, (self.name,)
+        return _find, (self.name,)
 
 
 _TABLE = (
@@ -153,7 +153,7 @@ SHORT_NAMES = {
 }
 
 
-def _named(name: str) -> DType:
+def _find(name: str) -> DType:
     return BY_NAME[name]
 
 

@@ -134,7 +134,7 @@ class WrittenCut(Struct, frozen=True, eq=False, dict=True):
         return [box.volume for box in self.boxes]
 
     def places(self, paths: Collection[str]) -> list[int]:
-        """Return which of the boxes are in some files."""
+        """Return the numbers of the boxes that are in the files ``paths``."""
         return [at for at, (path, _) in enumerate(self.files) if path in paths]
 
 

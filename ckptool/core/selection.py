@@ -116,7 +116,7 @@ def unknown_tensor(message: str, name: str, catalog: Catalog) -> UsageError:
 
 def select(catalog: Catalog, patterns: Sequence[str]) -> Catalog:
     """Keep only the tensors and values that are meant. UsageError if a pattern means nothing."""
-    return keep_names(catalog, _chosen(catalog, patterns, (), "--select"))
+    return keep_names(catalog, _choose_names(catalog, patterns, (), "--select"))
 
 
 def drop(catalog: Catalog, patterns: Sequence[str], former_names: Container[str] = ()) -> Catalog:
@@ -124,7 +124,7 @@ def drop(catalog: Catalog, patterns: Sequence[str], former_names: Container[str]
 
     ``former_names`` are names that the catalog had before, which a pattern may be, too.
     """
-    return drop_names(catalog, _chosen(catalog, patterns, former_names, "--drop"))
+    return drop_names(catalog, _choose_names(catalog, patterns, former_names, "--drop"))
 
 
 def drop_names(catalog: Catalog, names: Iterable[str]) -> Catalog:
@@ -132,7 +132,7 @@ def drop_names(catalog: Catalog, names: Iterable[str]) -> Catalog:
     return keep_names(catalog, {*names_of(catalog)}.difference(names))
 
 
-def _chosen(
+def _choose_names(
     catalog: Catalog, patterns: Sequence[str], former_names: Container[str], option: str
 ) -> set[str]:
     names = names_of(catalog)

@@ -64,11 +64,11 @@ def duration(seconds: float) -> str:
 
 def duration_range(least: float, most: float) -> str:
     """Return ``2 to 5 min``, ``40 s to 2 min`` or ``2 to 3 h``: both in seconds, rounded."""
-    (first, unit), (last, larger) = map(_rounded, (least, most))
+    (first, unit), (last, larger) = map(_round, (least, most))
     return f"{first}{'' if unit == larger else f' {unit}'} to {last} {larger}"
 
 
-def _rounded(seconds: float) -> tuple[int, str]:
+def _round(seconds: float) -> tuple[int, str]:
     """Return a time in its unit: to 5 s, or whole."""
     if seconds < 90:
         return max(5, 5 * round(seconds / 5)), "s"

@@ -125,12 +125,12 @@ class RecordCheck:
     def unseen(self) -> list[Record]:
         """Return the required records whose noted pieces do not cover them exactly."""
         required = (record for record in self._tensor if record in self._required)
-        return [record for record in required if not self._covered(record)]
+        return [record for record in required if not self._is_covered(record)]
 
     def cut(self) -> Iterator[tuple[Record, str, list[CrcPiece]]]:
         """Yield the records to be joined that are not covered: with a tensor, and noted runs."""
         for record in self._joined - self._required:
-            if not self._covered(record):
+            if not self._is_covered(record):
                 yield record, self._tensor[record], _join_adjoining(self._pieces[record])
 
     def problems(self, without: Collection[Record] = ()) -> list[Problem]:
@@ -141,7 +141,7 @@ class RecordCheck:
         problems: list[Problem] = []
         doubtful = (item for item in self._tensor.items() if item[0] not in self._intact)
         for record, tensor in sorted(doubtful, key=lambda item: (item[0].file, item[0].offset)):
-            if record in without or not (record in self._required or self._covered(record)):
+            if record in without or not (record in self._required or self._is_covered(record)):
                 continue
             pieces = [(o, n, c) for o, (n, c) in self._pieces[record].items()]
             actual = join_crcs(pieces)
@@ -177,7 +177,7 @@ class RecordCheck:
     def _note_gap(self, gap: tuple[Record, int, int], tiles: Iterator[memoryview]) -> None:
         self.piece(*gap, crc_of(tiles))
 
-    def _covered(self, record: Record) -> bool:
+    def _is_covered(self, record: Record) -> bool:
         if record in self._intact:
             return True
         position = record.offset

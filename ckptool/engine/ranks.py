@@ -209,7 +209,7 @@ def _no_meeting(launch: Launch, why: str) -> Unsupported:
 class NodeRanks(Struct, frozen=True):
     """The ranks that write into the same place as this one, out of all ``places``.
 
-    All ranks do on a shared disk, else those of one machine.
+    On a shared disk these are all ranks, else the ranks of one machine.
     """
 
     rank: int

@@ -142,21 +142,21 @@ def _assign(sizes: Sequence[int], count: int) -> list[int]:
 
     Neighbors are mostly made from the same rows of the source, which their owner then reads once.
     """
-    balanced = _balanced(sizes, count)
+    balanced = _assign_balanced(sizes, count)
     if len(sizes) <= count:
         return balanced
-    in_order, most = _in_order(sizes, count), _AS_BALANCED * _largest_load(sizes, balanced)
+    in_order, most = _assign_in_order(sizes, count), _AS_BALANCED * _largest_load(sizes, balanced)
     return in_order if _largest_load(sizes, in_order) <= most else balanced
 
 
-def _in_order(sizes: Sequence[int], count: int) -> list[int]:
+def _assign_in_order(sizes: Sequence[int], count: int) -> list[int]:
     """Return the owner of each item, by where its middle is among all bytes."""
     total, ends = sum(sizes), accumulate(sizes)
     middles = (2 * end - nbytes for end, nbytes in zip(ends, sizes, strict=True))
     return [min(count - 1, middle * count // max(1, 2 * total)) for middle in middles]
 
 
-def _balanced(sizes: Sequence[int], count: int) -> list[int]:
+def _assign_balanced(sizes: Sequence[int], count: int) -> list[int]:
     """Return the owner of each item: the largest first, to whoever has the fewest bytes so far."""
     owners = [0] * len(sizes)
     load = [(0, owner) for owner in range(count)]

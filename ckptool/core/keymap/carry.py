@@ -76,7 +76,7 @@ def _blocks(rule: Rule, tensor: BoundTensor, known_sizes: Sizes) -> Iterator[Bou
     patterns = rule.blocks(tensor.pattern)
     dims = [d for d in range(len(tensor.axes)) if d != block.dim]
     if len(tensor.axes) != len(entry.shape):
-        raise _uneven(tensor, known_sizes)
+        raise _refuse_shape(tensor, known_sizes)
     rest = tuple(tensor.axes[d] for d in dims), tuple(entry.shape[d] for d in dims)
     sizes = solve([rest], known_sizes)
     whole = [(pattern.axes or ())[block.dim] for pattern in patterns]
@@ -85,7 +85,7 @@ def _blocks(rule: Rule, tensor: BoundTensor, known_sizes: Sizes) -> Iterator[Bou
     outer, inner = _lengths(block, sizes)
     lengths = [_length(dim, sizes) // (outer * inner) if outer * inner else 0 for dim in whole]
     if outer * sum(lengths) * inner != entry.shape[block.dim]:
-        raise _uneven(tensor, sizes)
+        raise _refuse_shape(tensor, sizes)
     entry, start = split_dim(entry, block.dim, [outer, sum(lengths), inner]), 0
     for pattern, length in zip(patterns, lengths, strict=True):
         part = narrow(entry, block.dim + 1, start, start + length)
@@ -102,7 +102,7 @@ def _lengths(block: Block, sizes: Sizes) -> tuple[int, int]:
     return _length(block.outer, sizes), _length(block.inner, sizes)
 
 
-def _uneven(tensor: BoundTensor, sizes: Sizes) -> Unsupported:
+def _refuse_shape(tensor: BoundTensor, sizes: Sizes) -> Unsupported:
     names = {name for axis in axes_of(tensor.axes) for name in axis}
     details = ", ".join(f"{name} {size:,}" for name, size in sizes.items() if name in names)
     return Unsupported(
@@ -159,14 +159,14 @@ def _add(entry: TensorEntry, add: int) -> TensorEntry:
     if not add:
         return entry
 
-    def added(at: Place) -> Place:
+    def add_to(at: Place) -> Place:
         if not isinstance(at, Extent | EncodedBlob):
             raise Unsupported(f"{entry.name}: quantized, so {add} cannot be added to it")
         return replace(at, ops=(*at.ops, f"add{add:+d}"))
 
     if entry.source_dtype.kind != "float" or entry.source_dtype.itemsize == 1:
         raise Unsupported(f"{entry.name}: {add} cannot be added to {entry.source_dtype}")
-    return replace(entry, chunks=tuple(c.at_places([*map(added, c.places)]) for c in entry.chunks))
+    return replace(entry, chunks=tuple(c.at_places([*map(add_to, c.places)]) for c in entry.chunks))
 
 
 def one_value(names: Sequence[str], entries: Sequence[TensorEntry]) -> list[CarriedTensor]:
@@ -177,7 +177,7 @@ def one_value(names: Sequence[str], entries: Sequence[TensorEntry]) -> list[Carr
 
 def _as_copies(entries: Sequence[TensorEntry]) -> TensorEntry:
     """Return the first entry with the rest as its copies; their chunks have the same boxes."""
-    return replace(entries[0], chunks=merge_copies(_ranked(entries)))
+    return replace(entries[0], chunks=merge_copies(_rank_chunks(entries)))
 
 
 def _tie(
@@ -198,7 +198,7 @@ def _tie(
     return [CarriedTensor(pattern.name(common, sizes), first, what) for pattern in targets]
 
 
-def _ranked(entries: Sequence[TensorEntry]) -> Iterator[Chunk]:
+def _rank_chunks(entries: Sequence[TensorEntry]) -> Iterator[Chunk]:
     """Yield all chunks and their copies, each with a rank, as every copy needs one."""
     for entry in entries:
         for chunk in entry.chunks:
@@ -291,12 +291,12 @@ def _split_axes(tensor: BoundTensor, rule: Rule, sizes: Sizes) -> tuple[TensorEn
 
 
 def _find(axes: Sequence[Axis], axis: Axis) -> int:
-    """Return which of ``axes`` is a part of an axis, or contains it."""
+    """Return the one of ``axes`` that is a part of an axis, or contains it."""
     return next(place for place, other in enumerate(axes) if not set(axis).isdisjoint(other))
 
 
 def _start(axis: Axis, part: Axis, binding: Binding, sizes: Sizes) -> int:
-    """Return where a tensor's indices of an axis, or of a part of it, begin among the rule's."""
+    """Return the first index, in a rule's axis, of a tensor that has a part of the axis."""
     if len(axis) == 1:
         return binding.get(axis[0], 0)
     return sum(sizes[name] for name in axis[: axis.index(part[0])])

@@ -58,7 +58,7 @@ def _require_same_axes(rule: Rule) -> None:
 
 
 def _choice(part: Pattern, whole: Pattern, sums: list[Axis]) -> list[Axis]:
-    """Return which of each sum's axes a part has; UsageError if the axes differ."""
+    """Return the axis of each sum that a part has; UsageError if the other axes differ."""
     axes = {*((a,) for a in part.spelled), *axes_of(part.axes or ())}
     choices: list[Axis] = []
     for axis in sums:

@@ -33,9 +33,9 @@ class ModelFacts(Struct, frozen=True):
         """Add the names of a checkpoint's tensors, wrapped or not, and the facts that follow."""
         if not key_map.tells and all(rule.beside is None for rule in key_map.rules):
             return self
-        names = frozenset(inner for name in catalog.tensors for inner in unwrapped(name))
+        names = frozenset(inner for name in catalog.tensors for inner in unwrap(name))
         kinds = {abstract(name)[0] for name in catalog.tensors}
-        keys = {inner for kind in kinds for inner in unwrapped(kind)}
+        keys = {inner for kind in kinds for inner in unwrap(kind)}
         tells = key_map.tells.items()
         true = self.true.union(n for n, patterns in tells if all(p.key in keys for p in patterns))
         return replace(self, true=true, names=names)
@@ -120,7 +120,7 @@ def kinds_of(catalog: Catalog) -> frozenset[str]:
 
 def inner_kinds(catalog: Catalog) -> list[str]:
     """Return the kinds of the model's names, and what wrappers may have been put around, sorted."""
-    return sorted({inner for kind in kinds_of(catalog) for inner in unwrapped(kind)})
+    return sorted({inner for kind in kinds_of(catalog) for inner in unwrap(kind)})
 
 
 def may_match(kinds: Sequence[str], key_map: KeyMap) -> bool:
@@ -149,7 +149,7 @@ def fits(catalog: Catalog, kinds: frozenset[str], key_map: KeyMap, facts: ModelF
     pattern_keys = {pattern.key for pattern in patterns}
     globs = [abstract(keep.source)[0] for keep in key_map.keep]
     for kind in kinds - pattern_keys:
-        inner = [*unwrapped(kind)]
+        inner = [*unwrap(kind)]
         is_kept = any(fnmatchcase(name, glob) for name in inner for glob in globs)
         if pattern_keys.isdisjoint(inner) and not is_kept:
             return False
@@ -225,7 +225,7 @@ def _model_frames(names: Sequence[str], is_parameter: Knows) -> list[Frame]:
     A name's wrapper is its shortest prefix that is followed by a parameter's name, or a longer one
     that all names have: ``model.layers.0`` may be another spelling of ``layers.0``.
     """
-    parameters = ((name, next(filter(is_parameter, unwrapped(name)), None)) for name in names)
+    parameters = ((name, next(filter(is_parameter, unwrap(name)), None)) for name in names)
     counts = Counter(name.removesuffix(inner) for name, inner in parameters if inner is not None)
     most = max(counts.values(), default=0)
     frames = [Frame(prefix) for prefix, count in counts.items() if 2 * count >= most]
@@ -235,7 +235,7 @@ def _model_frames(names: Sequence[str], is_parameter: Knows) -> list[Frame]:
     return frames or [Frame("")]
 
 
-def unwrapped(name: str) -> Iterator[str]:
+def unwrap(name: str) -> Iterator[str]:
     """Yield the name, and the name without its first steps, which a wrapper may have added."""
     steps = name.split(".", _MOST_WRAPPERS)
     for count in range(len(steps)):

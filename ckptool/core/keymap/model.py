@@ -319,7 +319,7 @@ class UnknownSizes(UsageError):
         self.pattern = pattern
 
     def all_of(self, names: Sequence[str]) -> UnknownSizes:
-        """Return the same error for the sizes that several rules lack."""
+        """Return this error for ``names``, the sizes that several rules lack."""
         return UnknownSizes(names, self.pattern)
 
 

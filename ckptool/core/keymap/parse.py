@@ -43,7 +43,7 @@ Included = Callable[[str], KeyMap]
 def parse_map(content: Mapping[str, Any], where: str, included: Included) -> KeyMap:
     """Parse a TOML file's content; UsageError naming the rule if something is wrong."""
     names = _texts(content.get("include", []), where)
-    key_map = _bounded(_parse_own(content, where, has_more=bool(names)), where)
+    key_map = _require_bounds(_parse_own(content, where, has_more=bool(names)), where)
     without = _texts(content.get("without", []), where)
     within = _starts(_table(content, "within", where), f"{where}: [within]", _PLAIN)
     maps = [moved(included(name), within) for name in names]
@@ -52,18 +52,18 @@ def parse_map(content: Mapping[str, Any], where: str, included: Included) -> Key
         if not any(is_about(rule, glob) for rule in rules):
             raise UsageError(f"{where}: without = {glob!r} matches no name of what is included")
     for other in maps:
-        key_map = _bounded(with_included(key_map, other, without), where)
+        key_map = _require_bounds(with_included(key_map, other, without), where)
     for table in _tables(content, "also", where):
         starts = _starts(table, f"{where}: [[also]]", _BEGINNING)
         rules, keep = _copies(key_map.rules, starts), _keep_copies(key_map.keep, starts, where)
         if not rules and not keep:
             raise UsageError(f"{where}: [[also]] matches the beginning of no rule")
         key_map = replace(key_map, rules=(*rules, *key_map.rules), keep=(*keep, *key_map.keep))
-        key_map = _bounded(key_map, where)
+        key_map = _require_bounds(key_map, where)
     return key_map
 
 
-def _bounded(key_map: KeyMap, where: str) -> KeyMap:
+def _require_bounds(key_map: KeyMap, where: str) -> KeyMap:
     if max(len(key_map.rules), len(key_map.keep)) > _MOST_RULES:
         raise UsageError(f"{where}: more than {_MOST_RULES:,} rules, with those included")
     if len(key_map.sizes) > _MOST_SIZES:
@@ -93,11 +93,11 @@ def _copies(rules: Sequence[Rule], starts: Sequence[Mapping[str, str]]) -> list[
     for rule in rules:
         besides = [p for p in (rule.beside, rule.back) if p is not None]
         sides = [
-            [_moved(pattern, begin) for pattern in patterns]
+            [_move(pattern, begin) for pattern in patterns]
             for patterns, begin in zip((rule.sources, rule.targets), starts, strict=True)
         ]
         beside, back = (
-            name and _moved(name, begin)
+            name and _move(name, begin)
             for name, begin in zip((rule.beside, rule.back), starts, strict=True)
         )
         sources, targets = (tuple(p for p in side if p is not None) for side in sides)
@@ -115,7 +115,7 @@ def _keep_copies(
     return [keep_rule(new, to, f"{where}: [[also]]") for new, to in sides if new and to]
 
 
-def _moved(pattern: Pattern, starts: Mapping[str, str]) -> Pattern | None:
+def _move(pattern: Pattern, starts: Mapping[str, str]) -> Pattern | None:
     """Return a pattern with another prefix; None if it has none of the prefixes."""
     text = begin(pattern.text, starts)
     return None if text is None else _blocks(text)[pattern.block.place if pattern.block else 0]
@@ -313,7 +313,7 @@ def _rule(table: Mapping[str, Any]) -> Rule:
 def _beside(
     table: Mapping[str, Any], *sides: Sequence[Pattern]
 ) -> tuple[Pattern | None, Pattern | None]:
-    """Return the names that must exist beside those of either side."""
+    """Return the names that must exist beside the names of either side."""
     required: list[Pattern | None] = []
     names = _table(table, "beside", "the rule")
     _require_keys(names, {"from", "to"}, "beside")

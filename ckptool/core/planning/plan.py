@@ -135,7 +135,7 @@ class Plan:
         ]
 
     def groups_of(self, name: str, table: WrittenChunks, limit: int) -> list[Group]:
-        """Group the parts of one tensor as ``groups`` does those of each of the ``batches``."""
+        """Group the parts of one tensor as ``groups`` does for each of the ``batches``."""
         by_rows: dict[object, list[LayoutPart]] = {}
         at_once = is_small(self.catalog.tensors[name], limit)
         for at, chunk in enumerate(table):
@@ -176,7 +176,7 @@ class Plan:
         ]
 
     def jobs(self, group: Group, limit: int) -> Iterator[list[Tile]]:
-        """Yield the tiles of a group, in order; those of one job read the same source rows."""
+        """Yield the tiles of a group by job, in order; the tiles of a job read the same rows."""
         entry = self.entry_of(group)
         return tiles_of_group(group, entry, self.index, limit)
 
@@ -207,8 +207,8 @@ class Plan:
     def is_cut_in_runs(self, entry: TensorEntry, box: Box) -> bool:
         """Return whether each part of a box that a chunk of the output has is one run of the box.
 
-        A run is adjoining elements in row-major order, such as some of the rows. That chunk has
-        whole rows of it, too: only such are read as runs.
+        A run is adjoining elements in row-major order, such as some of the rows. The chunk must
+        have whole rows of the run, too: only such parts are read as runs.
         """
         return all(
             is_run(part, box) and chunk.box.shape[1:] == part.shape[1:]

@@ -23,7 +23,7 @@ ComputeByTorch = Callable[[Gather, Computed, Box, Any], Any]
 
 
 def by_torch(compute: ComputeByTorch) -> Compute:
-    """Return the same arithmetic for a type of this package, into an array of its bits."""
+    """Return ``compute`` as a function of a type of this package, into an array of its bits."""
 
     def compute_bits(gather: Gather, at: Computed, box: Box, dtype: DType) -> Array:
         try:
@@ -88,7 +88,7 @@ def read_codes(gather: Gather, entry: TensorEntry, box: Box, *, upper_first: boo
 
 
 def split_bytes(pairs: Any, box: Box, *, upper_first: bool) -> Any:
-    """Return the codes of four bits in bytes of torch, of which those of a box are the first."""
+    """Return the codes of four bits of a box, the first ones in bytes of torch."""
     import torch
 
     halves = (pairs >> 4, pairs & 0x0F) if upper_first else (pairs & 0x0F, pairs >> 4)

@@ -133,11 +133,11 @@ class QuantizationConfig:
         return self.group_of(module).block or _block("weight_block_size", self.fields)
 
     def group_of(self, module: str) -> Group:
-        """Return what is said of a module, in the order of compressed-tensors 0.20.
+        """Return the group of a module, in the order of compressed-tensors 0.20.
 
         A target is the name of a module, ``re:`` and a pattern of the beginning of names, or a
         class: in that order, and patterns by their text. ModelOpt's ``quantized_layers`` are names.
-        NO_GROUP if ``ignore`` matches the module; what is said of all if no target matches.
+        NO_GROUP if ``ignore`` matches the module; the group of all modules if no target matches.
         """
         if module not in self._found:
             group = self._match(self._ignored, module) or self._named.get(module)
@@ -238,7 +238,7 @@ def _target_groups(fields: Mapping[str, Any]) -> Iterator[tuple[str, Group]]:
 
 
 def _layer_groups(fields: Mapping[str, Any]) -> Iterator[tuple[str, Group]]:
-    """Yield the modules of ModelOpt's ``quantized_layers``, each with what is said of it."""
+    """Yield the modules of ModelOpt's ``quantized_layers``, each with its group."""
     layers = fields.get("quantized_layers")
     for name, settings in layers.items() if isinstance(layers, dict) else ():
         if isinstance(settings, dict):

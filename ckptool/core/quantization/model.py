@@ -36,8 +36,8 @@ class Kind(Struct, frozen=True):
 class Scheme(Struct, frozen=True):
     """A scheme, as its file defines it: what names tell it, its kinds, how it is found.
 
-    ``find`` yields the tensors that are complete, by the names that end with one of ``ends``, or
-    those of tensors of type ``dtype``.
+    ``find`` yields the tensors that are complete, given the names that end with one of ``ends``, or
+    the names of tensors of type ``dtype``.
     ``marks`` are patterns of the ends of names, after a dot, that tell a kind even if it is not
     complete, or of a variant that is not supported.
     """

@@ -69,11 +69,11 @@ def kinds(catalog: Catalog) -> dict[str, int]:
     quantized = list(pairs(catalog))
     counts = Counter(pair.kind.name for pair in quantized)
     stored = {entry.name for pair in quantized for entry in pair.stored}
-    counts.update(kind for name, kind in _marked(catalog) if name not in stored)
+    counts.update(kind for name, kind in _find_kinds(catalog) if name not in stored)
     return dict(counts)
 
 
-def _marked(catalog: Catalog) -> Iterator[tuple[str, str]]:
+def _find_kinds(catalog: Catalog) -> Iterator[tuple[str, str]]:
     """Yield the names that tell a kind, each with the kind."""
     for name in catalog.tensors:
         if kind := _kind(catalog, name):
@@ -98,7 +98,7 @@ def is_plain(catalog: Catalog) -> bool:
         return False
     if any("_scale" in name and _SCALE.fullmatch(name) for name in catalog.tensors):
         return False
-    return next(_marked(catalog), None) is None
+    return next(_find_kinds(catalog), None) is None
 
 
 def unknown_kind(catalog: Catalog, entry: TensorEntry, scales: Scales) -> Unsupported | None:
@@ -136,7 +136,7 @@ def packed_names(catalog: Catalog) -> set[str]:
 
 
 def quantized_names(catalog: Catalog) -> set[str]:
-    """Return the names of quantized tensors and their scales, those of unsupported kinds too.
+    """Return the names of quantized tensors and their scales, of unsupported kinds, too.
 
     Of a module that is quantized in another way than by pairs, that is all but its bias.
     """
@@ -147,7 +147,7 @@ def quantized_groups(catalog: Catalog) -> list[set[str]]:
     """Return the quantized tensors, each as the names of the tensors that make its numbers."""
     groups = [{entry.name for entry in pair.stored} for pair in pairs(catalog)]
     names = set[str]().union(*groups)
-    modules = {_module(name) for name, _ in _marked(catalog) if name not in names} - {""}
+    modules = {_module(name) for name, _ in _find_kinds(catalog) if name not in names} - {""}
     if not modules:
         return groups
     by_module: dict[str, set[str]] = {module: set() for module in modules}

@@ -101,7 +101,7 @@ def may_be_codes(name: str) -> bool:
 
 
 def _is_of(scale: str, last: str) -> bool:
-    """Return whether a scale beside a tensor may be of it, by the last parts of their names."""
+    """Return whether a scale may belong to a tensor beside it, by the last parts of their names."""
     if not _SCALE.search(scale):
         return False
     if last in _WEIGHTS or last in scale or _NAMELESS.fullmatch(scale):

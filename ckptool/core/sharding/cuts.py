@@ -104,7 +104,7 @@ def _take(runs: Runs, lengths: Iterable[int]) -> Iterator[Runs]:
 
 
 def _join(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Return the same sequence with adjacent runs merged."""
+    """Return the runs with adjacent ones merged."""
     merged: list[tuple[int, int]] = []
     for start, length in runs:
         if merged and sum(merged[-1]) == start:

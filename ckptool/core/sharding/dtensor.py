@@ -253,7 +253,7 @@ def declared_pieces(
     local_sizes: Sequence[Sizes],
     local_shape: Sizes,
 ) -> tuple[Piece, ...]:
-    """Return which boxes of the tensor of ``global_shape`` are where in that of ``local_shape``.
+    """Return the boxes of the global tensor with their places in the local one, by their shapes.
 
     Elements of the local tensor that no shard covers are padding. Raises ValueError if the numbers
     do not fit one another, as DCP does.

@@ -75,7 +75,7 @@ class BoxIndex:
 
 
 def as_key(boxes: Sequence[Box]) -> Sequence[Box]:
-    """Return boxes as they can be hashed: the same for those of tensors that are cut alike."""
+    """Return boxes as a hashable key, which tensors that are cut alike share."""
     return boxes if isinstance(boxes, BoxTable) else tuple(boxes)
 
 
@@ -88,7 +88,7 @@ def _shared_index(boxes: Sequence[Box]) -> BoxIndex:
 class Overlap(NamedTuple):
     """What a chunk shares with a box: ``box``, in the tensor's coordinates.
 
-    ``local`` is the same in the chunk's own coordinates, ``where`` in those of what is filled.
+    ``local`` is the same in the chunk's own coordinates, ``where`` in those of the box to fill.
     """
 
     chunk: Chunk

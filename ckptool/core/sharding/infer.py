@@ -277,7 +277,7 @@ def _complexity(placements: Placements) -> tuple[int, int, str]:
     return strided, -whole, " ".join(map(str, placements))
 
 
-def _undetermined(inference: Inference) -> Iterator[str]:
+def _explain_ambiguity(inference: Inference) -> Iterator[str]:
     """Yield why tensors get no placements: other ranks could have written the same chunks."""
     several = {name: fits for name, fits in inference.placements.items() if len(fits) > 1}
     for name, fits in itertools.islice(several.items(), 1):
@@ -306,7 +306,7 @@ def with_inferred_mesh(catalog: Catalog) -> Catalog:
     if inference.unexplained:
         dims = f"no device mesh of up to {_MOST_DIMS} dims explains the chunks of all tensors"
         notes = (*notes, f"{dims}: their placements are not inferred")
-    notes = (*notes, *_undetermined(inference))
+    notes = (*notes, *_explain_ambiguity(inference))
     tensors = dict(catalog.tensors)
     for name, fits in inference.placements.items():
         if len(fits) == 1 and tensors[name].elements:

@@ -70,15 +70,15 @@ def _clash(
     if len(spans) * len(starts) <= _FEW_PAIRS:
         pairs = ((a, b) for a in spans for b in starts)
         return next((pair for pair in pairs if _overlap(*pair)), None)
-    *others, dim = dims
-    if not others:
+    *head, dim = dims
+    if not head:
         return _one_way(spans, starts, dim)
     lows = sorted(box.lo[dim] for box in starts)
     if lows[0] == lows[-1]:
         through = [box for box in spans if box.lo[dim] <= lows[0] < box.hi[dim]]
-        return _either_way(through, starts, tuple(others))
+        return _either_way(through, starts, tuple(head))
     through = [box for box in spans if box.lo[dim] <= low and high <= box.hi[dim]]
-    pair = _either_way(through, starts, tuple(others))
+    pair = _either_way(through, starts, tuple(head))
     middle = lows[max(len(lows) // 2, bisect_right(lows, lows[0]))]
     rest = [box for box in spans if not (box.lo[dim] <= low and high <= box.hi[dim])]
     return (

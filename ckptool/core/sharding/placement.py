@@ -150,7 +150,7 @@ class Placer(Struct, frozen=True):
             return Choice(replicate(entry, self.mesh), "plain, the same on every rank")
         if self.policy is not None:
             return Choice(POLICIES[self.policy](entry, self.mesh), f"policy {self.policy}")
-        placements = self._kept(entry, catalog)
+        placements = self._keep(entry, catalog)
         if placements is not None:
             return Choice(placements, "kept from the source")
         if is_conventional(self.mesh):
@@ -188,7 +188,7 @@ class Placer(Struct, frozen=True):
         placed = tuple(by_dim_name(name, entry) for name in names)
         return fsdp_last(placed, self.mesh, {at for at, name in enumerate(names) if name == "ep"})
 
-    def _kept(self, entry: TensorEntry, catalog: Catalog) -> Placements | None:
+    def _keep(self, entry: TensorEntry, catalog: Catalog) -> Placements | None:
         """Carry the source's placements over by dim name or, with as many dims, by position."""
         source = entry.mesh or catalog.mesh
         if entry.placements is None or source is None:

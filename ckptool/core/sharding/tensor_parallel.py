@@ -161,7 +161,7 @@ class Fit(Struct, frozen=True):
         return self.pieces == ((box, box),)
 
     def place(self, chunk: Chunk) -> Iterator[Chunk]:
-        """Yield what a chunk of the shard holds of the whole tensor."""
+        """Yield the parts of the whole tensor that a chunk of the shard holds."""
         is_empty = not Box.whole(self.whole).volume
         for whole, local in self.pieces:
             common = chunk.box.intersect(local)

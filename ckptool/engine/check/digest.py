@@ -90,7 +90,7 @@ class DamageMap:
     def problem(self, place: Place, shape: tuple[int, ...], itemsize: int) -> str | None:
         """Return the problem of the bytes at a place; None if none is known.
 
-        ``shape`` and ``itemsize`` (bytes) are those of the elements there.
+        ``shape`` and ``itemsize`` (bytes) describe the elements there.
         """
         if isinstance(place, EncodedBlob):
             return self._damaged.get(place)

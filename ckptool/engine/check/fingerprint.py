@@ -67,7 +67,7 @@ class Printer:
 class RunPrinter:
     """Takes a fingerprint in a third of the time, of a tensor whose parts are runs of it.
 
-    It is the CRC-32 of the numbers in order, joined of those of the runs.
+    It is the CRC-32 of the numbers in order, joined from the checksums of the runs.
     """
 
     def __init__(self, rounded: DType) -> None:

@@ -333,12 +333,12 @@ def _unequal_stacks(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_U
         key = chunks_of(other).cut, other.shape, other.dtype
         reads_by_cut.setdefault(key, []).append((task, parts))
     for reads in reads_by_cut.values():
-        from ckptool.engine.read.gather import stacked
+        from ckptool.engine.read.gather import stack
         from ckptool.engine.read.numbers import part_of
 
         other = reads[0][0].pair.other
-        stack = stacked([parts for _, parts in reads], chunks_of(other).boxes, other)
-        for (task, _), values in zip(reads, stack, strict=True):
+        arrays = stack([parts for _, parts in reads], chunks_of(other).boxes, other)
+        for (task, _), values in zip(reads, arrays, strict=True):
             for run in task.runs:
                 data = b"".join([part_of(values, box).tobytes() for box in run.boxes])
                 if checksum(data) != run.checksum:

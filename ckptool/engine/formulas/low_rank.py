@@ -69,8 +69,8 @@ class LowRank(Struct, frozen=True):
 class Magnitudes(Struct, frozen=True):
     """``m * V / |V|`` of each row of ``V = W + scale * (B @ A)``, as PEFT merges a DoRA.
 
-    Stored are W, B, A and m. The length of a row is that of all its columns; those of the rows of a
-    cell are kept, by the bytes of the type they are for: other tiles have these rows, too.
+    Stored are W, B, A and m. The length of a row is over all its columns. The lengths of a cell's
+    rows are kept, by the bytes of the type they are for: other tiles have these rows, too.
     """
 
     sums: LowRank
@@ -89,10 +89,10 @@ class Magnitudes(Struct, frozen=True):
         return result
 
     def _lengths_of(self, gather: Gather, at: Computed, box: Box, dtype: DType) -> Array:
-        """Return the lengths of some rows."""
+        """Return the lengths of the rows of a box, computed for whole cells."""
         height, (most, columns) = rows_of_cell(at.stored[1].shape[-1]), at.part.shape
         (start,), (stop,) = box
-        first, last = _aligned(start, stop, height, most)
+        first, last = _align(start, stop, height, most)
         tops, size = range(first, last, height), dtype.itemsize
         step = max(1, _WHOLE_ROWS // (height * columns))
         for cells in (tops[n : n + step] for n in range(0, len(tops), step)):
@@ -116,8 +116,8 @@ def low_rank_reads(at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:
     """Yield that a box of a sum is computed of the same box, its rows of B and its columns of A."""
     weight, left, right = at.stored[:3]
     height, matrices = rows_of_cell(left.shape[-1]), (box.lo[:-2], box.hi[:-2])
-    rows = _aligned(box.lo[-2], box.hi[-2], height, weight.shape[-2])
-    columns = _aligned(box.lo[-1], box.hi[-1], columns_of_band(left.shape[-1]), weight.shape[-1])
+    rows = _align(box.lo[-2], box.hi[-2], height, weight.shape[-2])
+    columns = _align(box.lo[-1], box.hi[-1], columns_of_band(left.shape[-1]), weight.shape[-1])
     yield weight, box
     yield left, Box((*matrices[0], rows[0], 0), (*matrices[1], rows[1], left.shape[-1]))
     yield right, Box((*matrices[0], 0, columns[0]), (*matrices[1], right.shape[-2], columns[1]))
@@ -126,7 +126,7 @@ def low_rank_reads(at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:
 def magnitude_reads(at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:
     """Yield that a box is computed of all columns of its rows, and of these rows' magnitudes."""
     most, columns = at.part.shape
-    rows = _aligned(box.lo[0], box.hi[0], rows_of_cell(at.stored[1].shape[-1]), most)
+    rows = _align(box.lo[0], box.hi[0], rows_of_cell(at.stored[1].shape[-1]), most)
     yield from low_rank_reads(at, Box((rows[0], 0), (rows[1], columns)))
     yield at.stored[3], Box((box.lo[0],), (box.hi[0],))
 
@@ -156,23 +156,23 @@ def _products(
     gather: Gather, at: Computed, matrix: tuple[int, ...], box: Box, *, is_exact: bool
 ) -> Iterator[tuple[tuple[slice, slice], Array]]:
     """Yield the parts that a box has of one matrix, with their products, in bands of columns."""
-    factor = split if is_exact else _whole
+    factor = split if is_exact else _keep_whole
     weight, left, right = at.stored[:3]
     rank, (most_rows, most_columns) = left.shape[-1], weight.shape[-2:]
     height, cell, width = rows_of_cell(rank), columns_of_cell(rank), columns_of_band(rank)
-    top, bottom = _aligned(box.lo[-2], box.hi[-2], height, most_rows)
+    top, bottom = _align(box.lo[-2], box.hi[-2], height, most_rows)
 
     def rows_of(first: int, last: int) -> Array:
-        bits: Array = gather(left, _within(matrix, (first, 0), (last, rank)))
+        bits: Array = gather(left, _box_in(matrix, (first, 0), (last, rank)))
         return bits.reshape(last - first, rank)
 
     is_small = (bottom - top) * rank <= _WHOLE_ROWS
     box_bits = rows_of(top, bottom) if is_small else None
     for start in range(box.lo[-1] // width * width, box.hi[-1], width):
         stop = min(start + width, most_columns)
-        columns, own_columns = _common(start, stop, box.lo[-1], box.hi[-1])
-        bits = gather(right, _within(matrix, (0, start), (rank, stop))).reshape(rank, stop - start)
-        cells = factor(_in_cells(as_doubles(bits, right.source_dtype), cell), 1)
+        columns, own_columns = _intersect(start, stop, box.lo[-1], box.hi[-1])
+        bits = gather(right, _box_in(matrix, (0, start), (rank, stop))).reshape(rank, stop - start)
+        cells = factor(_cut_into_cells(as_doubles(bits, right.source_dtype), cell), 1)
         most = height if is_exact else _PART // max(len(cells.high) * cell, rank)
         for row, count in _rows_at_once(top, bottom, height, most):
             part = rows_of(row, row + count) if box_bits is None else box_bits[row - top :][:count]
@@ -180,7 +180,7 @@ def _products(
             blocks = numbers.reshape(-1, min(count, height), rank)
             product = np.empty((*blocks.shape[:2], len(cells.high), cell))
             multiply(factor(blocks, 2), cells, np.moveaxis(product, 2, 0))
-            rows, own_rows = _common(row, row + count, box.lo[-2], box.hi[-2])
+            rows, own_rows = _intersect(row, row + count, box.lo[-2], box.hi[-2])
             yield (own_rows, own_columns), product.reshape(count, -1)[rows, columns]
 
 
@@ -196,7 +196,7 @@ def _rows_at_once(top: int, bottom: int, height: int, most: int) -> Iterator[tup
         yield whole, bottom - whole
 
 
-def _in_cells(columns: Array, width: int) -> Array:
+def _cut_into_cells(columns: Array, width: int) -> Array:
     """Return columns by cells, of which the last may be filled up with zeros."""
     rank, count = columns.shape
     cells = -(-count // width)
@@ -205,22 +205,22 @@ def _in_cells(columns: Array, width: int) -> Array:
     return np.ascontiguousarray(filled.reshape(rank, cells, width).swapaxes(0, 1))
 
 
-def _whole(matrix: Array, rank_dim: int) -> Factor:
+def _keep_whole(matrix: Array, rank_dim: int) -> Factor:
     """Return a matrix as it is."""
     return Factor(matrix)
 
 
-def _within(matrix: tuple[int, ...], low: tuple[int, int], high: tuple[int, int]) -> Box:
+def _box_in(matrix: tuple[int, ...], low: tuple[int, int], high: tuple[int, int]) -> Box:
     """Return the box of a part of one matrix; ``matrix`` is its index if there are several."""
     return Box((*matrix, *low), (*(n + 1 for n in matrix), *high))
 
 
-def _aligned(start: int, stop: int, step: int, most: int) -> tuple[int, int]:
+def _align(start: int, stop: int, step: int, most: int) -> tuple[int, int]:
     """Return the whole steps around a range, up to the last index."""
     return start // step * step, min(-(-stop // step) * step, most)
 
 
-def _common(start: int, stop: int, low: int, high: int) -> tuple[slice, slice]:
-    """Return what two ranges have in common, as a part of each."""
+def _intersect(start: int, stop: int, low: int, high: int) -> tuple[slice, slice]:
+    """Return the intersection of two ranges, as a slice of each."""
     first, last = max(start, low), min(stop, high)
     return slice(first - start, last - start), slice(first - low, last - low)

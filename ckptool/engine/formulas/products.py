@@ -45,8 +45,8 @@ def split(matrix: Array, rank_dim: int) -> Factor:
         return Factor(matrix)
     bits = (_FRACTION - (matrix.shape[rank_dim] - 1).bit_length()) // 2
     exponents = np.maximum(np.frexp(most)[1], _LEAST_EXPONENT) - bits
-    high = _rounded(matrix, exponents)
-    return Factor(high, _rounded(matrix - high, exponents - bits))
+    high = _round(matrix, exponents)
+    return Factor(high, _round(matrix - high, exponents - bits))
 
 
 def multiply(left: Factor, right: Factor, products: Array) -> None:
@@ -66,7 +66,7 @@ def multiply(left: Factor, right: Factor, products: Array) -> None:
         products[first : first + step] = total
 
 
-def _rounded(numbers: Array, exponents: Array) -> Array:
+def _round(numbers: Array, exponents: Array) -> Array:
     """Return numbers rounded to multiples of powers of two.
 
     One whose last bit is that power is added, and subtracted again.

@@ -49,7 +49,7 @@ def openings(at: Place) -> Iterator[Opening]:
 
 
 def runs_of(needs: Iterable[Need], opened: set[Opening]) -> Iterator[ReadSpan]:
-    """Yield the bytes that are read, and those of what is opened, except what was opened before."""
+    """Yield the bytes that are read, also to open containers, except those ``opened`` before."""
     for need in needs:
         if isinstance(need, tuple):
             yield need

@@ -97,7 +97,7 @@ def cut(values: Array, tile: Tile, buffer: memoryview) -> memoryview:
     return data
 
 
-def stacked(
+def stack(
     tensors: Sequence[Sequence[memoryview]], boxes: Sequence[Box], entry: TensorEntry
 ) -> Array:
     """Return an array of tensors, along its first dim, from the bytes of each of their boxes."""
@@ -150,8 +150,8 @@ class Gatherer:
         What is one run of bytes of a checksummed record is noted. ``entry`` is the chunk's tensor.
         """
         if isinstance(at, EncodedBlob):
-            blob = self._blobs.decoded(at, entry)
-            out[...] = _strided(blob, at.start, at.strides, local, dtype.itemsize)
+            blob = self._blobs.decode(at, entry)
+            out[...] = _view(blob, at.start, at.strides, local, dtype.itemsize)
             _repair(out, at.ops, dtype)
         elif isinstance(at, Extent):
             if not out.size:
@@ -180,14 +180,14 @@ class Gatherer:
         return values
 
     def read_stored(self, entry: TensorEntry, box: Box) -> Array:
-        """Return the same as ``gather``, in memory that the next call may reuse."""
+        """Return a box as ``gather`` does, in memory that the next call may reuse."""
         nbytes = box.volume * entry.source_dtype.itemsize
         values = array(box.shape, entry.source_dtype, self._reader.memory(nbytes))
         self.gather_into(values, entry, box)
         return values
 
     def read_values(self, entry: TensorEntry, box: Box) -> Array:
-        """Return the same as ``read_stored``, in the element type that a rewrite requests.
+        """Return a box as ``read_stored`` does, in the element type that a rewrite requests.
 
         Raises Unsupported if that needs torch and torch is missing.
         """
@@ -202,7 +202,7 @@ class Gatherer:
         return result
 
     def gather_into(self, values: Array, entry: TensorEntry, box: Box) -> None:
-        """Read the same as ``gather`` into an array of the box's shape."""
+        """Read a box as ``gather`` does, into an array of its shape."""
         self.fill(values, entry, self.find(entry, box))
 
     def _read_by_turns(self, at: Computed) -> None:
@@ -286,7 +286,7 @@ class Gatherer:
                 part[...] = np.ndarray(part.shape, out.dtype, memory, 0, strides)
 
 
-def _strided(data: Bytes, start: int, strides: tuple[int, ...], local: Box, itemsize: int) -> Array:
+def _view(data: Bytes, start: int, strides: tuple[int, ...], local: Box, itemsize: int) -> Array:
     start += sum(i * s for i, s in zip(local.lo, strides, strict=True))
     if not local.volume:
         return np.empty(local.shape, unit(itemsize))

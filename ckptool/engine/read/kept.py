@@ -34,7 +34,7 @@ class Blobs:
         self._by_turns = frozenset(map(id, entries))
         self._kept = {key: blob for key, blob in self._kept.items() if key in self._by_turns}
 
-    def decoded(self, at: EncodedBlob, entry: TensorEntry | None) -> Bytes:
+    def decode(self, at: EncodedBlob, entry: TensorEntry | None) -> Bytes:
         """Return the decoded bytes of a tensor's blob; Damaged if they are not as written.
 
         The blob that it replaces is dropped before the bytes are read.
@@ -90,7 +90,7 @@ class Windows:
             return read(entry, box)
         window = self._kept.get(id(entry))
         if window is None or not window[1].contains(box):
-            wide = box if window is None else _widened(entry, box, dim, SPAN // self._most)
+            wide = box if window is None else _widen(entry, box, dim, SPAN // self._most)
             windows = [item for item in self._kept.values() if item[0] is not entry]
             window = entry, wide, read(entry, wide)
             self._kept = {id(item[0]): item for item in (*windows[1 - self._most :], window)}
@@ -105,7 +105,7 @@ def _cut_dim(entry: TensorEntry, box: Box) -> int | None:
     return cut[-1] if has_rows else None
 
 
-def _widened(entry: TensorEntry, box: Box, dim: int, most: int) -> Box:
+def _widen(entry: TensorEntry, box: Box, dim: int, most: int) -> Box:
     """Return a box that goes on along a dim until it has so many bytes."""
     nbytes = box.volume // max(1, box.shape[dim]) * entry.source_dtype.itemsize
     stop = max(box.hi[dim], box.lo[dim] + most // max(1, nbytes))

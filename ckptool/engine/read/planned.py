@@ -207,7 +207,7 @@ class PlanReader(TensorReader):
 def _cut_alike(
     tensors: Sequence[tuple[Sequence[Tile], memoryview]],
 ) -> Iterator[tuple[Tile, memoryview]]:
-    """Yield the tiles of small tensors that are cut alike; those of whole rows without numpy."""
+    """Yield the tiles of small tensors that are cut alike; tiles of whole rows without numpy."""
     (first, whole), stack = tensors[0], None
     for at, tile in enumerate(first):
         rows = _rows_of(tile, len(whole))
@@ -226,7 +226,7 @@ def _cut_alike(
 
 
 def _rows_of(tile: Tile, nbytes: int) -> slice | None:
-    """Return which of a tensor's ``nbytes`` bytes a tile is; None if it is not whole rows of it."""
+    """Return the range of a tensor's ``nbytes`` that a tile is; None if it is not whole rows."""
     box, shape = tile.pieces[0].box, tile.entry.shape
     if len(tile.pieces) > 1 or tile.shape != box.shape or tile.shape[1:] != shape[1:]:
         return None

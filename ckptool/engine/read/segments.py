@@ -193,11 +193,11 @@ def strided_reads(
     block: int,
     most: tuple[float, float] = (math.inf, math.inf),
 ) -> Iterator[StridedRead]:
-    """Yield what is read for elements, given their dims from the widest stride to the narrowest.
+    """Yield the reads for elements, given their dims from the widest stride to the narrowest.
 
     One read across gaps where that is worthwhile, else one for each run, of many runs at once.
-    ``block`` is the least number of bytes that a read costs; ``most`` those of a read across gaps,
-    and of one without.
+    ``block`` is the least number of bytes that a read costs; ``most`` are the bytes that a read
+    across gaps may have, and one without gaps.
     """
     dims = tuple(slice(0, size) for size in shape)
     yield from _cut_reads(dims, 0, strides, itemsize, block, most)
@@ -261,7 +261,7 @@ def worth_a_span(
 
 
 def tile_needs(tiles: Iterable[Tile], block: int) -> Iterator[Need]:
-    """Yield what is read for the tiles of a job, if a read costs at least ``block`` bytes.
+    """Yield the reads for the tiles of a job, if a read costs at least ``block`` bytes.
 
     A band, or a small tensor, is read once for all of its tiles, which follow each other.
     """
@@ -275,7 +275,7 @@ def tile_needs(tiles: Iterable[Tile], block: int) -> Iterator[Need]:
 
 
 def entry_needs(entry: TensorEntry, boxes: Iterable[Box], block: int) -> Iterator[Need]:
-    """Yield what is read for boxes of a tensor; each packed blob once."""
+    """Yield the reads for boxes of a tensor; each packed blob is read once."""
     index, blobs = ChunkIndex(entry), set[Place]()
     for box in boxes:
         yield from _needs(index.find(box), entry.source_dtype.itemsize, block, blobs)
@@ -294,7 +294,7 @@ def _needs(
 
 
 def place_needs(at: Place, local: Box, itemsize: int, block: int) -> Iterator[Need]:
-    """Yield what is read for a box of the elements at a place, in their own coordinates."""
+    """Yield the reads for a box of the elements at a place, in their own coordinates."""
     if not local.volume:
         return
     yield from openings(at)

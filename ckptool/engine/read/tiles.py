@@ -152,9 +152,9 @@ def read_tiles(
     plans: deque[Callable[[], None]] = deque()
     queue, sides, large = iter(jobs), source.sides, LARGE
     if any(files.policy.by_request for files in sides):
-        queue, large = _announced(sides, queue, workers, plans), 0
+        queue, large = _announce(sides, queue, workers, plans), 0
 
-    def counted(tiles: Iterator[TileOut]) -> Iterator[TileOut]:
+    def count_bytes(tiles: Iterator[TileOut]) -> Iterator[TileOut]:
         for tile in tiles:
             yield tile
             progress.add(tile.nbytes)
@@ -163,7 +163,7 @@ def read_tiles(
 
     def do(batch: list[Job[Subject, Reader, TileOut]], reader: Reader) -> None:
         for job in batch:
-            sink(job.subject, counted(job.read(reader)))
+            sink(job.subject, count_bytes(job.read(reader)))
 
     def read_jobs() -> None:
         with closing(source.reader()) as reader:
@@ -198,7 +198,7 @@ def _next_jobs(
     return small, []
 
 
-def _announced(
+def _announce(
     sides: Sequence[Files],
     jobs: Iterator[Job[Subject, Reader, TileOut]],
     workers: int,

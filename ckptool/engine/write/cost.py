@@ -53,7 +53,7 @@ def _table_bytes(
 ) -> int:
     """Return the bytes of a disk that are read for a tensor, computed once for similar ones."""
     entry = plan.catalog.tensors[name]
-    stored = _stored(entry)
+    stored = _describe_storage(entry)
     kind = table.cut, table.itemsize, entry.source_dtype, stored
     if stored is not None and kind in cache:
         return cache[kind]
@@ -64,7 +64,7 @@ def _table_bytes(
     return total
 
 
-def _stored(entry: TensorEntry) -> object:
+def _describe_storage(entry: TensorEntry) -> object:
     """Return how a tensor's chunks are stored, relative to their place; None for closed ones."""
     chunks = chunks_of(entry)
     if chunks.extent is not None:
@@ -84,7 +84,7 @@ def _group_bytes(plan: Plan, group: Group, cache: dict[object, int], opened: set
     and strides.
     """
     entry = plan.catalog.tensors[group.parts[0].part.name]
-    stored = _stored(entry)
+    stored = _describe_storage(entry)
     parts = tuple(astuple(spot.part)[1:] for spot in group.parts)
     kind = group.band, entry.source_dtype, parts, stored
     if stored is not None and kind in cache:

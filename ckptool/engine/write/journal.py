@@ -43,7 +43,7 @@ _MARK = f'{{"schema": "{SCHEMA}"'.encode()
 _TOKEN = re.compile(b"[0-9a-f]{0,16}")
 
 
-class Noted(Struct, frozen=True):
+class JournalNotes(Struct, frozen=True):
     """The content of a journal: its first line, the finished files with their CRC-32, and its end.
 
     ``end`` is that of a part which is done. Whole lines have ``nbytes``: a killed run may leave
@@ -100,7 +100,7 @@ class Journal:
             self.close()
             raise
 
-    def _go_on(self, notes: Noted, head: JournalHead) -> None:
+    def _go_on(self, notes: JournalNotes, head: JournalHead) -> None:
         """Begin this journal, unless it was begun: then cut off half a line."""
         was_part = notes.head is not None and notes.head.parts and not head.parts
         if notes.head is None or was_part:
@@ -139,7 +139,7 @@ class Journal:
             self._stream.flush()
 
 
-def read_journal(path: Path) -> Noted:
+def read_journal(path: Path) -> JournalNotes:
     """Return what a journal says; Unsupported if it is not as ckptool writes it.
 
     Half a line at its end is left out.
@@ -149,7 +149,7 @@ def read_journal(path: Path) -> Noted:
         raise in_the_way(path)
     *lines, rest = data.split(b"\n")
     if not lines:
-        return Noted()
+        return JournalNotes()
     head = parse_note(lines[0], JournalHead, path)
     finished: dict[str, int] = {}
     end = None
@@ -159,7 +159,7 @@ def read_journal(path: Path) -> Noted:
         else:
             done, end = parse_note(line, FinishedFile, path), None
             finished[done.done] = done.crc32
-    return Noted(head, finished, end, len(data) - len(rest))
+    return JournalNotes(head, finished, end, len(data) - len(rest))
 
 
 def _open_locked(path: Path) -> IO[str]:
@@ -205,7 +205,7 @@ class Journals:
         paths = sorted(self._folder.with_name(n) for n in names if journal.fullmatch(n))
         return {int(path.suffix[1:]): path for path in paths}
 
-    def read(self) -> dict[int, Noted]:
+    def read(self) -> dict[int, JournalNotes]:
         """Read the journals that are there; Unsupported if one is not as ckptool writes it."""
         notes = {}
         for number, path in self.find().items():

@@ -63,7 +63,7 @@ def send(work: Work, folder: RemotePath, finished: Collection[str]) -> None:
             require_unchanged(work.plan.catalog, source)
 
     def write(number: int, pieces: Iterator[memoryview]) -> None:
-        file, contents = files[number], _checked(pieces, check) if number in last else pieces
+        file, contents = files[number], _check_at_end(pieces, check) if number in last else pieces
         upload(folder / file.path, file.nbytes, contents, capacity.parts)
 
     jobs = [contents.job(number) for number in todo if number not in last]
@@ -73,7 +73,7 @@ def send(work: Work, folder: RemotePath, finished: Collection[str]) -> None:
         check()
 
 
-def _checked(pieces: Iterator[memoryview], check: Callable[[], None]) -> Iterator[memoryview]:
+def _check_at_end(pieces: Iterator[memoryview], check: Callable[[], None]) -> Iterator[memoryview]:
     """Yield all pieces of a file, and check before they end: until then it does not appear."""
     yield from pieces
     check()

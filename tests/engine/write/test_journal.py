@@ -16,7 +16,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.planning.plan import Plan
 from ckptool.engine.checksum import crc32
-from ckptool.engine.write.journal import Journal, Noted, find_finished, read_journal
+from ckptool.engine.write.journal import Journal, JournalNotes, find_finished, read_journal
 from ckptool.engine.write.schemas import FileMark, JournalHead, PartEnd
 from ckptool.engine.write.work import Work
 from ckptool.errors import Unsupported
@@ -54,7 +54,7 @@ def again(path: Path, head: JournalHead = HEAD, *others: Path) -> Journal:
 
 def test_a_journal_says_how_it_begins_and_what_is_finished(journal: Journal) -> None:
     journal.done("sub/b", 2)
-    assert read_journal(journal.path) == Noted(
+    assert read_journal(journal.path) == JournalNotes(
         HEAD, {"a": 1, "sub/b": 2}, None, journal.path.stat().st_size
     )
     first = json.loads(journal.path.read_text().splitlines()[0])
@@ -67,13 +67,13 @@ def test_half_a_line_at_its_end_is_left_out(journal: Journal) -> None:
     whole = journal.path.stat().st_size
     journal.done("b", 2)
     os.truncate(journal.path, journal.path.stat().st_size - 3)
-    assert read_journal(journal.path) == Noted(HEAD, {"a": 1}, None, whole)
+    assert read_journal(journal.path) == JournalNotes(HEAD, {"a": 1}, None, whole)
 
 
 @pytest.mark.parametrize("begun", [b"", b'{"schema', b'{"schema": "ckptool.journal/1", "plan"'])
 def test_a_journal_whose_run_was_killed_as_it_began_says_nothing(begun: bytes, path: Path) -> None:
     path.write_bytes(begun)
-    assert read_journal(path) == Noted()
+    assert read_journal(path) == JournalNotes()
 
 
 def test_the_end_of_a_part_is_that_of_its_last_line(path: Path) -> None:

@@ -84,11 +84,13 @@ def _lay_out_codes(pair: Quantized, around: Surroundings) -> TensorEntry:
     pair.require_type(codes, "float32")
     if not nested:
         pair.require_type(pair.scales, "float32")
-    compute = partial(_compute_codes, nested=_nested(pair, nested, state) if nested else None)
+    compute = partial(_compute_codes, nested=_nesting(pair, nested, state) if nested else None)
     return pair.numbers(compute, around.dtype, tuple(shape), (size,), flat=(count,))
 
 
-def _nested(pair: Quantized, nested: list[TensorEntry], state: dict[str, Any]) -> tuple[int, float]:
+def _nesting(
+    pair: Quantized, nested: list[TensorEntry], state: dict[str, Any]
+) -> tuple[int, float]:
     """Return the block size of nested scales, and the offset added to them."""
     size, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if type(size) is not int or size < 1 or not isinstance(offset, int | float):

@@ -169,7 +169,7 @@ def _sizes(pair: Quantized, recorded: tuple[int, int] | None) -> tuple[int, int]
     shape, grid = pair.values.shape, pair.scales.shape
     if len(shape) != len(grid) or len(shape) < 2 or shape[:-2] != grid[:-2]:
         raise pair.unfit()
-    for sizes in [recorded] if recorded else [_BLOCK, _even(shape[-2:], grid[-2:])]:
+    for sizes in [recorded] if recorded else [_BLOCK, _divide(shape[-2:], grid[-2:])]:
         if sizes and tuple(-(-n // b) for n, b in zip(shape[-2:], sizes, strict=True)) == grid[-2:]:
             return sizes
     raise pair.unfit(
@@ -181,7 +181,7 @@ def _sizes(pair: Quantized, recorded: tuple[int, int] | None) -> tuple[int, int]
 
 
 def _blocks(shape: tuple[int, ...], sizes: tuple[int, int]) -> int:
-    """Return how many blocks of a size a matrix has, the last two dims of a tensor of several."""
+    """Return how many blocks of a size a matrix has: the last two dims of ``shape``."""
     counts = (-(-n // size) for n, size in zip(shape[-2:], sizes, strict=False))
     return math.prod(counts) if len(shape) > 1 else 1
 
@@ -193,7 +193,7 @@ def _with_dims(entry: TensorEntry, count: int) -> TensorEntry:
     return entry
 
 
-def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int] | None:
+def _divide(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int] | None:
     """Return the size of the blocks if they divide a tensor evenly.
 
     None if they are neither square, nor of one row, nor of whole columns or the whole matrix: such

@@ -93,7 +93,7 @@ def _lay_out(pair: Quantized, around: Surroundings) -> TensorEntry:
     integers = ("int8", "uint8") if settings else ("int8",)
     if not (pair.values.dtype.is_float8 or pair.values.dtype.name in integers):
         raise pair.unfit(f"torchao's {pair.values.dtype} is not supported, only int8 and float8")
-    block = _block(settings.get("block_size")) if settings else _even(shape, pair.scales.shape)
+    block = _block(settings.get("block_size")) if settings else _divide(shape, pair.scales.shape)
     if len(block) != len(shape) or any(
         n < 1 or size % n for n, size in zip(block, shape, strict=False)
     ):
@@ -116,7 +116,7 @@ def _block(value: Any) -> tuple[int, ...]:
     return tuple(value) if is_block else ()
 
 
-def _even(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:
+def _divide(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:
     """Return the size of blocks that divide a tensor into a grid; () if none does."""
     if len(shape) != len(grid) or any(n < 1 or s % n for s, n in zip(shape, grid, strict=True)):
         return ()

@@ -86,7 +86,7 @@ def _pair(
 
 
 def _join_headers(texts: Iterable[str]) -> Any:
-    """Return the markers of several headers as those of one; of a single header even no dict."""
+    """Return the markers of all headers by layer; those of a single header as they are."""
     headers = [parse_object(text.encode()).get("layers") for text in dict.fromkeys(texts)]
     if len(headers) == 1:
         return headers[0]

@@ -32,10 +32,10 @@ def lay_out_fp8(pair: Quantized, marker: Marker, around: Surroundings) -> Tensor
     """Lay out floats of eight bits with one scale for all or for each row."""
     require_known(pair, marker)
     pair.require_type(pair.values, marker["format"])
-    return _scaled(pair, _compute_floats, around)
+    return _lay_out_scaled(pair, _compute_floats, around)
 
 
-def _scaled(pair: Quantized, compute: ComputeByTorch, around: Surroundings) -> TensorEntry:
+def _lay_out_scaled(pair: Quantized, compute: ComputeByTorch, around: Surroundings) -> TensorEntry:
     """Lay out numbers of a byte each with one scale for all, or a column of scales of rows."""
     pair.require_type(pair.scales, "float")
     shape, grid = pair.values.shape, pair.scales.shape
@@ -58,7 +58,7 @@ def lay_out_int8(pair: Quantized, marker: Marker, around: Surroundings) -> Tenso
     if type(is_rotated) is not bool:
         raise pair.unfit(f"its marker says convrot {is_rotated!r}")
     columns = _rotated_columns(pair, marker, pair.values.shape[-1:]) if is_rotated else 0
-    return _scaled(pair, partial(_compute_integers, rotated=columns), around)
+    return _lay_out_scaled(pair, partial(_compute_integers, rotated=columns), around)
 
 
 def lay_out_int4(pair: Quantized, marker: Marker, around: Surroundings) -> TensorEntry:

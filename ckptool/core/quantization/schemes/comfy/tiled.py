@@ -38,7 +38,7 @@ def lay_out_mxfp8(pair: Quantized, marker: Marker, around: Surroundings) -> Tens
     require_known(pair, marker, "group_size")
     pair.require_type(pair.values, "float8_e4m3fn")
     pair = replace(pair, scales=replace(pair.scales, dtype=BY_NAME["uint8"]))
-    return _tiled(pair, marker, around, _compute_mxfp8, _MX_GROUP)
+    return _lay_out_tiled(pair, marker, around, _compute_mxfp8, _MX_GROUP)
 
 
 def lay_out_nvfp4(pair: Quantized, marker: Marker, around: Surroundings) -> TensorEntry:
@@ -49,10 +49,10 @@ def lay_out_nvfp4(pair: Quantized, marker: Marker, around: Surroundings) -> Tens
         raise pair.unfit(f"it has no {pair.name}_scale_2 of one element")
     pair.require_type(pair.extras[0], "float")
     pair = replace(pair, scales=replace(pair.scales, dtype=BY_NAME["float8_e4m3fn"]))
-    return _tiled(pair, marker, around, _compute_nvfp4, _NV_GROUP)
+    return _lay_out_tiled(pair, marker, around, _compute_nvfp4, _NV_GROUP)
 
 
-def _tiled(
+def _lay_out_tiled(
     pair: Quantized, marker: Marker, around: Surroundings, compute: ComputeByTorch, group: int
 ) -> TensorEntry:
     """Lay out a matrix with scales of groups of a row, in tiles."""
@@ -70,7 +70,7 @@ def _compute_mxfp8(gather: Gather, at: Computed, box: Box, dtype: Any) -> Any:
     """Multiply floats by powers of two, in 32 bits: an exponent of 0 is zero, of 255 infinity."""
     import torch
 
-    bits = _untiled(gather, at, box).to(torch.int32) << 23
+    bits = _untile_scales(gather, at, box).to(torch.int32) << 23
     return (read_floats(gather, at.values, box) * bits.view(torch.float32)).to(dtype)
 
 
@@ -83,11 +83,11 @@ def _compute_nvfp4(gather: Gather, at: Computed, box: Box, dtype: Any) -> Any:
     codes = read_codes(gather, at.values, box, upper_first=True)
     numbers = torch.cat((table, -table))[codes]
     global_scale = read_floats(gather, at.extras[0]).reshape(())
-    scales = global_scale.to(kind) * _untiled(gather, at, box).to(torch.float32).to(kind)
+    scales = global_scale.to(kind) * _untile_scales(gather, at, box).to(torch.float32).to(kind)
     return (numbers * scales).to(dtype)
 
 
-def _untiled(gather: Gather, at: Computed, box: Box) -> Any:
+def _untile_scales(gather: Gather, at: Computed, box: Box) -> Any:
     """Return the scale of each element of a box, as stored, out of tiles."""
     import torch
 
