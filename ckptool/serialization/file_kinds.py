@@ -191,7 +191,7 @@ _SAFETENSORS = re.compile(rb".{6}\0\0\{", re.DOTALL)
 
 
 def detect_placeholder(head: bytes) -> FileKind | None:
-    """Return the stand-in for a file that begins so; None for all else."""
+    """Return the kind of placeholder that begins with these bytes; None for other bytes."""
     kind = _first_match(_PLACEHOLDERS, head, "")
     size = re.search(rb"\nsize ([0-9]{1,18})", head) if kind is _LFS else None
     if size is not None:
@@ -295,8 +295,8 @@ _SMALLEST = 512
 def is_unnamed_torch(source: Source, name: str) -> bool:
     """Return whether a file without a suffix is of torch.save by its first bytes.
 
-    As ``g_00005000`` of HiFi-GAN. One that is called as its hash is an entry of a store, to which
-    what is saved there links, and one that is a number a chunk of an array. Raises NoAnswer.
+    As ``g_00005000`` of HiFi-GAN. False for a name that is a hash, an entry of a store to which
+    saved files link, and for one that is a number, a chunk of an array. Raises NoAnswer.
     """
     last = name.rpartition("/")[2]
     if "." in last or last.isdecimal() or _HASH.fullmatch(last) or source.files[name] < _SMALLEST:
@@ -321,8 +321,8 @@ _NO_DIGITS = str.maketrans("", "", digits)
 def holds_counts_alone(source: Source, file: str, larger: Callable[[], Container[str]]) -> bool:
     """Return whether a file is a text of numbers, as SpeechBrain keeps beside tensors.
 
-    What is called like a checkpoint is a damaged one, and so is what others have more in whose
-    names differ in digits at most: those of ``larger`` files.
+    False for a file that is called like a checkpoint, which is damaged then, and for one whose
+    name is among those of ``larger`` files, or differs from one in digits only.
     """
     if not 0 < source.files[file] <= HEAD:
         return False

@@ -152,8 +152,8 @@ def rewrite_texts(
     if not additions:
         return result
     metadata = _without(result, lambda key, text: key in additions).metadata
-    every = {**metadata.get(EVERY_FILE, {}), **additions}
-    return replace(result, metadata={**metadata, EVERY_FILE: every})
+    common = {**metadata.get(EVERY_FILE, {}), **additions}
+    return replace(result, metadata={**metadata, EVERY_FILE: common})
 
 
 def _without(catalog: Catalog, is_left_out: Callable[[str, str], bool]) -> Catalog:
@@ -197,7 +197,7 @@ def _require_named(before: Catalog, after: Catalog) -> None:
 
 
 def _owners(name: str) -> Iterator[str]:
-    """Yield what a tensor may be called if this is a part: ``X.weight`` of ``X._weight_scale``."""
+    """Yield names of tensors that this may be a part of: ``X.weight`` of ``X._weight_scale``."""
     yield name
     head, _, last = name.rpartition(".")
     words = last.removeprefix("_").split("_")

@@ -92,7 +92,7 @@ def is_there(source: Source, file: str) -> bool:
 
 
 def parse_json_object(data: bytes, file: str) -> dict[str, Any]:
-    """Return the JSON object of a file; Damaged if it is none in UTF-8 without a mark.
+    """Return the JSON object of a file; Damaged for anything but one in UTF-8 without a mark.
 
     transformers and diffusers read no other text.
     """

@@ -24,16 +24,16 @@ def read_flat_ints(value: PickleValue) -> tuple[int, ...]:
     """Return the ints of a nested tuple, in order; Damaged if there are too many."""
     ints: list[int] = []
     stack = [value]
-    left = MOST_RANKS
+    room = MOST_RANKS
     while stack:
         item = stack.pop()
-        left -= 1
+        room -= 1
         if isinstance(item, tuple | list):
-            left -= len(item)
+            room -= len(item)
             stack += reversed(item)
         else:
             ints.append(read_natural(item))
-        if left < 0:
+        if room < 0:
             raise Damaged(f"a mesh of more than {MOST_RANKS:,} ranks")
     return tuple(ints)
 

@@ -95,8 +95,8 @@ class TorchFile(Struct, frozen=True):
         """Return the file as if it had only a part of its value and its hostile globals."""
         if not self.hostile:
             return replace(self, inert=part)
-        inside = collect_globals(part)
-        hostile = {item: why for item, why in self.hostile.items() if item in inside}
+        names = collect_globals(part)
+        hostile = {item: why for item, why in self.hostile.items() if item in names}
         return replace(self, inert=part, hostile=hostile)
 
 
@@ -135,7 +135,7 @@ _TEMPLATES = Templates(reads=False)
 
 
 def find_template(region: Region) -> ArchiveTemplate | None:
-    """Return what the archive in a region, and those that are alike, match, if one was read.
+    """Return the template that the archive in a region, and similar ones, match, if one was read.
 
     None if its pickle is not compared: that of the next may say another shape, or be hostile.
     """
@@ -230,8 +230,8 @@ def _unpickle_small(data: bytes) -> Loaded:
 def _require_in_value(loaded: Loaded) -> None:
     """Raise Hostile for code in no value, which no selection could exclude."""
     if loaded.hostile:
-        inside = collect_globals(loaded.value)
-        require_harmless({g: why for g, why in loaded.hostile.items() if g not in inside})
+        names = collect_globals(loaded.value)
+        require_harmless({g: why for g, why in loaded.hostile.items() if g not in names})
 
 
 def _folder(region: Region, records: Mapping[str, ZipRecord]) -> str:

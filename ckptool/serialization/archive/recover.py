@@ -97,8 +97,8 @@ def read_legacy_counts(source: Source, file: str) -> tuple[int, dict[int, bytes]
         if storage is None:
             raise Damaged(f"{file}: storage not in the pickle: {key[:40]!r}")
         counts[position] = struct.pack("<q", storage.numel)
-        left = min(8, source.files[file] - position)
-        if left > 0 and not counts[position].startswith(source.read(file, position, left)):
+        size = min(8, source.files[file] - position)
+        if size > 0 and not counts[position].startswith(source.read(file, position, size)):
             raise Damaged(f"{file}: storage {key} has a different size from its pickle")
         position += 8 + storage.nbytes
     return position, counts

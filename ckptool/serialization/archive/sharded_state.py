@@ -27,7 +27,7 @@ _Shape = tuple[int, ...]
 
 
 def is_optimizer_state(value: PickleValue) -> bool:
-    """Return whether a value is the record of such a state."""
+    """Return whether a value is the record of torchao's optimizer state."""
     cls = find_wrapper_class(value)
     return cls is not None and cls.name in _CLASSES and cls.module.startswith("torchao.")
 
@@ -51,9 +51,9 @@ def place_part(name: str, inner: _Shape, rows: Box, whole: _Shape) -> tuple[_Sha
 
 
 def split_sharded_state(value: PickleValue) -> dict[str, Any] | None:
-    """Return what a DTensor of such a state consists of: DTensors, and values; None for all else.
+    """Return the DTensors and values of which a DTensor of optimizer state consists.
 
-    Also None if ranks do not have equally many rows.
+    None for any other value, and if ranks do not have equally many rows.
     """
     if not isinstance(value, Call) or len(value.args) != 4:
         return None

@@ -104,7 +104,7 @@ class Template(Struct, frozen=True):
 
 
 def _outside(spans: Iterable[tuple[int, int]], holes: Iterable[Hole]) -> Iterator[Hole]:
-    """Yield what of spans is in none of the holes, each of which is in one of them."""
+    """Yield the bytes of spans around the holes, each of which lies in one of the spans."""
     ahead = iter(holes)
     hole = next(ahead, None)
     for start, end in spans:
@@ -116,7 +116,7 @@ def _outside(spans: Iterable[tuple[int, int]], holes: Iterable[Hole]) -> Iterato
 
 
 def _form(holes: Iterable[Hole], nbytes: int) -> Form:
-    """Return what takes the values in holes, which are in order, from so many bytes."""
+    """Return the form that takes the values in holes, which are in order, from so many bytes."""
     parts, position = ["<"], 0
     for at, length, kind in holes:
         parts.append(f"{at - position}x{length if kind == 's' else ''}{kind}")
@@ -158,11 +158,11 @@ class ArchiveTemplate(Struct, eq=False):
 
         Without ``readings`` no other is compared with it.
         """
-        every = tuple(records)
-        inside = ((r.name, at) for at, r in enumerate(every) if r.name.startswith(folder))
-        names = {name[len(folder) :]: at for name, at in inside}
+        members = tuple(records)
+        entries = ((r.name, at) for at, r in enumerate(members) if r.name.startswith(folder))
+        names = {name[len(folder) :]: at for name, at in entries}
         storages = {n[len(_STORAGES) :]: at for n, at in names.items() if n.startswith(_STORAGES)}
-        return cls(every, payloads, readings, template, names, storages)
+        return cls(members, payloads, readings, template, names, storages)
 
     def match(self, region: Region) -> Sibling | None:
         """Return an archive of the same number of bytes that is similar; else None."""
@@ -204,7 +204,7 @@ class Sibling(Struct, frozen=True):
         return ZipRecord(self.root + name[len(self.root) :], method, crc, *places)
 
     def own_records(self, *, storages: bool) -> list[ZipRecord]:
-        """Return the records, maybe without storages, that are not equal in all that match."""
+        """Return the records, maybe without storages, that may differ between similar archives."""
         records = map(self.record, self.template.payloads)
         return [record for record in records if storages or not record.is_storage]
 
@@ -218,7 +218,7 @@ class Templates:
     def __init__(self, *, reads: bool = True) -> None:
         self._reads = reads
         self._by_size: dict[int, list[ArchiveTemplate]] = {}
-        self._kept = 0
+        self._count = 0
 
     def find(self, region: Region) -> Sibling | None:
         """Return the archive that fills a region, if it is similar to one that is known."""
@@ -232,14 +232,14 @@ class Templates:
         """
         templates = self._by_size.get(region.nbytes, [])
         is_full = len(self._by_size) >= _MOST_SIZES or len(templates) >= _MOST_OF_A_SIZE
-        if is_full or self._kept + len(records) > _MOST_RECORDS:
+        if is_full or self._count + len(records) > _MOST_RECORDS:
             return None
         template = None
         if _is_plain(records):
             template = _template_of(region, tuple(records), self._reads)
         sibling = template.match(region) if template is not None else None
         if template is not None and sibling is not None:
-            self._kept += len(records)
+            self._count += len(records)
             self._by_size[region.nbytes] = [*templates, template]
         return sibling
 
@@ -320,7 +320,7 @@ def _is_in_order(region: Region, records: Iterable[ZipRecord]) -> bool:
 def _is_intact(region: Region, record: ZipRecord) -> bool:
     """Return whether a record that is compared matches its CRC-32.
 
-    Of any other that has a descriptor: whether only this, marked, and no header states the CRC-32.
+    A storage's is not compared: if it has a descriptor, only that, marked, may state the CRC-32.
     """
     if is_compared(record):
         return zlib.crc32(region.read(record.offset, record.stored)) == record.crc32
@@ -362,7 +362,7 @@ def _readings(region: Region, compared: _Spans) -> _Spans:
 
 
 def _places(spans: Sequence[tuple[int, int]], starts: Iterable[int]) -> Iterator[int]:
-    """Yield where bytes of a region, in order, are among those of spans, one after another."""
+    """Yield where bytes of a region, in order, are once its spans are joined."""
     ahead, base = iter(spans), 0
     start, end = next(ahead)
     for at in starts:

@@ -187,7 +187,7 @@ class _Archive:
         return Patch(at, len(self._parts) - part)
 
     def _add(self, part: Part) -> int:
-        """Add a part, a literal to the one before it; return the number of any other."""
+        """Add a part, a literal to the one before it; return the number of the last other part."""
         self._position += part.nbytes
         if isinstance(part, Literal):
             begin = len(self._joined)

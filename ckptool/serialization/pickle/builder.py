@@ -177,7 +177,7 @@ class Builder(Stack):
             raise self.malformed("a mark where a value is expected")
         stack[-count:] = (items,)
 
-    def _changed(self) -> Any:
+    def _find_container(self) -> Any:
         """Return the container to add to: not a torch.Size, as equal ones share a record.
 
         Nor one that the memo has of rows, whose columns would not change, or of equal instances.
@@ -190,7 +190,7 @@ class Builder(Stack):
         return target
 
     def _extend(self, values: list[PickleValue]) -> None:
-        target = self._changed()
+        target = self._find_container()
         if isinstance(target, list):
             target.extend(values)
         elif isinstance(target, Call):
@@ -199,7 +199,7 @@ class Builder(Stack):
             raise self.malformed(f"APPEND to {type(target).__name__}")
 
     def _set_items(self, values: list[Any]) -> None:
-        target = self._changed()
+        target = self._find_container()
         if len(values) % 2:
             raise self.malformed("a key without a value")
         keys = values[::2]
@@ -219,7 +219,7 @@ class Builder(Stack):
 
     def _add_items(self) -> None:
         values = self._pop_mark()
-        target = self._changed()
+        target = self._find_container()
         if isinstance(target, set):
             target.update(map(self.key, values))
         elif isinstance(target, Call):
@@ -245,9 +245,9 @@ class Builder(Stack):
         Raises Damaged if it is not plain, or not small. A pickle cannot choose the hashes of text
         and records, but can make many numbers collide.
         """
-        left = [_LARGEST_KEY]
-        self._require_key(key, left, 0)
-        cost = _LARGEST_KEY - left[0]
+        room = [_LARGEST_KEY]
+        self._require_key(key, room, 0)
+        cost = _LARGEST_KEY - room[0]
         self.charge(_COST * cost)
         if isinstance(key, tuple):
             self.charge(_COST * cost * self._count_collisions(key))
@@ -261,15 +261,15 @@ class Builder(Stack):
             self._collisions[chosen] = self._collisions.get(chosen, -1) + 1
         return self._collisions.get(chosen, 0)
 
-    def _require_key(self, key: Any, left: list[int], depth: int) -> None:
-        left[0] -= 1 + (len(key) >> _AT_ONCE if isinstance(key, str | bytes) else 0)
-        if isinstance(key, tuple) and depth < 4 and left[0] >= len(key):
+    def _require_key(self, key: Any, room: list[int], depth: int) -> None:
+        room[0] -= 1 + (len(key) >> _AT_ONCE if isinstance(key, str | bytes) else 0)
+        if isinstance(key, tuple) and depth < 4 and room[0] >= len(key):
             if set(map(type, key)) == _INTEGER:
                 self._charge_wide(key)
-                left[0] -= len(key)
+                room[0] -= len(key)
                 return
             for item in key:
-                self._require_key(item, left, depth + 1)
+                self._require_key(item, room, depth + 1)
         elif isinstance(key, int):
             self._charge_wide((key,))
         elif key is not None and not isinstance(key, str | int | float | bytes | _RECORDS):
@@ -286,7 +286,7 @@ class Builder(Stack):
 
     def _build(self) -> None:
         state = self._pop()
-        target = self._changed()
+        target = self._find_container()
         if not isinstance(target, Call | OrderedMapping):
             raise self.malformed(f"BUILD on {type(target).__name__}")
         target.state = state

@@ -88,7 +88,7 @@ class _InstancePattern(Struct, frozen=True):
     is_flat: bool
 
 
-class _Made(Struct, frozen=True):
+class _Instance(Struct, frozen=True):
     """An instance, what it added to the memo, and the number of its dicts and lists."""
 
     record: Call
@@ -105,7 +105,7 @@ class InstanceReader:
         self._memo = memo
         self._patterns: dict[bytes, _InstancePattern] = {}
         self._listed: dict[bytes, _InstancePattern] = {}
-        self._made: dict[bytes, _Made] = {}
+        self._instances: dict[bytes, _Instance] = {}
         self._values = _Values(memo, self._listed)
         self._patterns_left = _MOST_PATTERNS
         self._changes = 0
@@ -167,7 +167,7 @@ class InstanceReader:
                 if not self._add_pattern(pos):
                     break
                 continue
-            instance = self._made.get(match[0])
+            instance = self._instances.get(match[0])
             if instance is not None:
                 self._memo.dense += instance.noted
             elif (instance := self._make(pattern, match)) is None:
@@ -177,10 +177,10 @@ class InstanceReader:
             pos = match.end()
         return pos, containers
 
-    def _make(self, pattern: _InstancePattern, match: re.Match[bytes]) -> _Made | None:
+    def _make(self, pattern: _InstancePattern, match: re.Match[bytes]) -> _Instance | None:
         """Make a matched instance, and note its content; None, and nothing noted, if it is odd.
 
-        One with a list is kept for others that are equal: without one, many alike are rows.
+        An instance with a list is kept for equal ones; many similar ones without lists are rows.
         """
         values, memo, pieces = self._values, self._memo, match.groups()
         if len(values) > _MOST_VALUES:
@@ -193,9 +193,9 @@ class InstanceReader:
         begin = len(memo.dense)
         record = self._build(pattern, pieces)
         containers = 1 + sum(1 + len(values[pieces[at]]) for at in pattern.lists)
-        instance = _Made(record, memo.dense[begin:], containers)
-        if pattern.lists and len(self._made) < _MOST_EQUAL:
-            self._made[match[0]] = instance
+        instance = _Instance(record, memo.dense[begin:], containers)
+        if pattern.lists and len(self._instances) < _MOST_EQUAL:
+            self._instances[match[0]] = instance
             memo.fixed |= {id(entry): entry for entry in instance.noted}
         return instance
 
@@ -276,7 +276,7 @@ class InstanceReader:
             self._changes = self._memo.changes
             self._patterns.clear()
             self._listed.clear()
-            self._made.clear()
+            self._instances.clear()
             self._values.forget()
             if self._row_reader is not None:
                 self._row_reader.forget()
@@ -338,10 +338,10 @@ class _Values(dict[bytes, Any]):
         matches = list(expression.finditer(piece, begin))
         if sum(match.end() - match.start() for match in matches) != len(piece) - begin - 1:
             raise LookupError
-        split = [match.groups() for match in matches]
-        for inner in chain.from_iterable(split):
+        instances = [match.groups() for match in matches]
+        for inner in chain.from_iterable(instances):
             self[inner]
-        return split
+        return instances
 
     def _sizes(self, function: Any, piece: bytes, written: bytes) -> Call:
         sizes = tuple(map(_integer, _any(_INTEGER).findall(written)))

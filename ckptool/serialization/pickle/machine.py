@@ -56,13 +56,13 @@ class Machine(Builder):
         self.globals: dict[Global, int] = {}
         self.persistent: list[Persistent] = []
         self.hostile: dict[Global, Problem] = {}
-        self._made: set[Global] = set()
+        self._record_classes: set[Global] = set()
         self._called: set[Global] = set()
         self._has_members = False
 
     def names(self) -> Names:
         """Return what the program has named so far."""
-        return Names(self.globals, filter(is_class, self._made - self._called))
+        return Names(self.globals, filter(is_class, self._record_classes - self._called))
 
     def run(self) -> PickleValue:
         """Run the program and return its result. Millions of opcodes are handled here."""
@@ -74,17 +74,17 @@ class Machine(Builder):
             opcode = data[pos]
             if pos < last:
                 if opcode in _GETS:
-                    after = pos + (2 if opcode == _BINGET else 5)
+                    following = pos + (2 if opcode == _BINGET else 5)
                     index = data[pos + 1] if opcode == _BINGET else _UINT4(data, pos + 1)[0]
                     if index < len(memo) + hidden:
-                        if reader is not None and data[after + 2] == _MEMOIZE:
+                        if reader is not None and data[following + 2] == _MEMOIZE:
                             end = self._instances(reader, pos)
                             if end > pos:
                                 pos, plain, hidden = end, self._memo.plain, self._memo.hidden
                                 last = min(len(data) - 8, self._end)
                                 continue
                         stack.append(memo[index] if index < plain else self._memo[index])
-                        pos = after
+                        pos = following
                         continue
                 is_next = opcode == _MEMOIZE or (
                     opcode == _LONG_BINPUT and _UINT4(data, pos + 1)[0] == len(memo) + hidden
@@ -107,11 +107,11 @@ class Machine(Builder):
                 return value
             handler = table.get(opcode)
             if handler is None or pos > self._end:
-                raise self._stopped(opcode)
+                raise self._explain_stop(opcode)
             handler(self)
             pos = self.pos
 
-    def _stopped(self, opcode: int) -> Damaged:
+    def _explain_stop(self, opcode: int) -> Damaged:
         """Return why an opcode is not followed: it is unknown, or there were too many."""
         if opcode not in _TABLE:
             return self.malformed(f"unknown opcode 0x{opcode:02x}")
@@ -228,7 +228,7 @@ class Machine(Builder):
             plain = None if is_new else PLAIN.get((function.module, function.name))
             if plain is not None:
                 return plain(self, args)
-            (self._made if is_new else self._called).add(function)
+            (self._record_classes if is_new else self._called).add(function)
         self._called.update(arg for arg in args if isinstance(arg, Global))
         if self._has_members and (isinstance(function, Call) or self._pass_member(args)):
             self._accuse(GETATTR, f"would call an attribute at byte {self.pos - self._start:,}")

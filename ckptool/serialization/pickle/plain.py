@@ -9,7 +9,7 @@ from ckptool.serialization.pickle.builder import Builder
 from ckptool.serialization.pickle.records import OrderedMapping, PickleValue
 
 
-def _ordered(builder: Builder, args: tuple[Any, ...]) -> OrderedMapping:
+def _make_ordered(builder: Builder, args: tuple[Any, ...]) -> OrderedMapping:
     if not args:
         return OrderedMapping()
     pairs = list(args[0].items() if isinstance(args[0], dict) else args[0])
@@ -17,7 +17,7 @@ def _ordered(builder: Builder, args: tuple[Any, ...]) -> OrderedMapping:
     return OrderedMapping((builder.key(key), value) for key, value in pairs)
 
 
-def _encoded(builder: Builder, args: tuple[Any, ...]) -> bytes:
+def _encode(builder: Builder, args: tuple[Any, ...]) -> bytes:
     """Return bytes, which Python 3 writes in protocol 2 as ``_codecs.encode(text, 'latin1')``."""
     text, *rest = args
     if not isinstance(text, str) or rest not in (["latin1"], ["latin-1"]):
@@ -50,8 +50,8 @@ def _bytearray(builder: Builder, args: tuple[Any, ...]) -> bytearray:
 
 
 PLAIN: dict[tuple[str, str], Callable[[Builder, tuple[Any, ...]], PickleValue]] = {
-    ("collections", "OrderedDict"): _ordered,
-    ("_codecs", "encode"): _encoded,
+    ("collections", "OrderedDict"): _make_ordered,
+    ("_codecs", "encode"): _encode,
 }
 for _module in ("builtins", "__builtin__"):
     PLAIN |= {

@@ -130,12 +130,12 @@ class RowObjects(list[Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._left = _MOST_OF_ROWS
+        self._budget = _MOST_OF_ROWS
 
     def count_one(self) -> None:
         """Count a text, or a row of which an object is made; Damaged if they are too many."""
-        self._left -= 1
-        if self._left < 0:
+        self._budget -= 1
+        if self._budget < 0:
             raise Damaged(f"more than {_MOST_OF_ROWS:,} objects made of a pickle's rows")
 
 

@@ -70,11 +70,11 @@ class RowReader:
         self._pickled = pickled
         self._memo = memo
         self._size = _FIRST_SIZE
-        self._odd = -1
+        self._odd_position = -1
         self._objects = RowObjects()
         self._codes: dict[int, int] = {}
         self._texts: dict[bytes, int] = {}
-        self._known: deque[_KnownRun] = deque(maxlen=_MOST_KNOWN)
+        self._runs: deque[_KnownRun] = deque(maxlen=_MOST_KNOWN)
         self._lengths, self._signs = np.zeros(256, np.int64), np.zeros(256, np.int64)
         self._lengths[list(b"KMJ")] = 1, 2, 4
         self._signs[ord("J")] = 1 << 31
@@ -84,7 +84,7 @@ class RowReader:
     def forget(self) -> None:
         """Drop memo entries, some of which have changed."""
         self._codes.clear()
-        self._known.clear()
+        self._runs.clear()
 
     def read(
         self, pos: int, frame_end: int, classes: Sequence[RowClass]
@@ -95,23 +95,23 @@ class RowReader:
         the rows at ``pos`` are few, or those up to the end are not all alike.
         """
         runs: list[RowRun] = []
-        is_open = pos > self._odd
+        is_open = pos > self._odd_position
         while is_open:
             self._window = window = Window(self._pickled, pos, self._size, frame_end)
             if runs and window.data.startswith(_BATCHES[len(classes)][:1]):
                 break
             run = self._find_known(classes) or self._read_run(classes, 1 if runs else LEAST)
             if run is None:
-                self._odd = pos
+                self._odd_position = pos
                 self._drop(runs)
                 break
-            behind, pairs = len(run.data), zip(classes, run.table, strict=True)
+            length, pairs = len(run.data), zip(classes, run.table, strict=True)
             runs.append(
                 RowRun(tuple(Rows(kind, columns, self._objects) for kind, columns in pairs))
             )
             self._memo.add_run(runs[-1])
-            self._size = min(max(4 * behind, _FIRST_SIZE), _LARGEST_SIZE)
-            pos, frame_end = window.place(behind)
+            self._size = min(max(4 * length, _FIRST_SIZE), _LARGEST_SIZE)
+            pos, frame_end = window.place(length)
             is_open = not run.ending
         return (runs, pos, frame_end) if runs else None
 
@@ -182,13 +182,13 @@ class RowReader:
     def _keep(self, run: _KnownRun) -> _KnownRun:
         """Keep rows that may be repeated: the chunks of the next tensor, which is cut alike."""
         if not any((kinds == TEXT).any() for columns in run.table for kinds, _ in columns):
-            self._known.append(run)
+            self._runs.append(run)
         return run
 
     def _find_known(self, classes: Sequence[RowClass]) -> _KnownRun | None:
         """Return the longest of the known runs that come again in the window."""
         window, longest = self._window, None
-        for run in self._known:
+        for run in self._runs:
             size = len(run.data)
             is_like = run.classes == classes and size <= window.last
             if is_like and (longest is None or size > len(longest.data)):
@@ -312,12 +312,12 @@ class RowReader:
         done: list[list[Column]] = [[] for _ in table]
         for target, columns, begin, ats in zip(done, table, begins.T, places, strict=True):
             for column, at in zip(columns, ats, strict=False):
-                resolved = column
+                codes = column
                 if column.kinds[0] in (OBJECT, TEXT):
-                    resolved, holds = self._resolve_column(column, noted, begin, at, texts)
+                    codes, holds = self._resolve_column(column, noted, begin, at, texts)
                     if not holds.all():
                         return _first_false(holds)
-                target.append(resolved.narrowed())
+                target.append(codes.narrowed())
         table[:] = done
         return len(counts)
 
@@ -373,7 +373,7 @@ class RowReader:
     def _read_texts(self, begins: Any) -> Any:
         """Return the indices among the objects of the texts whose opcodes are at offsets.
 
-        That of what is no text is -1.
+        Bytes that are no text have the index -1.
         """
         import numpy as np
 

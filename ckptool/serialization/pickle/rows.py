@@ -44,24 +44,24 @@ class Column(NamedTuple):
 class Rows:
     """Consecutive instances of one class, as columns; ``objects`` are what these refer to.
 
-    It represents all of its instances in a list; or as a key of a dict, whose value are the rows
-    that are the values of its instances. ``made`` are those that were requested individually.
+    It represents all of its instances in a list; or in a dict as one key, whose value are the rows
+    with the value of each. ``instances`` are the entries of those that were requested one by one.
     """
 
-    __slots__ = ("columns", "function", "made", "objects")
+    __slots__ = ("columns", "function", "instances", "objects")
 
-    def __init__(self, of: RowClass, columns: list[Column], objects: RowObjects) -> None:
-        self.function = of.function
-        self.columns = dict(zip(of.names, columns, strict=True))
+    def __init__(self, row_class: RowClass, columns: list[Column], objects: RowObjects) -> None:
+        self.function = row_class.function
+        self.columns = dict(zip(row_class.names, columns, strict=True))
         self.objects = objects
-        self.made: dict[int, tuple[Any, ...]] = {}
+        self.instances: dict[int, tuple[Any, ...]] = {}
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())).numbers)
 
     def notes(self, row: int) -> tuple[Any, ...]:
         """Return the memo entries of a row: the record, its state, its fields' content."""
-        if row not in self.made:
+        if row not in self.instances:
             self.objects.count_one()
             state: dict[str, Any] = {}
             noted: list[Any] = [Call(self.function, (), True, state), state]
@@ -76,8 +76,8 @@ class Rows:
                     sizes = tuple(values[:kind])
                     state[name] = call = Call(TORCH_SIZE, (sizes,))
                     noted += [*([sizes] if sizes else []), call.args, call]
-            self.made[row] = tuple(noted)
-        return self.made[row]
+            self.instances[row] = tuple(noted)
+        return self.instances[row]
 
     def __iter__(self) -> Iterator[Call]:
         """Yield the instances, as the machine would have made them."""

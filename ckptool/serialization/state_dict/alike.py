@@ -154,7 +154,7 @@ class _First:
         self._literals: tuple[Literal, ...] = ()
         self._template = Template.of(pickle, [(0, len(pickle))], ())
         self._meshes: dict[int, Call] = {}
-        self._beside = opened.storages.keys() - {one.key for one in tensors.values()}
+        self._other_keys = opened.storages.keys() - {tensor.key for tensor in tensors.values()}
         self._places: dict[ArchiveTemplate, list[tuple[Extent, int]]] = {}
         self._probes_left = _MOST_PROBES
 
@@ -166,7 +166,7 @@ class _First:
             values = self._template.match(pickle)
         if values is None or archive.byteorder() != self._opened.byteorder:
             return None
-        storages = archive.storages(self._beside)
+        storages = archive.storages(self._other_keys)
         opened = replace(self._opened, what=file, storages=storages, meshes={})
         try:
             meshes = self._meshes_of(values, opened, source)
@@ -177,7 +177,7 @@ class _First:
             return None
         leaves = dict(self._leaves)
         for (name, first), at in zip(self._tensors.items(), places, strict=True):
-            leaves[name] = _moved(first, at, meshes)
+            leaves[name] = _move(first, at, meshes)
         remember_globals(pickle, self._globals)
         return leaves
 
@@ -192,13 +192,13 @@ class _First:
         if pairs is not None:
             return [_with_sum(at, file, sibling.crcs[number]) for at, number in pairs]
         storages = archive.storages()
-        places = [_place(one, storages.get(one.key), file) for one in self._tensors.values()]
+        places = [_place(item, storages.get(item.key), file) for item in self._tensors.values()]
         extents = [at for at in places if at is not None]
         if len(extents) < len(places):
             return None
         if has_others:
             numbers = sibling.template.storages
-            record_numbers = [numbers[one.key] for one in self._tensors.values()]
+            record_numbers = [numbers[tensor.key] for tensor in self._tensors.values()]
             self._places[sibling.template] = [*zip(extents, record_numbers, strict=True)]
         return extents
 
@@ -226,9 +226,9 @@ class _First:
         except CkptoolError:
             return False
         pairs = None if other.hostile else _pair_meshes(self._opened.inert, other.value)
-        if pairs is None or not {*self._opened.meshes} <= {one for one, _ in pairs}:
+        if pairs is None or not {*self._opened.meshes} <= {record for record, _ in pairs}:
             return False
-        self._literals, self._meshes = literals, {id(one): mesh for one, mesh in pairs}
+        self._literals, self._meshes = literals, {id(record): mesh for record, mesh in pairs}
         holes = [literal.hole for literal in literals]
         self._template = Template.of(self._pickle, [(0, len(self._pickle))], holes)
         return True
@@ -273,7 +273,7 @@ def _with_sum(at: Extent, file: str, crc: int) -> Extent:
     return Extent(file, at.offset, at.strides, record, at.ops)
 
 
-def _moved(movable: _Movable, at: Extent, meshes: Sequence[tuple[Mesh, int | None]]) -> Leaf:
+def _move(movable: _Movable, at: Extent, meshes: Sequence[tuple[Mesh, int | None]]) -> Leaf:
     """Return a tensor's leaf for another file, where it is at this place."""
     leaf, number = movable.leaf, movable.mesh
     value = leaf.value
@@ -289,7 +289,7 @@ def _moved(movable: _Movable, at: Extent, meshes: Sequence[tuple[Mesh, int | Non
 
 
 def _pair_meshes(one: Any, other: Any) -> list[tuple[Call, Call]] | None:
-    """Return the meshes of a value and of one with holes; None if one is elsewhere than in them.
+    """Return the meshes of a value, each with that of one with holes; None for holes elsewhere.
 
     Both are of pickles with the same opcodes, so the same parts of both are shared.
     """
@@ -328,7 +328,7 @@ def _parts_of_mesh(record: Call) -> list[Any]:
 
 
 def _is_alike(one: Any, other: Any) -> bool:
-    """Return whether two are lists or tuples of the same lengths, ultimately of numbers or texts.
+    """Return whether two values are equally long lists or tuples, at last of numbers or texts.
 
     The second may have holes instead.
     """

@@ -121,24 +121,24 @@ def _attribute_notes(ranks: Mapping[int, RankLeaves]) -> list[str]:
     if not tensors:
         return []
     shown = sorted(tensors)[:_MOST_SHOWN]
-    counts = [f"{attribute} of {_counted(tensors[attribute])}" for attribute in shown]
+    counts = [f"{attribute} of {_count_names(tensors[attribute])}" for attribute in shown]
     more = [f"{len(tensors) - len(shown):,} more"] if len(tensors) > len(shown) else []
     return [f"tensor attributes not carried over: {', '.join([*counts, *more])}"]
 
 
-def _counted(names: set[str]) -> str:
+def _count_names(names: set[str]) -> str:
     return min(names) if len(names) == 1 else f"{len(names):,} tensors"
 
 
 def _merge_plain(
     name: str, leaves: _Leaves, result: Assembled, keep: bool, *, is_own: bool
 ) -> None:
-    """Add the plain tensor of ranks; what each has for its own is one if checksums prove it."""
+    """Add the plain tensor of ranks; state of each rank becomes one if checksums prove it equal."""
     difference = _difference(leaves)
     are_apart = difference is not None or (is_own and not _are_proved_equal(leaves))
     if keep and are_apart:
         for rank in leaves:
-            rank_name, leaf = _own(name, rank, leaves)
+            rank_name, leaf = _take_value(name, rank, leaves)
             entry = _plain_entry(rank_name, {rank: leaf})
             is_other = is_of_a_rank(_first(leaves).path)  # whatever it is called
             result.tensors[rank_name] = replace(entry, part="other") if is_other else entry
@@ -211,14 +211,14 @@ def _merge_object(name: str, leaves: _Leaves, result: Assembled) -> None:
 def _keep_values(name: str, leaves: _Leaves, result: Assembled) -> None:
     """Keep each rank's value as its own."""
     for rank in leaves:
-        rank_name, leaf = _own(name, rank, leaves)
+        rank_name, leaf = _take_value(name, rank, leaves)
         result.objects[rank_name] = ObjectEntry(rank_name, leaf.path, leaf.value)
 
 
-def _own(name: str, rank: int, leaves: _Leaves) -> tuple[str, Leaf]:
+def _take_value(name: str, rank: int, leaves: _Leaves) -> tuple[str, Leaf]:
     """Return one rank's value, at a path and under a name of its own."""
-    *above, last = leaves[rank].path or ("value",)
-    return f"{name}@rank{rank}", replace(leaves[rank], path=(*above, RankStep(last, rank)))
+    *parents, last = leaves[rank].path or ("value",)
+    return f"{name}@rank{rank}", replace(leaves[rank], path=(*parents, RankStep(last, rank)))
 
 
 def _merge_dtensor(name: str, leaves: _Leaves, result: Assembled, keep: bool) -> None:
@@ -240,10 +240,10 @@ def _merge_dtensor(name: str, leaves: _Leaves, result: Assembled, keep: bool) ->
     elif keep:
         for stage in stages:
             rank = next(iter(stage))
-            key, leaf = _own(name, rank, stage)
+            key, leaf = _take_value(name, rank, stage)
             result.tensors[key] = _dtensor_entry(key, {**stage, rank: leaf}, _meshes_of(stage))
     else:
-        ranks = " and ".join(_listed(stage) for stage in stages)
+        ranks = " and ".join(_list_ranks(stage) for stage in stages)
         message = f"{name}: the DTensors of the device meshes of ranks {ranks} differ: pipeline"
         message += " stages with names of their own, or replicas that diverged"
         result.conflicts[name] = Problem(message, "replicas-differ", tensor=name)
@@ -381,7 +381,7 @@ def _sharded_chunks(leaves: _Leaves) -> list[Chunk]:
             chunks.append(Chunk(box, place, rank))
     missing = {owner for _, owner in first.boxes if owner is not None} - set(leaves)
     if missing:
-        raise Damaged(f"the shards of rank {_listed(missing)} are missing", "rank-missing")
+        raise Damaged(f"the shards of rank {_list_ranks(missing)} are missing", "rank-missing")
     return chunks
 
 
@@ -395,5 +395,5 @@ def _declared_chunks(leaves: _Leaves) -> list[Chunk]:
     ]
 
 
-def _listed(ranks: Iterable[int]) -> str:
+def _list_ranks(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))

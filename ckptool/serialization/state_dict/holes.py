@@ -39,9 +39,9 @@ def find_literals(data: bytes, places: Sequence[int]) -> tuple[Literal, ...] | N
     covered = 0
     try:
         for literal in _literals(data, positions[-1]):
-            inside = bisect_left(positions, literal.end) - bisect_left(positions, literal.start)
-            if inside:
-                covered += inside
+            count = bisect_left(positions, literal.end) - bisect_left(positions, literal.start)
+            if count:
+                covered += count
                 literals.append(literal)
     except ValueError:  # which Python's own tools do not follow
         return None

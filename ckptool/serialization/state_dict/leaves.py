@@ -234,12 +234,12 @@ def _accuse(
 ) -> Refusal | None:
     """Return why a value must not be read, if it names something that can run code."""
     names = collect_globals(value)
-    inside = [item for item in hostile if item in names]
-    for item in inside:
+    culprits = [item for item in hostile if item in names]
+    for item in culprits:
         unseen.pop(item, None)
-    if not inside:
+    if not culprits:
         return None
-    refusal = Refusal(f"{name}: {hostile[inside[0]]}", "hostile-global", tensor=name)
+    refusal = Refusal(f"{name}: {hostile[culprits[0]]}", "hostile-global", tensor=name)
     refusal.may_be_tensor = isinstance(value, Call) and (
         any(item.module.startswith("torch") and item.name.endswith("Storage") for item in names)
         or (value.name.startswith("torch.") and value.function not in hostile)
@@ -326,7 +326,7 @@ class _RefusalWalk:
 
     def __init__(self, file: TorchFile, source: Source) -> None:
         self._file, self._source = file, source
-        self._known: dict[int, Any] = {}
+        self._results: dict[int, Any] = {}
         self._open: set[int] = set()
         self.refused: dict[Path, Refusal] = {}
 
@@ -334,9 +334,9 @@ class _RefusalWalk:
         """Return the value itself if nothing in it is refused, else a copy with refusals."""
         if isinstance(value, str | int | float | bytes | None):
             return value
-        if id(value) not in self._known:
-            self._known[id(value)] = self._inspect(value, path)
-        return self._known[id(value)]
+        if id(value) not in self._results:
+            self._results[id(value)] = self._inspect(value, path)
+        return self._results[id(value)]
 
     def _inspect(self, value: Any, path: Path) -> Any:
         is_entered = isinstance(value, dict | list | tuple) and id(value) not in self._open

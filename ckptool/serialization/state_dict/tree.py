@@ -80,7 +80,7 @@ class StateDictWalk:
     """
 
     def __init__(self, what: str, pickled: int = 0) -> None:
-        self._left = max(pickled, _FEWEST_LEAVES)
+        self._budget = max(pickled, _FEWEST_LEAVES)
         self._what = what
         self._entered: dict[int, bool] = {}
         self._modules: dict[int, Module | None] = {}
@@ -107,8 +107,8 @@ class StateDictWalk:
 
     def _count(self, depth: int) -> None:
         """Count a value at a depth. Raises Damaged if there are too many, or it is too deep."""
-        self._left -= 1
-        if self._left < 0 or depth > _DEEPEST:
+        self._budget -= 1
+        if self._budget < 0 or depth > _DEEPEST:
             message = f"{self._what}: the state dict is nested more than {_DEEPEST} deep, or"
             message += " expands to more values than its pickle has bytes"
             raise Damaged(message, "pickle-bomb")
@@ -197,18 +197,18 @@ def _is_entered(value: PickleValue, what: str, answers: dict[int, bool]) -> bool
     stack = [(value, 0)]
     while stack:
         item, depth = stack.pop()
-        inside = item if isinstance(item, list | tuple) else [v for _, v in _entries(item)]
-        if not inside or id(item) in ids or answers.get(id(item)) is False:
+        parts = item if isinstance(item, list | tuple) else [v for _, v in _entries(item)]
+        if not parts or id(item) in ids or answers.get(id(item)) is False:
             continue
         if depth > _DEEPEST:
             message = f"{what}: a value is nested more than {_DEEPEST} levels deep"
             raise Damaged(message, "pickle-bomb")
         ids.add(id(item))
-        if any(is_tensor_record(inner) or module_state(inner) for inner in inside):
+        if any(is_tensor_record(inner) or module_state(inner) for inner in parts):
             return True
         if isinstance(item, list) and any(isinstance(inner, dict) for inner in item):
             return True
-        stack += [(inner, depth + 1) for inner in inside]
+        stack += [(inner, depth + 1) for inner in parts]
     answers.update(dict.fromkeys(ids, False))
     return False
 

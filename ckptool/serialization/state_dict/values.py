@@ -124,13 +124,13 @@ class Foreign:
     """Caches ``collect_foreign_globals`` for values of one checkpoint, which may share them."""
 
     def __init__(self) -> None:
-        self._known: dict[int, set[str]] = {}
+        self._globals: dict[int, set[str]] = {}
 
     def of(self, value: object) -> set[str]:
         """Return the value's foreign globals; the value must outlive this object."""
-        if id(value) not in self._known:
-            self._known[id(value)] = collect_foreign_globals(value)
-        return self._known[id(value)]
+        if id(value) not in self._globals:
+            self._globals[id(value)] = collect_foreign_globals(value)
+        return self._globals[id(value)]
 
 
 def collect_foreign_globals(value: object) -> set[str]:
