@@ -167,10 +167,10 @@ class Recovery(Struct, frozen=True):
 class Detection(Struct, frozen=True):
     """How checkpoints of a format are found.
 
-    ``probe`` returns what is true if names and first bytes are of a source of this format; it is
-    None if its checkpoints are detected as another format's. ``files`` say what files are by
-    their names; those of all formats come second. ``suffixes`` are those of a file that is one by
-    itself, ``folder`` names the format of a folder of such files, where that is another.
+    ``probe`` returns a true value for a source whose names and first bytes are of this format; it
+    is None if its checkpoints are detected as another format's. ``files`` say what files are by
+    their names; those of all formats come second. ``suffixes`` are those of files that are a
+    checkpoint each, ``folder`` names the format of a folder of such files, where it is another.
 
     ``other_saves`` returns the files of all saves but that of one file, where several may lie in
     one folder. ``has_set`` returns whether a file of a folder says, by its
@@ -249,7 +249,7 @@ class Loading(Struct, frozen=True):
 
 
 def refusing(what: str, hint: str) -> Reading:
-    """Return how a format is read that is only recognized: not at all, and this is why."""
+    """Return the reading of a format that is only recognized: its scan raises this reason."""
 
     def scan(source: Source, options: ScanOptions) -> Catalog:
         raise Unrecognized(f"{source.root}: {what}", hint=hint)

@@ -60,16 +60,16 @@ def _members(flat: str, names: list[str], record: _Metadata) -> Iterator[Member]
     """Yield the parameters of one flat parameter; names are relative to its unit, or whole."""
     head = flat.removesuffix(FLAT)
     whole = all(name.startswith(head) for name in names)
-    left = list(zip(names, record["fsdp_shapes"][flat], strict=True))
+    pairs = list(zip(names, record["fsdp_shapes"][flat], strict=True))
     start = 0
     lengths = record["fsdp_numels_with_padding"][flat]
     for length, padding in zip(lengths, record["fsdp_is_padding_mask"][flat], strict=True):
         if not padding:
-            name, shape = left.pop(0)
+            name, shape = pairs.pop(0)
             name = (name if whole else head + name.lstrip(".")).lstrip(".")
             yield Member((name,), read_sizes(shape), start)
         start += read_natural(length)
-    if left:
+    if pairs:
         raise IndexError
 
 

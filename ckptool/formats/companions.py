@@ -60,7 +60,7 @@ def companions(source: Source, folder: str = "") -> dict[str, int]:
 def trainer_optimizer(sizes: Mapping[str, int], read: Collection[str]) -> str | None:
     """Return the file of a model's folder in which transformers' Trainer saved its optimizer.
 
-    ``sizes`` are those of all files; those that are ``read`` with the model are no such file.
+    ``sizes`` are those of all files; a file that is ``read`` with the model does not count.
     """
     names = (name for name in _TRAINER_OPTIMIZERS if sizes.get(name) and name not in read)
     return next(names, None)
@@ -245,7 +245,7 @@ _LOADERS = ("dataloader.world_size", "dataloader.dp_world_size")
 def loader_ranks(objects: Mapping[str, ObjectEntry]) -> tuple[set[int], int]:
     """Return the ranks of which torchtitan saved positions in the data, and how many there were.
 
-    It resumes from them with as many data-parallel ranks alone.
+    torchtitan resumes from positions only with as many data-parallel ranks.
     """
     ranks = {int(match[1]) for match in map(_POSITION.fullmatch, objects) if match}
     counts = (objects[name].value for name in _LOADERS if name in objects)

@@ -78,10 +78,10 @@ def as_one_file(catalog: Catalog) -> Catalog:
 
 def named_as_one_file(catalog: Catalog) -> Catalog:
     """Return the catalog with the names that its entries have in a checkpoint of one file."""
-    one = as_one_file(catalog)
-    if one is catalog:
+    file = as_one_file(catalog)
+    if file is catalog:
         return catalog
-    return with_entries(one, (replace(e, name=flat_name(e.path)) for e in entries_of(one)))
+    return with_entries(file, (replace(e, name=flat_name(e.path)) for e in entries_of(file)))
 
 
 def _meta_names(catalog: Catalog) -> set[str]:

@@ -211,8 +211,8 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     options.report([*problems, *merged.problems], subject=source.root)
     order = {name: at for at, name in enumerate(ranks[0])}
     last = len(order)
-    every = sorted((merged.tensors | cut).items(), key=lambda pair: order.get(pair[0], last))
-    merged.tensors = dict(every)
+    entries = sorted((merged.tensors | cut).items(), key=lambda pair: order.get(pair[0], last))
+    merged.tensors = dict(entries)
     merged.conflicts |= conflicts
     return merged.catalog(
         "llama",

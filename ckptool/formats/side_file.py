@@ -39,10 +39,10 @@ def with_headers(
 ) -> Catalog:
     """Add what headers say, and the tensors and values of the side file, if there is one.
 
-    ``headers`` are the metadata of those files that it goes with that can be read: without any,
-    nothing says that it is another's. Another program's file is left out with a note. Raises
-    Damaged, or notes it if ``options`` allow, if it belongs to another checkpoint, or cannot be
-    read: whose it is is then unknown.
+    ``headers`` are the metadata of the readable files that the side file goes with: without any,
+    nothing says that it belongs to others. Another program's file is left out with a note. Raises
+    Damaged, or notes it if ``options`` allow, if the side file belongs to another checkpoint, or
+    cannot be read, so that this is unknown.
     """
     catalog = replace(catalog, metadata=texts_by_file(headers))
     marks = {header[SIDE] for header in headers.values() if SIDE in header}
@@ -63,12 +63,12 @@ def _add_side(catalog: Catalog, source: Source, side: str, marks: set[str] | Non
     if marks is not None and marks != identities:
         message = f"{side}: not the side file that was written with the files that are here"
         raise Damaged(Problem(message, "side-file-mismatch", file=side))
-    more = assemble({0: leaves})
-    twice = sorted(more.tensors.keys() & catalog.tensors.keys())
-    if more.problems or twice:
-        problems = [*more.problems, *(f"{n}: also in the main file" for n in twice)]
+    content = assemble({0: leaves})
+    twice = sorted(content.tensors.keys() & catalog.tensors.keys())
+    if content.problems or twice:
+        problems = [*content.problems, *(f"{n}: also in the main file" for n in twice)]
         raise damaged(problems, subject=side, hint=f"{side} belongs to another checkpoint")
-    return more.added_to(catalog, source, side)
+    return content.added_to(catalog, source, side)
 
 
 def _missing(side: str) -> Problem:

@@ -234,8 +234,8 @@ def _join_boxes(boxes: list[Box]) -> list[Box]:
     """Return the one box that several fill together, as those of a permuted tensor do; or all."""
     if len(boxes) <= _FEW_BOXES:
         return boxes
-    around = hull(boxes)
-    return [around] if around.volume == sum(box.volume for box in boxes) else boxes
+    outline = hull(boxes)
+    return [outline] if outline.volume == sum(box.volume for box in boxes) else boxes
 
 
 def require_placed(request: Request) -> PlacedTensors:

@@ -34,9 +34,9 @@ def no_metadata(source: Source, metadata: str) -> Damaged:
     ]
     empty = sum(not size for size in sizes.values())
     files = ", ".join([*words, f"{plural(empty, 'file')} empty"] if empty else words)
-    left = f"{metadata}.tmp"
-    state = f"only {left} is there" if left in source.files else f"there is no {metadata}"
-    if ranks and 0 not in ranks and left not in source.files:
+    draft = f"{metadata}.tmp"
+    state = f"only {draft} is there" if draft in source.files else f"there is no {metadata}"
+    if ranks and 0 not in ranks and draft not in source.files:
         message = (
             f"{source.root}: the files of {_name(ranks)} of a DCP folder, as one node has them:"
             f" those of rank 0, which writes {metadata}, are not here; nothing else names what"
@@ -44,8 +44,8 @@ def no_metadata(source: Source, metadata: str) -> Damaged:
         )
         hint = f"{_COPY}; if it has none, the save never finished: use the previous checkpoint"
         return Damaged(Problem(message, "rank-missing").with_hint(hint), hint=hint)
-    if below := _elsewhere(source, metadata):
-        message = f"{source.root}: a DCP folder without its {metadata}; one lies in {below}"
+    if place := _elsewhere(source, metadata):
+        message = f"{source.root}: a DCP folder without its {metadata}; one lies in {place}"
         hint = f"if it names these files ({files}), move it to them"
         return Damaged(Problem(message, "file-missing", file=metadata).with_hint(hint), hint=hint)
     message = (

@@ -105,10 +105,10 @@ class AlikeItems:
         import numpy as np
 
         ends = np.cumsum([len(table) for _, table in tables])
-        odd = {*np.searchsorted(ends, np.flatnonzero(crcs < 0), side="right").tolist()}
+        misfits = {*np.searchsorted(ends, np.flatnonzero(crcs < 0), side="right").tolist()}
         begin = 0
         for at, ((entry, table), end) in enumerate(zip(tables, ends.tolist(), strict=True)):
-            if at not in odd:
+            if at not in misfits:
                 columns = starts[begin:end], crcs[begin:end]
                 size = entry.source_dtype.itemsize
                 self._tables[entry.name] = RecordTable(table, *columns, size)

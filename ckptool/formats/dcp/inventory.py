@@ -88,9 +88,9 @@ def take_inventory(source: Source, parsed: Mapping[str, DcpMetadata]) -> Invento
 def read_metadata_files(
     source: Source, options: ScanOptions, metadata: str
 ) -> dict[str, DcpMetadata]:
-    """Read the metadata of a folder by file: ``metadata``, that of all ranks, or else of each.
+    """Read the metadata of a folder, by file: ``metadata`` of all ranks, or else each rank's own.
 
-    Raises Damaged if there is none; a missing rank's is reported.
+    Raises Damaged without any; the missing metadata of a rank is reported.
     """
     by_rank = {name: int(m[1]) for name in source.files if (m := RANK_METADATA.fullmatch(name))}
     if metadata not in source.files and not by_rank:

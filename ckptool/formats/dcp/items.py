@@ -70,7 +70,7 @@ def _refusal(name: str, problem: Problem) -> Refusal:
 
 
 def _value_leaves(source: Source, name: str, item: Container, path: Path) -> dict[str, Leaf]:
-    """Return the leaves of an item; if some of it is refused, the item is, as it is one value."""
+    """Return the leaves of an item, which is one value: refused if any part of it is."""
     opened = open_item(source, item, name, _LARGEST_VALUE, _LARGEST_VALUE)
     leaves = read_leaves(opened, source, prefix=path)
     has_tensor = any(isinstance(leaf.value, PlainLeaf | ShareLeaf) for leaf in leaves.values())
@@ -93,18 +93,18 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
     is of an unsupported kind, Damaged if an item contradicts the metadata. If it ``defers``, items
     as large as those of plain tensors are opened when they are read.
     """
-    whole = catalog
+    closed_catalog = catalog
     if defers:
         catalog = Openings(source, catalog, partial(locate, source, catalog)).deferred()
     problems: list[Problem] = []
     unread: list[Problem] = []
     contents = Assembled()
     tensors = catalog.tensors.items()
-    closed = {n: e for n, e in tensors if not isinstance(e.chunks, LateChunks | RecordTable)}
-    expect_items(source, Joined([_closed_places(entry) for entry in closed.values()]))
-    items = AlikeItems(source, closed.values())
+    entries = {n: e for n, e in tensors if not isinstance(e.chunks, LateChunks | RecordTable)}
+    expect_items(source, Joined([_closed_places(entry) for entry in entries.values()]))
+    items = AlikeItems(source, entries.values())
     for name, entry in catalog.tensors.items():
-        if name not in closed:
+        if name not in entries:
             contents.tensors[name] = entry
             continue
         if (records := items.table(entry)) is not None:
@@ -112,7 +112,7 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
             continue
         try:
             chunks: Sequence[Chunk] = _locate_chunks(entry, items)
-            table = whole.tensors[name].chunks
+            table = closed_catalog.tensors[name].chunks
             if isinstance(table, ChunkTable):
                 opened = dict(enumerate(chunks))  # all are; a plan is known by the table
                 chunks = LateChunks(table, lambda chunk: chunk, opened)
@@ -126,7 +126,7 @@ def locate(source: Source, catalog: Catalog, *, defers: bool = False) -> Catalog
         except CkptoolError as error:
             problems += error.problems
     if problems and defers:
-        locate(source, whole)  # raises the problems of the others, too
+        locate(source, closed_catalog)  # raises the problems of the others, too
     if problems:
         raise damaged(problems, subject="the items", hint=DAMAGE_HINT)
     if unread:
@@ -177,7 +177,7 @@ def _read_inner_tensors(source: Source, entry: TensorEntry) -> Assembled | None:
 
 
 def _read_sharded_state(source: Source, entry: TensorEntry) -> Assembled | None:
-    """Read the items of a state whose inner tensors are cut as its rows are; None for others."""
+    """Read the items of a state whose inner tensors are cut as its rows are; None for another."""
     chunks: dict[str, list[Chunk]] = {}
     state = Assembled()
     for chunk in entry.chunks:

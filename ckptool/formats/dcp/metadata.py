@@ -102,15 +102,15 @@ def _metadata(value: Any, positions: dict[tuple[str, str], int], what: str) -> D
             and not (may_be_quantized and _is_quantized(entry))
         }
         bytes_names = tuple(_text(name) for name in entries if name not in tensors)
-        whole = {name for name in bytes_names if entries[name].fields.get("chunks")}
+        sliced = {name for name in bytes_names if entries[name].fields.get("chunks")}
         items: dict[MetadataIndex, Container] = {}
         singles = chain(tables.rest(), _items(tables.records)) if tables else _items(stored)
         for (name, at), item in singles:
-            if items.setdefault(index := (name, None if name in whole else at), item) is not item:
+            if items.setdefault(index := (name, None if name in sliced else at), item) is not item:
                 raise Damaged(f"{what}: {name}: two items for {index[1] or 'a value'}")
         paths = _paths(fields.get("planner_data"))
         plans = _plans(fields.get("all_local_plans"))
-        reformulated = dict(_reformulated(fields.get("mcore_data")))
+        reformulated = dict(_read_reformulations(fields.get("mcore_data")))
         shapes = _Sizes()
         pickles = fields.get("all_tensor_metadata") or {}
         skeletons = {
@@ -179,8 +179,8 @@ class _Sizes(dict[Call, tuple[int, ...]]):
 
 def _box(chunk: Call, sizes: _Sizes) -> Box:
     """Return the box of a ChunkStorageMetadata."""
-    if more := more_fields(chunk):
-        raise Unsupported(f"a chunk with {more[0]!r}, which is not known")
+    if fields := more_fields(chunk):
+        raise Unsupported(f"a chunk with {fields[0]!r}, which is not known")
     low, shape = sizes.of(chunk.fields["offsets"]), sizes.of(chunk.fields["sizes"])
     if len(low) != len(shape):
         raise ValueError(f"a chunk of {len(shape)} dims at an offset of {len(low)}")
@@ -218,7 +218,7 @@ def _plans(value: Any) -> tuple[SavePlan, ...] | None:
     )
 
 
-def _reformulated(value: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _read_reformulations(value: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, entry in (value or {}).items():
         shape = entry.get("nd_reformulated_orig_global_shape") if isinstance(entry, dict) else None
         if shape is not None:

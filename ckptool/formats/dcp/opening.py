@@ -223,14 +223,14 @@ class Openings:
         """Return the catalog with an opening for each item that can be opened later."""
         tensors = dict(self._catalog.tensors)
         for name, entry in tensors.items():
-            chunks, defer = entry.chunks, partial(self._deferred, entry)
+            chunks, defer = entry.chunks, partial(self._defer, entry)
             if type(chunks) is ChunkTable and self._starts.keys() >= {*_kinds_of(entry)}:
                 tensors[name] = replace(entry, chunks=LateChunks(chunks, defer))
             else:
                 tensors[name] = replace(entry, chunks=tuple(map(defer, chunks)))
         return self._catalog.with_tensors(tensors)
 
-    def _deferred(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
+    def _defer(self, entry: TensorEntry, chunk: Chunk) -> Chunk:
         item = _late_item(entry, chunk)
         start = self._starts.get(item.kind) if item is not None else None
         if item is None or start is None:

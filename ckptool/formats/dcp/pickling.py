@@ -112,8 +112,8 @@ class MetadataFile(FileLayout):
 
     def _properties(self, dtype: str) -> bytes:
         require_of_torch(dtype)
-        layout = self._made("torch.serialization", "_get_layout", self._text("torch.strided"))
-        encoding = self._made(_METADATA, "_MEM_FORMAT_ENCODING", _integer(0))
+        layout = self._fetch_call("torch.serialization", "_get_layout", self._text("torch.strided"))
+        encoding = self._fetch_call(_METADATA, "_MEM_FORMAT_ENCODING", _integer(0))
         fields = (
             self._global("torch", dtype),
             layout,
@@ -222,7 +222,7 @@ class MetadataFile(FileLayout):
         """Begin an object of a class, up to the fields of its state; ``_END`` ends it."""
         return self._global(module, name) + _BEGIN
 
-    def _made(self, module: str, name: str, argument: bytes) -> bytes:
+    def _fetch_call(self, module: str, name: str, argument: bytes) -> bytes:
         """Fetch what a call returns, which is made once."""
         call = module, name, argument
         if call not in self._memo:

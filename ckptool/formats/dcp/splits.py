@@ -68,7 +68,7 @@ def _of_columns(cuts: Cuts, least: int) -> Iterator[ItemBoxes]:
 
 
 def _reads_more(entry: TensorEntry, narrow: Sequence[int]) -> bool:
-    """Return whether who reads boxes, the ``narrow``est in each dim, reads what is beside them."""
+    """Return whether reading boxes, the ``narrow``est in each dim, reads bytes beside them, too."""
     wide = _sizes(chunks_of(entry).boxes, max)
     cut = [dim for dim in range(1, len(wide)) if narrow[dim] < wide[dim]]
     return bool(cut) and math.prod(narrow[cut[-1] :]) * entry.source_dtype.itemsize < _LONG

@@ -71,7 +71,7 @@ class StoredTables:
         self._by_name: dict[str, Any] = {}
         self._boxes: dict[BoxTable, BoxTable] = {}
         self._cuts: dict[tuple[int, int], BoxTable] = {}
-        self._few: dict[object, BoxTable] = {}
+        self._shared_boxes: dict[object, BoxTable] = {}
         self._orders: dict[object, Any] = {}
         singles = []
         for key, info in stored:
@@ -102,8 +102,8 @@ class StoredTables:
         self._add(names, dims, lows, files, offsets, lengths)
 
     def _add(self, *columns: Any) -> None:
-        every = self._columns
-        lists = (every.names, every.dims, every.lows, every.files, every.offsets, every.lengths)
+        store = self._columns
+        lists = (store.names, store.dims, store.lows, store.files, store.offsets, store.lengths)
         for arrays, column in zip(lists, columns, strict=True):
             arrays.append(column)
 
@@ -139,21 +139,21 @@ class StoredTables:
         """Sort the items by tensor, in their own order."""
         import numpy as np
 
-        every = self._columns
-        if not every.names:
+        columns = self._columns
+        if not columns.names:
             return
-        names = np.concatenate(every.names)
+        names = np.concatenate(columns.names)
         order = np.argsort(names, kind="stable")
         ends = np.cumsum(np.bincount(names, minlength=len(self._names)))
-        widest, integers = max(low.shape[1] for low in every.lows), np.result_type(*every.lows)
+        widest, integers = max(low.shape[1] for low in columns.lows), np.result_type(*columns.lows)
         lows, begin = np.zeros((len(names), widest), integers), 0
-        for low in every.lows:
+        for low in columns.lows:
             begin, first = begin + len(low), begin
             lows[first:begin, : low.shape[1]] = low
-        every.names.clear()
-        every.lows.clear()
-        lows, dims = lows[order], np.concatenate(every.dims)[order]
-        spans = (every.files, every.offsets, every.lengths)
+        columns.names.clear()
+        columns.lows.clear()
+        lows, dims = lows[order], np.concatenate(columns.dims)[order]
+        spans = (columns.files, columns.offsets, columns.lengths)
         files, offsets, lengths = (np.concatenate(column)[order] for column in spans)
         begins = [0, *ends.tolist()]
         for name, number in self._names.items():
@@ -206,12 +206,12 @@ class StoredTables:
         if len(chunks) <= _FEW and Rows not in map(type, chunks):
             records = [(chunk.fields["offsets"], chunk.fields["sizes"]) for chunk in chunks]
             key = len(shape), *records
-        table = self._few.get(key)
+        table = self._shared_boxes.get(key)
         if table is None:
             boxes = _boxes(shape, chunks)
             table = self._boxes.setdefault(boxes, boxes)
             if key is not None:
-                self._few[key] = table
+                self._shared_boxes[key] = table
         return table
 
     def _order(self, shape: tuple[int, ...], boxes: BoxTable, dims: Any, lows: Any) -> Any:
@@ -273,8 +273,8 @@ def _match(shape: tuple[int, ...], boxes: BoxTable, dims: Any, lows: Any) -> Any
     if (np.diff(chunk_keys) > 0).all() and (chunk_keys == item_keys).all():
         return None
     by_chunk, by_item = np.argsort(chunk_keys), np.argsort(item_keys)
-    ordered = chunk_keys[by_chunk]
-    if (ordered != item_keys[by_item]).any() or (np.diff(ordered) == 0).any():
+    keys = chunk_keys[by_chunk]
+    if (keys != item_keys[by_item]).any() or (np.diff(keys) == 0).any():
         raise Unfit
     order = np.empty(len(chunk_keys), np.int64)
     order[by_chunk] = by_item
@@ -324,7 +324,7 @@ def _sizes(rows: Rows, name: str) -> tuple[Any, Any]:
 
 
 def are_sound(
-    every: Sequence[ItemTable], singles: Iterable[Container], sizes: Mapping[str, int]
+    tables: Sequence[ItemTable], singles: Iterable[Container], sizes: Mapping[str, int]
 ) -> bool:
     """Return whether every item of tables is within its file, and overlaps no other.
 
@@ -332,14 +332,14 @@ def are_sound(
     """
     import numpy as np
 
-    numbers = {file: number for number, file in enumerate(every[0].files)}
+    numbers = {file: number for number, file in enumerate(tables[0].files)}
     places = [at for at in singles if at.file in numbers]
     spans = [(numbers[at.file], at.offset, at.nbytes) for at in places]
     columns = np.array(spans, np.int64).reshape(-1, 3)
-    file = np.concatenate([columns[:, 0], *(items.file_numbers for items in every)])
-    begin = np.concatenate([columns[:, 1], *(items.offsets for items in every)])
-    end = begin + np.concatenate([columns[:, 2], *(items.lengths for items in every)])
-    limits = np.array([sizes.get(name, 0) for name in every[0].files], np.int64)
+    file = np.concatenate([columns[:, 0], *(items.file_numbers for items in tables)])
+    begin = np.concatenate([columns[:, 1], *(items.offsets for items in tables)])
+    end = begin + np.concatenate([columns[:, 2], *(items.lengths for items in tables)])
+    limits = np.array([sizes.get(name, 0) for name in tables[0].files], np.int64)
     first = len(places)
     if (end[first:] > limits[file[first:]]).any() or (limits[file[first:]] == 0).any():
         return False

@@ -243,12 +243,12 @@ def _require_all(files: Mapping[Ranks, str], dp: int, mp: int, what: str) -> Non
             message = f"{what} of zero_pp_rank {ranks}, mp_rank {model_rank:02d} are missing:"
             message += f" found {len(present):,} of {dp:,} files"
             raise Damaged(message, "rank-missing")
-    stray = [name for (d, m), name in files.items() if d >= dp or m >= mp]
-    if stray:
+    strays = [name for (d, m), name in files.items() if d >= dp or m >= mp]
+    if strays:
         raise Damaged(
-            f"{stray[0]} belongs to no rank of DP {dp:,} and {mp:,} model-parallel ranks",
+            f"{strays[0]} belongs to no rank of DP {dp:,} and {mp:,} model-parallel ranks",
             "saves-mixed",
-            file=stray[0],
+            file=strays[0],
             hint="an earlier save with more ranks may have left it: move it away",
         )
 
@@ -275,9 +275,9 @@ def _count_data_ranks(files: TagFiles, first: State, optimizers: Mapping[Ranks, 
 
 def _count_tensor_ranks(files: TagFiles, first: State, model_ranks: int) -> int:
     """Return the tensor-parallel degree: stated since 0.19, else by the layers' files, else all."""
-    stated = first.inner("checkpoint_parallel_dimensions")
-    if stated.fields:
-        return stated.count("tp_degree")
+    degrees = first.inner("checkpoint_parallel_dimensions")
+    if degrees.fields:
+        return degrees.count("tp_degree")
     if files.layers:
         return 1 + max(tensor for _, tensor in files.layers)
     return model_ranks

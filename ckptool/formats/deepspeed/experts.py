@@ -107,7 +107,7 @@ def _count_experts(model: State, files: Collection[_Key]) -> list[int]:
         return recorded
     if type(recorded) is int and files:
         return [recorded for _ in layers]
-    return [1 + max((e for of, e in files if of == layer), default=0) for layer in layers]
+    return [1 + max((e for number, e in files if number == layer), default=0) for layer in layers]
 
 
 def _require_own_names(
@@ -152,10 +152,10 @@ def find_lost_optimizers(checkpoint: DeepSpeedCheckpoint) -> Problem | None:
         find_expert_degrees(find_param_groups(first.inner("optimizer").stored)) if first else ()
     )
     degree = max(degrees, default=1 + max(ranks, default=0))
-    stray = [file for (rank, _), file in files.expert_optimizers.items() if rank >= degree]
-    if stray:
-        message = f"{stray[0]}: belongs to no rank of {degree:,} expert-parallel ranks"
-        return Problem(message, "saves-mixed", file=stray[0])
+    strays = [file for (rank, _), file in files.expert_optimizers.items() if rank >= degree]
+    if strays:
+        message = f"{strays[0]}: belongs to no rank of {degree:,} expert-parallel ranks"
+        return Problem(message, "saves-mixed", file=strays[0])
     missing = find_missing_ranks(ranks, degree)
     if not missing:
         return None

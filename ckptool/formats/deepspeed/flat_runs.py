@@ -148,7 +148,7 @@ class RankContents(Struct):
     def add_stray(self, file: str, values: Mapping[Any, Any], rank: int, prefix: Path = ()) -> None:
         """Note the entries of a file that its format does not have; refuse those with tensors."""
         paths = {key: (*prefix, str(key)) for key in values}
-        refused = {key: unread_tensor(flat_name(paths[key]), one) for key, one in values.items()}
+        refused = {k: unread_tensor(flat_name(paths[k]), value) for k, value in values.items()}
         leaves = {key: Leaf(paths[key], why) for key, why in refused.items() if why is not None}
         self.add_leaves({flat_name(leaf.path): leaf for leaf in leaves.values()}, rank)
         self.notes += note_stray_keys(file, [key for key in values if key not in leaves])
@@ -160,17 +160,17 @@ class RankContents(Struct):
 
         If they depend on a refused part, or are already ``barred``, none are added.
         """
-        more = RankContents()
+        contents = RankContents()
         try:
-            result = None if self.barred is not None else add(more, *args, **kwargs)
+            result = None if self.barred is not None else add(contents, *args, **kwargs)
         except Barred as error:
             self.barred = error.refusal
             return None
-        for name, shard in more.tensors.items():
+        for name, shard in contents.tensors.items():
             self.add(name, shard.dtype, shard.shape, shard.chunks)
-        for rank, leaves in more.leaves.items():
+        for rank, leaves in contents.leaves.items():
             self.add_leaves(leaves, rank)
-        self.notes += more.notes
+        self.notes += contents.notes
         return result
 
     def refuse_masters(self, part: str) -> None:
@@ -332,8 +332,8 @@ def require_distinct_ranks(ranks: Sequence[RankState], slots: Sequence[Sequence[
 
 def _is_zero(record: Record) -> bool:
     """Return whether a record's checksum is that of zeros."""
-    crc, left = 0, record.nbytes
-    while left > 0:
-        crc = zlib.crc32(bytes(min(left, _PIECE)), crc)
-        left -= _PIECE
+    crc, remainder = 0, record.nbytes
+    while remainder > 0:
+        crc = zlib.crc32(bytes(min(remainder, _PIECE)), crc)
+        remainder -= _PIECE
     return crc == record.crc32

@@ -98,11 +98,11 @@ def assemble_contents(
     states: RankContents | None = None,
 ) -> Assembled:
     """Return all ranks' tensors and values, and a universal checkpoint's whole ``states``."""
-    every = RankContents()
+    content = RankContents()
     for rank_contents in contents:
         for rank, leaves in rank_contents.leaves.items():
-            every.add_leaves(leaves, rank)
-    assembled = assemble(every.leaves, per_rank=options.per_rank)
+            content.add_leaves(leaves, rank)
+    assembled = assemble(content.leaves, per_rank=options.per_rank)
     assembled.notes += [note for rank_contents in contents for note in rank_contents.notes]
     info = _find_universal_info(checkpoint) if checkpoint.grid.tensor > 1 else {}
     merge_contents(assembled, contents, checkpoint.grid, info, options)
@@ -210,8 +210,8 @@ def _read_rank(checkpoint: DeepSpeedCheckpoint, mp: int, barred: Refusal | None)
         contents.add_leaves(list_refused_leaves(model.state, (), kinds), model.rank)
     _note_values(contents, models)
     for optimizer in checkpoint.select(checkpoint.optimizers, mp):
-        stray = {k: v for k, v in optimizer.state.stored.items() if k not in _OPTIMIZER_FILE}
-        contents.add_stray(optimizer.state.file.what, stray, optimizer.rank)
+        strays = {k: v for k, v in optimizer.state.stored.items() if k not in _OPTIMIZER_FILE}
+        contents.add_stray(optimizer.state.file.what, strays, optimizer.rank)
     for partition in checkpoint.partitions(mp):
         contents.add_leaves(read_optimizer_leaves(partition.state, source), partition.rank)
         contents.add_leaves(list_refused_leaves(partition.state, ("optimizer",)), partition.rank)

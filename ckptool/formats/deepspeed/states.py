@@ -87,16 +87,16 @@ class State(Struct, frozen=True):
         value = self.get(key)
         if value is None:
             return {}
-        return dict(self._typed(value, dict, key))
+        return dict(self._require(value, dict, key))
 
     def sequence(self, key: str) -> list[Any]:
         """Return a list; Damaged if there is none."""
-        return list(self._typed(self.get(key), list | tuple, key))
+        return list(self._require(self.get(key), list | tuple, key))
 
     def count(self, key: str, default: int = 1) -> int:
         """Return a positive int, or the default where the key is absent."""
         value = self.get(key, default)
-        return read_natural(self._typed(value, int, key)) or default
+        return read_natural(self._require(value, int, key)) or default
 
     def inner(self, key: str) -> State:
         """Return the state of a nested dict, of which parts, or all, may be refused."""
@@ -104,7 +104,7 @@ class State(Struct, frozen=True):
             return self
         value = self.readable.get(key)
         if value is not None and not isinstance(value, Refusal):
-            value = self._typed(value, dict, key)
+            value = self._require(value, dict, key)
         stored = self.stored.get(key)
         content = stored if isinstance(stored, dict) else {}
         return State(self.file, content, {} if value is None else value, self.refused)
@@ -112,7 +112,7 @@ class State(Struct, frozen=True):
     def names(self, key: str) -> list[str]:
         """Return a list of texts, empty if the key is absent or None."""
         value = self.get(key) or []
-        return [text for text in self._typed(value, list | tuple, key) if isinstance(text, str)]
+        return [text for text in self._require(value, list | tuple, key) if isinstance(text, str)]
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the names and order of parameters in the ``param_groups`` of this state, if any.
@@ -147,7 +147,7 @@ class State(Struct, frozen=True):
         values = ((n, v) for n, v in self.fields.items() if read_tensor(v) is None)
         return {name: value for name, value in values if str(name) not in refused}
 
-    def _typed(self, value: Any, kind: Any, key: str) -> Any:
+    def _require(self, value: Any, kind: Any, key: str) -> Any:
         if isinstance(value, kind):
             return value
         raise Damaged(f"{self.file.what}: {key} is {describe(value)}", "metadata-unreadable")

@@ -285,7 +285,7 @@ def _is_listed(name: str, info: Mapping[str, Any], key: str) -> bool:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Match a name from its start. Raises Unsupported for a pattern that is none, or takes long."""
+    """Match a name from its start. Raises Unsupported for an invalid pattern, or a slow one."""
     what = f"universal_checkpoint_info: pattern {pattern[:80]!r}"
     try:
         return compile_stated(pattern).match(name, timeout=_LONGEST) is not None

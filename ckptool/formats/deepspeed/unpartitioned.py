@@ -59,8 +59,8 @@ def add_whole_optimizers(
         inner, rank = file.state.inner("optimizer"), file.rank
         leaves: Mapping[str, PlainLeaf] | None = {}
         if by_expert:
-            stray = {key: v for key, v in file.state.stored.items() if key != "optimizer"}
-            contents.add_stray(file.state.file.what, stray, file.rank)
+            strays = {key: v for key, v in file.state.stored.items() if key != "optimizer"}
+            contents.add_stray(file.state.file.what, strays, file.rank)
             leaves = select_experts(experts, inner, file.dp)
         names = None if leaves is None else _add_optimizer(contents, inner, weights, rank, leaves)
         if len(names or ()) < len(weights) + len(leaves or ()):
@@ -91,8 +91,8 @@ def _add_optimizer(
     inner = state.inner("optimizer_state_dict") if is_wrapped else state
     stored = inner.groups()
     groups = [group.get("params", []) for group in stored]
-    every = {**weights, **experts}
-    shapes = {name: vector.shape for name, vector in every.items()}
+    parameters = {**weights, **experts}
+    shapes = {name: vector.shape for name, vector in parameters.items()}
     flats = state.get("fp32_groups_flat")
     if isinstance(flats, list):
         return None if experts else _add_flat(contents, state, inner, flats, shapes, rank)
@@ -114,7 +114,7 @@ def _add_optimizer(
         if number not in masters and number not in moments:
             continue
         trained.append(name)
-        master = masters.get(number) or (None if is_wrapped else every[name])
+        master = masters.get(number) or (None if is_wrapped else parameters[name])
         if master is not None:
             contents.add_whole((MASTER, name), master, rank)
         for kind, value in moments.get(number, {}).items():
@@ -227,18 +227,18 @@ def _advance(
     least: int,
 ) -> dict[tuple[int, ...], _Came]:
     """Return the states after one more parameter, if groups have at least ``least`` of them."""
-    after: dict[tuple[int, ...], _Came] = {}
+    steps: dict[tuple[int, ...], _Came] = {}
     for state, count in states.items():
         if sum(state) >= least:
-            after.setdefault(state, []).append((state, None, count))
+            steps.setdefault(state, []).append((state, None, count))
         if sum(state) + 1 < least:
             continue
         for number, group in enumerate(groups):
             size = state[number]
             if size < len(group) and group[size] in (None, shape):
                 larger = (*state[:number], size + 1, *state[number + 1 :])
-                after.setdefault(larger, []).append((state, number, min(count, 2)))
-    return after
+                steps.setdefault(larger, []).append((state, number, min(count, 2)))
+    return steps
 
 
 def _trace_back(

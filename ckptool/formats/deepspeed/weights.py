@@ -162,8 +162,8 @@ def add_layers(contents: RankContents, checkpoint: DeepSpeedCheckpoint, tensor: 
         buffers.update(model.names("buffer_names"))
         writers |= dict.fromkeys((name.partition(".")[0] for name in shapes), grid.rank(0, mp))
     tied = _group_tied_modules(trained)
-    for (layer, of), file in sorted(checkpoint.files.layers.items()):
-        if of != tensor:
+    for (layer, layer_rank), file in sorted(checkpoint.files.layers.items()):
+        if layer_rank != tensor:
             continue
         state, rank = checkpoint.read_file(file), writers.get(str(layer), grid.rank(0, tensor))
         vectors, refused = state.tensors, state.refusals
@@ -248,8 +248,8 @@ def _find_certain(checkpoint: DeepSpeedCheckpoint, state: State) -> Problem | No
         3 if checkpoint.files.stage_3 else find_zero_stage(state, checkpoint.first_optimizer) or 0
     )
     recorded = state.get(_KEY, {})
-    wrapped = [module for module in bare if module.rpartition(".")[2] in _WRAPPED]
-    if not (stage >= _GRADIENTS and recorded is None) and not wrapped:
+    wrappers = [module for module in bare if module.rpartition(".")[2] in _WRAPPED]
+    if not (stage >= _GRADIENTS and recorded is None) and not wrappers:
         return None
     message = (
         f"{state.file.what}: saved without its frozen parameters (exclude_frozen_parameters=True):"
@@ -269,19 +269,19 @@ def _find_likely(state: State) -> Problem | None:
     bare = _find_bare_modules(state)
     owners = {_drop_numbers(name.rpartition(".")[0]) for name in stored}
     named_modules = [module for module in bare if not module.rpartition(".")[2].isdigit()]
-    certain = [module for module in named_modules if _drop_numbers(module) in owners]
-    if certain:
-        message = f"{state.file.what}: no tensor of {list_some(certain, _SHOWN)}, while modules"
+    siblings = [module for module in named_modules if _drop_numbers(module) in owners]
+    if siblings:
+        message = f"{state.file.what}: no tensor of {list_some(siblings, _SHOWN)}, while modules"
         message += (
             " with similar names have some: frozen parameters were excluded"
             " (exclude_frozen_parameters=True)?"
         )
         return Problem(message, EXCLUDED, file=state.file.what)
-    unclear = [name for name in bare if not _WITHOUT_PARAMETERS.fullmatch(name.lower())]
-    if not unclear:
+    candidates = [name for name in bare if not _WITHOUT_PARAMETERS.fullmatch(name.lower())]
+    if not candidates:
         return None
     message = (
-        f"{state.file.what}: no tensor of the modules {list_some(unclear, _SHOWN)}: they have no"
+        f"{state.file.what}: no tensor of the modules {list_some(candidates, _SHOWN)}: they have no"
     )
     message += " parameters, or frozen ones that were excluded (exclude_frozen_parameters=True)"
     return Problem(message, UNRECORDED, file=state.file.what)

@@ -73,8 +73,8 @@ def add_flat_groups(
         group = [rank_slots[number] for rank_slots in slots]
         parts = counts[number]
         experts = [_name_globally(shapes, rank) for rank in range(len(ranks) // parts)]
-        every = [name for names in experts for name in names.values()]
-        refuse_kinds(contents, group, every, ranks[0].rank)
+        global_names = [name for names in experts for name in names.values()]
+        refuse_kinds(contents, group, global_names, ranks[0].rank)
         for expert_rank, names in enumerate(experts):
             chosen = _select_members(len(ranks), parts, expert_rank, data_first)
             members = [(ranks[dp], group[dp]) for dp in chosen]
@@ -243,8 +243,8 @@ def _add_whole_states(
     decide: those of all ranks must be the sums of their parameters', and one must be longer than
     its partition's part of them.
     """
-    whole = [_place_whole_runs(runs, shapes, part) for part in range(len(members))]
-    lengths = [part_runs[-1].at + part_runs[-1].stop if part_runs else 0 for part_runs in whole]
+    whole_runs = [_place_whole_runs(runs, shapes, part) for part in range(len(members))]
+    lengths = [own_runs[-1].at + own_runs[-1].stop if own_runs else 0 for own_runs in whole_runs]
     slots = [slot for _, slot in members]
     for kind in dict.fromkeys(kind for slot in slots for kind in (*slot.flat, *slot.other)):
         vectors = [_find_flat_vector(slot, kind) for slot in slots]
@@ -255,20 +255,20 @@ def _add_whole_states(
         for slot in slots:
             slot.flat.pop(kind, None)
             slot.other.pop(kind, None)
-        for (partition, _), vector, part_runs in zip(members, vectors, whole, strict=True):
-            for run in part_runs:
+        for (partition, _), vector, own_runs in zip(members, vectors, whole_runs, strict=True):
+            for run in own_runs:
                 target, shape = (kind, names[run.name]), shapes[run.name]
                 add_partition_run(contents, partition, vector, target, run, shape)
 
 
 def _place_whole_runs(runs: Sequence[FlatRun], shapes: Shapes, part: int) -> list[FlatRun]:
     """Return the runs of a vector with each parameter, complete, of which a partition has some."""
-    whole, at = [], 0
+    whole_runs, at = [], 0
     for name in [run.name for run in runs if run.part == part]:
         numel = math.prod(shapes[name])
-        whole.append(FlatRun(name, 0, numel, part, at))
+        whole_runs.append(FlatRun(name, 0, numel, part, at))
         at += numel
-    return whole
+    return whole_runs
 
 
 def _find_flat_vector(slot: FlatSlot, kind: str) -> PlainLeaf | None:

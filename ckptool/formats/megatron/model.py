@@ -69,8 +69,8 @@ class Arguments(Struct, frozen=True):
     @property
     def gated(self) -> bool | None:
         """Whether ``linear_fc1`` has a gate and an up projection; None if unknown."""
-        stated = [self.values[name] for name in _GATES if type(self.values.get(name)) is bool]
-        return any(stated) if stated else None
+        values = [self.values[name] for name in _GATES if type(self.values.get(name)) is bool]
+        return any(values) if values else None
 
     @property
     def transformer(self) -> str | None:

@@ -44,11 +44,11 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
     """Return the catalog of the newest complete iteration; Damaged if there is none."""
     local = read_local(source, options.world_size)
     args = _read_arguments(local)
-    stated = args.integer("world_size")
-    if stated is not None and options.world_size not in (None, stated):
-        raise UsageError(f"--world-size {options.world_size}: the files say {stated}")
-    if stated is not None and stated > len(local.files):
-        local = read_local(source, stated)
+    world_size = args.integer("world_size")
+    if world_size is not None and options.world_size not in (None, world_size):
+        raise UsageError(f"--world-size {options.world_size}: the files say {world_size}")
+    if world_size is not None and world_size > len(local.files):
+        local = read_local(source, world_size)
     kinds = {_require_kind(file) for file in local.files.values()}
     if len(kinds) > 1:
         raise Damaged(f"{source.root}: files of {' and of '.join(sorted(kinds))}", "saves-mixed")

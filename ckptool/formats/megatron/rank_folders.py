@@ -61,7 +61,7 @@ def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
     expect_archives(source, names)
     files = {name: read_torch_file(source, name) for name in names}
     values = {name: f.inert if isinstance(f.inert, dict) else {} for name, f in files.items()}
-    stated = {name: read_arguments(inside.get("args")) for name, inside in values.items()}
+    stated = {name: read_arguments(content.get("args")) for name, content in values.items()}
     args = stated[names[0]]
     ranks = {_parse_rank(name, args): name for name in names}
     _require_all(ranks, args)
@@ -129,10 +129,10 @@ def _require_own(ranks: Mapping[Rank, str], writers: Mapping[str, Any]) -> None:
     numbers = {rank: n for rank, name in ranks.items() if type(n := writers[name]) is int}
     if len(set(numbers.values())) < len(ranks):
         return
-    for rank, after in _pair_neighbors(numbers):
-        if numbers[rank] > numbers[after]:
-            message = f"{ranks[rank]} was written by rank {numbers[rank]}, {ranks[after]} by rank"
-            message += f" {numbers[after]}: folders were swapped"
+    for rank, next_rank in _pair_neighbors(numbers):
+        if numbers[rank] > numbers[next_rank]:
+            message = f"{ranks[rank]} was written by rank {numbers[rank]}, {ranks[next_rank]} by"
+            message += f" rank {numbers[next_rank]}: folders were swapped"
             raise Damaged(message, "rank-copied", file=ranks[rank])
 
 
@@ -147,10 +147,10 @@ def _pair_neighbors(ranks: Iterable[Rank]) -> Iterator[tuple[Rank, Rank]]:
 
 
 def _require_all(ranks: Mapping[Rank, str], args: Arguments) -> None:
-    stated = [args.integer(f"{axis}_model_parallel_size") for axis in _AXES]
+    degrees = [args.integer(f"{axis}_model_parallel_size") for axis in _AXES]
     for rank, name in ranks.items():
-        if any(degree and n >= degree for n, degree in zip(rank, stated, strict=True)):
-            pairs = zip(_DEGREES, stated, strict=True)
+        if any(degree and n >= degree for n, degree in zip(rank, degrees, strict=True)):
+            pairs = zip(_DEGREES, degrees, strict=True)
             listed = " x ".join(f"{short} {degree or 1}" for short, degree in pairs)
             raise Damaged(
                 f"{name} belongs to no rank of {listed}, which the arguments in it state",
@@ -159,14 +159,14 @@ def _require_all(ranks: Mapping[Rank, str], args: Arguments) -> None:
                 hint="an earlier save with more ranks may have left it: move it away",
             )
     sizes = [
-        max(size, degree or 1) for size, degree in zip(count_degrees(ranks), stated, strict=True)
+        max(size, degree or 1) for size, degree in zip(count_degrees(ranks), degrees, strict=True)
     ]
     lacking = prod(sizes) - len(ranks)
     expert_degree = args.integer("expert_tensor_parallel_size")
     if lacking and (expert_degree is None or expert_degree == sizes[0] or sizes[2] == 1):
         tensor, pipeline, expert = map(range, sizes)  # a product would contain every stated number
-        every = ((t, p, e) for t in tensor for p in pipeline for e in expert)
-        missing = next(rank for rank in every if rank not in ranks)
+        grid = ((t, p, e) for t in tensor for p in pipeline for e in expert)
+        missing = next(rank for rank in grid if rank not in ranks)
         what = ", ".join(f"{k} rank {n}" for k, n in zip(_DEGREES, missing, strict=True))
         total = " x ".join(map(str, sizes))
         message = f"the folder of {what} is missing ({lacking} of {total} model-parallel ranks)"
@@ -216,8 +216,8 @@ def _require_numbers(
         if virtual is None or not isinstance(leaf.value, Refusal):
             continue
         names = list(runs.get(virtual, ()))
-        every = [*names, flat_name(leaf.path[1:])]
-        if any(count(names) != count(every) for count in (count_layers, count_experts)):
+        all_names = [*names, flat_name(leaf.path[1:])]
+        if any(count(names) != count(all_names) for count in (count_layers, count_experts)):
             raise refused([leaf.value], subject=file)
 
 

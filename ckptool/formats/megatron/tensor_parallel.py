@@ -50,16 +50,16 @@ def _cut_gated(match: re.Match[str], facts: ParameterRules) -> TpRule:
     A vision model beside the language model that the arguments describe may differ from it.
     ``partition_stride`` was 1 for a gated ``linear_fc1``, too, up to megatron-core 0.15.
     """
-    name, shapes, stated = match[0], facts.shapes, facts.stated.get(match[0])
-    after = name.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h")
-    head, _, leaf = after.rpartition(".")
+    name, shapes, rule = match[0], facts.shapes, facts.stated.get(match[0])
+    partner = name.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h")
+    head, _, leaf = partner.rpartition(".")
     down = shapes.get(f"{head}.{leaf.replace('bias', 'weight')}", ())
     blocks = _find_halves(shapes[name][0], down[1] if len(down) == 2 else None, facts.args)
     if blocks is not None:
         return TpRule(0, blocks)
-    if stated is None or len(stated.blocks) == 1:
+    if rule is None or len(rule.blocks) == 1:
         raise Undetermined(_UNKNOWN_GATE)
-    return stated
+    return rule
 
 
 def _find_halves(size: int, after: int | None, args: Arguments) -> tuple[int, ...] | None:
@@ -108,9 +108,9 @@ def _cut_mixer(match: re.Match[str], facts: ParameterRules) -> TpRule:
 
 def _cut_down(match: re.Match[str], facts: ParameterRules) -> TpRule:
     """Determine if latent attention's down projections are replicated, or cut as in old layers."""
-    which, rows, args = match[2], facts.shapes[match[0]][0], facts.args
-    latent = args.integer("q_lora_rank" if which == "q" else "kv_lora_rank")
-    shared = 0 if which == "q" else args.integer("qk_pos_emb_head_dim")
+    projection, rows, args = match[2], facts.shapes[match[0]][0], facts.args
+    latent = args.integer("q_lora_rank" if projection == "q" else "kv_lora_rank")
+    shared = 0 if projection == "q" else args.integer("qk_pos_emb_head_dim")
     if latent is None or shared is None:
         raise Undetermined("the arguments state no latent sizes to tell whether it is replicated")
     if rows == latent + shared:
@@ -247,9 +247,9 @@ Fragments = dict[tuple[str, ...], list[tuple[LocalParameter, TensorEntry]]]
 they are stored, in whatever shape."""
 
 
-def add_fragments(fragments: Fragments, more: Fragments) -> None:
+def add_fragments(fragments: Fragments, additions: Fragments) -> None:
     """Add the parts of parameters on more ranks, or in other files."""
-    for path, parts in more.items():
+    for path, parts in additions.items():
         fragments.setdefault(path, []).extend(parts)
 
 

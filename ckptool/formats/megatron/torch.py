@@ -106,7 +106,7 @@ def scan(source: Source, options: ScanOptions) -> Catalog:
 
 
 def _drop_refused(fragments: Fragments, conflicts: Mapping[str, str]) -> Fragments:
-    """Return entries that no rank refuses; those that only some refuse are tensors."""
+    """Return the entries that no rank refuses; an entry that only some ranks refuse is a tensor."""
     for path in fragments:
         why = conflicts.get(flat_name(path))
         if isinstance(why, Refusal):
@@ -194,11 +194,11 @@ def _read_optimizer(source: Source, folder: RankFolder, ranks: _ModelRanks) -> N
             add_fragments(ranks.fragments, read_gathered(source, buffers, bool(ranks.tied)))
         elif _has_state(folder.optimizer):
             parameters = [parameter for run in runs for parameter in run]
-            state, stated = read_numbered(
+            state, rules = read_numbered(
                 folder.file, folder.optimizer, parameters, expert_parallel, folder.number
             )
             add_fragments(ranks.fragments, state)
-            ranks.rules.stated |= stated
+            ranks.rules.stated |= rules
     except Undetermined as error:
         ranks.conflicts[_STATE] = (
             f"{_STATE}: cannot determine which parameters the optimizer's state belongs to: {error}"

@@ -159,8 +159,8 @@ def _simplify_path(path: Path) -> Path:
     if match[1] == _COMMON_STATE:
         return inner
     sizes = [int(size) for size in (match[3] or "").split(".") if size]
-    whole = all(size == 1 for size in sizes)
-    return (match[1] if whole else f"{match[1]}.{match[2]}", *inner)
+    is_whole = all(size == 1 for size in sizes)
+    return (match[1] if is_whole else f"{match[1]}.{match[2]}", *inner)
 
 
 def _unwrap(entry: ObjectEntry) -> list[ObjectEntry]:
@@ -241,10 +241,10 @@ def _require_model(catalog: Catalog) -> None:
             "no tensor has a name of Megatron-core's GPT, such as embedding.word_embeddings.weight",
             hint="add --model-only and a key map, such as --map megatron-gpt (see `ckptool maps`)",
         )
-    odd = [n for n, e in catalog.tensors.items() if state_category(e) != "model"]
-    if odd:
+    names = [n for n, e in catalog.tensors.items() if state_category(e) != "model"]
+    if names:
         raise Unsupported(
-            f"a Megatron-LM release holds only the model, and {odd[0]} is not part of it",
+            f"a Megatron-LM release holds only the model, and {names[0]} is not part of it",
             hint="--model-only excludes all that is not the model's",
         )
 

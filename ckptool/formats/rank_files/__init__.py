@@ -258,8 +258,8 @@ def _absent_members(merged: Assembled, ranks: Mapping[int, object]) -> list[Prob
     if not absent:
         return []
     size = max(mesh.size for mesh in merged.meshes)
-    which = list_some(list(map(str, absent)), 12)
-    message = f"the device mesh has {size} ranks; the file of rank {which} is missing"
+    numbers = list_some(list(map(str, absent)), 12)
+    message = f"the device mesh has {size} ranks; the file of rank {numbers} is missing"
     return [Problem(message, "rank-missing")]
 
 
@@ -307,7 +307,8 @@ def _merge(ranks: Mapping[int, RankLeaves], options: ScanOptions) -> Assembled:
 def _select(
     ranks: Mapping[int, RankLeaves], is_wanted: Callable[[str], bool]
 ) -> dict[int, RankLeaves]:
-    return {r: {n: leaf for n, leaf in of.items() if is_wanted(n)} for r, of in ranks.items()}
+    pairs = ranks.items()
+    return {r: {n: leaf for n, leaf in leaves.items() if is_wanted(n)} for r, leaves in pairs}
 
 
 def _tied_names(ranks: Mapping[int, RankLeaves], inner: Collection[str]) -> dict[Path, str]:

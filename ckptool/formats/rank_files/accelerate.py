@@ -58,9 +58,9 @@ def _whole_model(source: Source) -> Format | None:
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     catalogs = []
-    whole = _whole_model(source)
-    if whole is not None:
-        catalogs.append(with_prefix(whole.reading.scan(source, options), "model"))
+    model = _whole_model(source)
+    if model is not None:
+        catalogs.append(with_prefix(model.reading.scan(source, options), "model"))
         catalogs += _further_models(source, options)
     for folder, family in _parts(source).items():
         inner = scan_subfolder(FORMATS["dcp"].reading.scan, source, folder, options)
@@ -83,10 +83,10 @@ def _further_models(source: Source, options: ScanOptions) -> Iterator[Catalog]:
     for match in filter(None, map(_FURTHER_MODEL.fullmatch, sorted(source.files))):
         tensors, metadata = read_whole_tensors(source, match[0], options)
         files = {match[0]: source.files[match[0]]}
-        whole = Catalog(
+        catalog = Catalog(
             "safetensors", tensors, {}, files, metadata=texts_by_file({match[0]: metadata})
         )
-        yield with_prefix(whole, match[1])
+        yield with_prefix(catalog, match[1])
 
 
 def _in_family(catalog: Catalog, family: str) -> Catalog:

@@ -65,7 +65,7 @@ def add_declared_files(
 
 
 def _ranks_of(item: Item) -> list[int]:
-    return sorted({*item.layouts, *(rank for of in item.records.values() for rank in of)})
+    return sorted({*item.layouts, *(rank for records in item.records.values() for rank in records)})
 
 
 def _file_of(

@@ -77,7 +77,7 @@ class RankFile(Struct, frozen=True):
 def rank_files(source: Source, *, by_number: bool = False) -> list[RankFile]:
     """Return the files directly in the source's folder whose known names make them rank files.
 
-    With ``by_number`` also those of which it must be known that their numbers are ranks.
+    With ``by_number`` also files of which only their content tells that their numbers are ranks.
     """
     pattern = _ITEM_FILE if METADATA in source.files else _RANK_FILE
     families: dict[tuple[str, int | None], list[RankFile]] = {}
@@ -93,12 +93,12 @@ def rank_files(source: Source, *, by_number: bool = False) -> list[RankFile]:
     ]
     if _are_whole_saves(ranked):
         return []
-    single = [
+    singles = [
         RankFile(match.string, _single_family(match), 0, None, True)
         for match in map(_SINGLE.fullmatch, source.files)
         if match
     ]
-    return [*ranked, *single] if ranked or has_fsdp_folder(source) else []
+    return [*ranked, *singles] if ranked or has_fsdp_folder(source) else []
 
 
 def are_slices(source: Source, files: Sequence[RankFile]) -> bool:
@@ -113,7 +113,7 @@ def are_slices(source: Source, files: Sequence[RankFile]) -> bool:
     stems = ((name.rpartition(".")[0], name) for name in source.files if name.endswith(_SUFFIXES))
     models = [(_words_of(stem), file) for stem, file in stems if role_of(stem) == "model"]
     families = [
-        (_words_of(family), [item.file for item in of]) for family, of in by_family(files).items()
+        (_words_of(name), [item.file for item in items]) for name, items in by_family(files).items()
     ]
     return any(
         have_slices(source, slices, model)
@@ -129,7 +129,7 @@ def _words_of(stem: str) -> set[str]:
 
 
 def other_saves(files: Sequence[RankFile], file: str) -> frozenset[str]:
-    """Return the files whose names state another save than that of one of them."""
+    """Return the files whose names state another save than that of ``file`` does."""
     saves = {item.file: save_in(item.family) for item in files}
     save = saves.get(file, "")
     return frozenset(name for name, other in saves.items() if save and other not in ("", save))
@@ -218,7 +218,7 @@ class _NumberedName(Struct, frozen=True):
 def find_numbered_files(source: Source, besides: Collection[str] = ()) -> list[RankFile]:
     """Return the rank files among those whose names differ in numbers, without ``besides``.
 
-    Files of values only, which record no rank, count as others with the same numbers do.
+    Files of values only record no rank: their numbers count as in other files with the same ones.
     """
     families: dict[object, list[_NumberedName]] = {}
     for file in source.files:
@@ -253,13 +253,13 @@ def _split_numbers(file: str) -> _NumberedName | None:
     pieces = re.split(r"([0-9]+)", stem)
     if len(pieces) < 3 or any(len(number) > _LONGEST_NUMBER for number in pieces[1::2]):
         return None
-    texts, numbers, of = [*pieces[0::2], suffix], [], None
+    texts, numbers, total = [*pieces[0::2], suffix], [], None
     for text, number in zip(pieces[0::2], pieces[1::2], strict=False):
         if _OF.fullmatch(text):
-            of = int(number)
+            total = int(number)
         else:
             numbers.append(int(number))
-    return _NumberedName(file, tuple(texts), tuple(numbers), of)
+    return _NumberedName(file, tuple(texts), tuple(numbers), total)
 
 
 def _varying(names: Sequence[_NumberedName]) -> list[int]:
@@ -320,7 +320,7 @@ def is_state_of_a_rank(name: str) -> bool:
 
 def keep_processes(source: Source, files: Sequence[RankFile]) -> list[RankFile]:
     """Return the files without the families whose numbers are not ranks of processes."""
-    families = {name for name, of in by_family(files).items() if _are_processes(source, of)}
+    families = {name for name, items in by_family(files).items() if _are_processes(source, items)}
     return [item for item in files if item.family in families]
 
 
@@ -355,17 +355,17 @@ def require_one_save(root: str, files: list[RankFile], *, one_world: bool) -> No
     if len(worlds) > 1:
         most = max(worlds, key=lambda world: len(worlds[world]))
         hint = f"--world-size {most} reads those of {most} ranks; move the others away"
-        message = f"{root}: rank files of several world sizes: {_counted(worlds)}"
+        message = f"{root}: rank files of several world sizes: {_count_files(worlds)}"
         raise Damaged(message, "saves-mixed", hint=hint)
     if len(saves) > 1:
         hint = "name a file of one of them: all files of its save are read"
-        raise Several(f"{root}: rank files of several saves: {_counted(saves)}", hint=hint)
+        raise Several(f"{root}: rank files of several saves: {_count_files(saves)}", hint=hint)
 
 
-def _counted(files: Mapping[int, list[str]] | Mapping[str, list[str]]) -> str:
+def _count_files(files: Mapping[int, list[str]] | Mapping[str, list[str]]) -> str:
     return ", ".join(
-        f"{which} ({len(names):,} file{'s' * (len(names) > 1)}, such as {names[0]})"
-        for which, names in sorted(files.items())
+        f"{label} ({len(names):,} file{'s' * (len(names) > 1)}, such as {names[0]})"
+        for label, names in sorted(files.items())
     )
 
 

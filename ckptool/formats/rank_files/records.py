@@ -90,7 +90,7 @@ def _is_part(share: Share) -> bool:
 
 
 def are_processes(source: Source, files: Sequence[str], numbers: Collection[int]) -> bool:
-    """Return whether files without that of rank 0 are of processes.
+    """Return whether files, the one of rank 0 not among them, are of processes.
 
     Their content says it, or whole tensors have at least the same shape in all of them.
     """
@@ -104,11 +104,11 @@ def are_processes(source: Source, files: Sequence[str], numbers: Collection[int]
 
 
 def have_slices(source: Source, files: Sequence[str], model: str) -> bool:
-    """Return whether files of ranks have slices of an optimizer, of the first of them no replicas.
+    """Return whether ranks' files, by the first of them, have slices of an optimizer, not replicas.
 
-    Of these no two have equal tensors, nor has each state of all matrices of the ``model``. One
-    file is a replica of nothing. Not if a file says what it has of larger tensors; one that cannot
-    be read says nothing.
+    Replicas are two files with equal tensors, or files that each have state of all matrices of the
+    ``model``; a single file is none. False, too, if a file records which part of larger tensors it
+    has. A file that cannot be read does not count.
     """
     contents: list[Mapping[str, Leaf]] = []
     for file in files:
@@ -125,7 +125,7 @@ def have_slices(source: Source, files: Sequence[str], model: str) -> bool:
 def _are_whole(contents: Iterable[Mapping[str, Leaf]], source: Source, model: str) -> bool:
     """Return whether each kind of state in all files is of as many matrices as a model has.
 
-    Told by their shapes: such ranks have neither the rows nor the parameters that they update.
+    By their shapes: files of what each rank updates, rows or parameters, have fewer.
     """
     try:
         of_model = _shapes(read_file_leaves(source, model))
@@ -136,7 +136,7 @@ def _are_whole(contents: Iterable[Mapping[str, Leaf]], source: Source, model: st
         for name, leaf in leaves.items():
             kinds[at, name.rpartition(".")[2]][name] = leaf
     shapes = list(filter(None, map(_shapes, kinds.values())))
-    return bool(shapes) and all(of == of_model for of in shapes)
+    return bool(shapes) and all(counts == of_model for counts in shapes)
 
 
 def _shapes(leaves: Mapping[str, Leaf]) -> Counter[tuple[int, ...]]:

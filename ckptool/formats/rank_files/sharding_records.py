@@ -49,12 +49,12 @@ def place_leaves(
     for name, leaf in leaves.items():
         by_rank = records.get(flat_name(leaf.path))
         if by_rank and isinstance(leaf.value, PlainLeaf):
-            value = _placed(name, leaf, by_rank.get(rank), rank)
+            value = _place(name, leaf, by_rank.get(rank), rank)
             placed[name] = leaf if keeps_whole and _is_whole(value, leaf.value.shape) else value
     return placed
 
 
-def _placed(name: str, leaf: Leaf, record: _Fields | None, rank: int) -> Leaf:
+def _place(name: str, leaf: Leaf, record: _Fields | None, rank: int) -> Leaf:
     value: PlainLeaf = leaf.value
     try:
         if record is None:

@@ -72,13 +72,13 @@ def by_family(
 
     Raises Unsupported if one is both a value and a container of others.
     """
-    inside: dict[str, list[tuple[Path, Any]]] = {}
+    items: dict[str, list[tuple[Path, Any]]] = {}
     for path, leaf in leaves:
-        inside.setdefault(family(path), []).append((path[1:], leaf))
-    for name, parts in inside.items():
+        items.setdefault(family(path), []).append((path[1:], leaf))
+    for name, parts in items.items():
         if len(parts) > 1 and any(not path for path, _ in parts):
             raise Unsupported(f"{name!r} is both a value and a container of others")
-    return {name: nest(parts) for name, parts in inside.items()}
+    return {name: nest(parts) for name, parts in items.items()}
 
 
 def own_path(path: Path, rank: int, mesh: Mesh) -> Path | None:
@@ -133,9 +133,9 @@ class RankTensors:
             for entry in self._entries
             if entry.name not in self._plain
         }
-        self._stored = {entry.name: entry for entry in self._entries} | self._tied(catalog)
+        self._stored = {entry.name: entry for entry in self._entries} | self._find_ties(catalog)
 
-    def _tied(self, catalog: Catalog) -> dict[str, TensorEntry]:
+    def _find_ties(self, catalog: Catalog) -> dict[str, TensorEntry]:
         """Return each tied tensor with the first of its group that is placed as it is."""
         stored: dict[str, TensorEntry] = {}
         for names in tied_names(catalog):
@@ -149,9 +149,9 @@ class RankTensors:
     def notes(self) -> list[str]:
         """What loads the files, and which tensors are whole on every rank despite placements."""
         notes = [f"its DTensors load with torch {self._how.value} only"] if self._shards else []
-        whole = [name for name in self._plain if _cuts(self._placements.get(name, ()))]
-        if whole:
-            notes.append(f"plain tensors, so whole on every rank: {list_some(sorted(whole))}")
+        copies = [name for name in self._plain if _cuts(self._placements.get(name, ()))]
+        if copies:
+            notes.append(f"plain tensors, so whole on every rank: {list_some(sorted(copies))}")
         return notes
 
     def is_plain(self, name: str) -> bool:

@@ -205,11 +205,11 @@ def _compare_consolidated(
         reason = "their shards are lost and the shapes too small"
         return [Problem(f"{message} {reason}", "world-size-unrecorded")], frozenset()
     try:
-        whole = HF.reading.scan(source, ScanOptions())
+        copy = HF.reading.scan(source, ScanOptions())
     except CkptoolError as error:
         damage = error.message.within("the consolidated copy beside the shards is damaged")
         return [damage], frozenset()
-    for name, entry in whole.tensors.items():
+    for name, entry in copy.tensors.items():
         sharded = tensors.get(name)
         if sharded is None:
             message = f"{name}: in the consolidated copy, but in no shard"
@@ -219,7 +219,7 @@ def _compare_consolidated(
             message += f", {list(sharded.shape)} in the shards"
             problems.append(Problem(message, "chunk-gap", tensor=name))
     note = "read from the shards; the consolidated copy beside them is not used"
-    return [note], frozenset(whole.files)
+    return [note], frozenset(copy.files)
 
 
 def _lay_out(catalog: Catalog, request: Request) -> Layout:

@@ -58,10 +58,10 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     problems: list[str] = []
     components = _components(source)
     for name, kind in components.items():
-        inside = source.narrowed(name)
-        row = next((FORMATS[n] for n in _READERS if FORMATS[n].matches(inside)), None)
-        if not inside.files or (row is None and CONFIG in inside.files):
-            what = "weights" if inside.files else "folder"
+        folder = source.narrowed(name)
+        row = next((FORMATS[n] for n in _READERS if FORMATS[n].matches(folder)), None)
+        if not folder.files or (row is None and CONFIG in folder.files):
+            what = "weights" if folder.files else "folder"
             message = f"{name}: {PIPELINE} lists this {kind}, but it has no {what}"
             problems.append(Problem(message, "file-missing", file=f"{name}/"))
         if row is not None:
@@ -114,9 +114,9 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         files += [file.within(folder) for file in inner.files]
         notes += inner.notes
     models = {name.rpartition("/")[0] for name in catalog.companions if name.endswith(f"/{CONFIG}")}
-    without = sorted(models.difference(folders))
-    if without:
-        notes.append(f"without the weights that diffusers expects: {', '.join(without)}")
+    empty_models = sorted(models.difference(folders))
+    if empty_models:
+        notes.append(f"without the weights that diffusers expects: {', '.join(empty_models)}")
     return Layout(tuple(files), folder=True, notes=tuple(notes))
 
 

@@ -224,10 +224,10 @@ def _index_notes(
     index: str, metadata: object, tensors: dict[str, TensorEntry], weight_map: dict[str, str]
 ) -> list[str]:
     notes: list[str] = []
-    stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
     actual = sum(entry.nbytes for entry in tensors.values())
-    if isinstance(stated, int | float) and actual not in (stated, stated * _MIB):
-        message = f"{index} states a total_size of {stated:,} bytes, the tensors have {actual:,}"
+    if isinstance(total, int | float) and actual not in (total, total * _MIB):
+        message = f"{index} states a total_size of {total:,} bytes, the tensors have {actual:,}"
         notes.append(Problem(message, "index-total-size", file=index))
     unlisted = [name for name in tensors if name not in weight_map]
     if unlisted:

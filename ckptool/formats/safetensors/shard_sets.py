@@ -75,8 +75,8 @@ def index_of(source: Source, file: str | None) -> str | None:
     Of several, transformers' own. Raises Damaged if there are others only.
     """
     if file is not None:
-        every = [name for name in source.files if "/" not in name and _INDEX.fullmatch(name)]
-        return file if file in every else next((i for i in every if _lists(source, i, file)), None)
+        files = [name for name in source.files if "/" not in name and _INDEX.fullmatch(name)]
+        return file if file in files else next((i for i in files if _lists(source, i, file)), None)
     names = indexes(source)
     if len(names) > 1 and INDEX not in names:
         message = f"{source.root}: several indexes: {', '.join(names)}"
@@ -96,12 +96,12 @@ def unindexed(source: Source, file: str | None) -> list[str]:
 
     They are those of the set of ``file``, if any. Raises Damaged if there are several sets.
     """
-    every = all_weights(source)
-    weights = [name for name in every if name not in variants(every)] if file is None else [file]
+    files = all_weights(source)
+    weights = [name for name in files if name not in variants(files)] if file is None else [file]
     matches = [m for name in weights if (m := SHARD.fullmatch(name))]
     if not matches:
-        whole = whole_model(source)
-        return [whole] if file is None and whole is not None else weights
+        model = whole_model(source)
+        return [model] if file is None and model is not None else weights
     counts = {match["count"] for match in matches}
     if len(counts) > 1:
         message = f"{source.root}: file names state {', '.join(sorted(counts))} shards"
@@ -111,12 +111,12 @@ def unindexed(source: Source, file: str | None) -> list[str]:
             hint=f"give the path of one shard, such as {source.root}/{matches[0].string}, or move"
             " those of the other save away",
         )
-    one = matches[0]
-    count, width, digits = int(one["count"]), len(one["count"]), len(one["number"])
+    shard = matches[0]
+    count, width, digits = int(shard["count"]), len(shard["count"]), len(shard["number"])
     if count > 100_000:
-        raise Damaged(f"{one.string}: the file name states {count:,} shards")
-    of_set = [m for name in every if (m := SHARD.fullmatch(name)) and m["stem"] == one["stem"]]
-    numbers = {int(match["number"]) for match in of_set if match["count"] == one["count"]}
+        raise Damaged(f"{shard.string}: the file name states {count:,} shards")
+    of_set = [m for name in files if (m := SHARD.fullmatch(name)) and m["stem"] == shard["stem"]]
+    numbers = {int(match["number"]) for match in of_set if match["count"] == shard["count"]}
     first = 0 if 0 in numbers else 1
     if max(numbers) >= first + count:
         message = (
@@ -124,7 +124,7 @@ def unindexed(source: Source, file: str | None) -> list[str]:
         )
         raise Damaged(message, "saves-mixed", hint="move the shards of the other save away")
     return [
-        f"{one['stem']}-{i:0{digits}d}-of-{count:0{width}d}.safetensors"
+        f"{shard['stem']}-{i:0{digits}d}-of-{count:0{width}d}.safetensors"
         for i in range(first, first + count)
     ]
 

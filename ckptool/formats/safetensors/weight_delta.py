@@ -54,9 +54,9 @@ class WeightDelta(Struct, frozen=True):
 
 
 def read_delta(source: Source, catalog: Catalog) -> WeightDelta:
-    """Return what the weight delta with a catalog says of itself.
+    """Return what the metadata of a weight delta say of it.
 
-    Raises Unsupported if it is none, Damaged if it lacks something of that.
+    Raises Unsupported for a checkpoint of weights, Damaged if a field or a checksum is missing.
     """
     if DELTA not in catalog.info:
         message = f"{source.root}: weights, no weight delta"
@@ -88,10 +88,10 @@ def delta_info(records: Iterable[object]) -> dict[str, str]:
         if not isinstance(metadata, Mapping):
             continue
         base, encoding = metadata.get(_BASE), metadata.get(_ENCODING)
-        more = [str(metadata[key]) for key in _MORE if metadata.get(key)]
-        if encoding or (base is not None and more):
+        details = [str(metadata[key]) for key in _MORE if metadata.get(key)]
+        if encoding or (base is not None and details):
             version = metadata.get("version", "unknown")
-            how = ", ".join([str(encoding or "unknown encoding"), *more])
+            how = ", ".join([str(encoding or "unknown encoding"), *details])
             return {DELTA: f"version {version}, on base version {base}: {how}"}
     return {}
 

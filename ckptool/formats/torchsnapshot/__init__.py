@@ -73,7 +73,7 @@ class _Reader(Struct):
         """
         sharded = {rank: entry for rank, entry in entries.items() if entry["type"] in SHARDED}
         if sharded:
-            work = partial(self._sharded, logical, sharded)
+            work = partial(self._read_shards, logical, sharded)
             self.contents.add(self._read_or_refuse(logical, min(sharded), work))
         rest = {rank: entry for rank, entry in entries.items() if rank not in sharded}
         shared = next((rank for rank, entry in rest.items() if entry.get("replicated")), None)
@@ -123,14 +123,14 @@ class _Reader(Struct):
 
     def _tensor(self, path: Path, rank: int, entry: Fields) -> Assembled:
         shape = read_sizes(entry["shape"])
-        whole = {"offsets": [0] * len(shape), "sizes": shape, "tensor": entry}
-        shards = entry.get("chunks", [whole])
+        shard = {"offsets": [0] * len(shape), "sizes": shape, "tensor": entry}
+        shards = entry.get("chunks", [shard])
         chunks = self.places.chunks(rank, shards)
         if not shape:
             chunks = [replace(chunk, box=Box((), ())) for chunk in chunks]
         return self._entry(path, shards, shape, chunks)
 
-    def _sharded(self, logical: str, entries: dict[int, Fields]) -> Assembled:
+    def _read_shards(self, logical: str, entries: dict[int, Fields]) -> Assembled:
         """Read a ShardedTensor or DTensor: the shards of all ranks that have some."""
         shards = [shard for entry in entries.values() for shard in entry["shards"]]
         if not shards:
@@ -167,8 +167,8 @@ class _Reader(Struct):
         """Read the scales and zero points of a quantized tensor; None if its shards differ."""
         opened = [self.places.open(shard["tensor"]) for shard in shards]
         parts: list[dict[Any, Any]] = [split_quantized(file.value) or {} for file in opened]
-        rest = [{n: part for n, part in of.items() if n != INTEGERS} for of in parts]
-        if len(rest) > 1 and not all(_are_numbers(one) and one == rest[0] for one in rest):
+        rest = [{n: part for n, part in group.items() if n != INTEGERS} for group in parts]
+        if len(rest) > 1 and not all(_are_numbers(item) and item == rest[0] for item in rest):
             return None
         leaves = read_leaves(replace(opened[0], inert=rest[0]), self.places.source, prefix=path)
         parameters = assemble({0: leaves})
@@ -193,7 +193,7 @@ def _are_equal(of_ranks: list[Assembled]) -> bool:
     return not any(map(_may_hold_tensor, of_ranks)) and all(
         other.objects.keys() == first.objects.keys()
         and other.conflicts.keys() == first.conflicts.keys()
-        and all(same_value(one.value, other.objects[n].value) for n, one in first.objects.items())
+        and all(same_value(item.value, other.objects[n].value) for n, item in first.objects.items())
         for other in rest
     )
 

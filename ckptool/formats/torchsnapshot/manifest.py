@@ -150,7 +150,7 @@ class Places(Struct):
         if dtype is None or entry["serializer"] not in (_RAW, _ARCHIVE):
             return None
         if entry["serializer"] == _ARCHIVE:
-            return self._archived(entry, dtype, shape)
+            return self._place_in_archive(entry, dtype, shape)
         nbytes = math.prod(shape) * dtype.itemsize
         if length != nbytes:
             message = f"{dtype} {list(shape)} needs {nbytes:,} bytes, {file} has {length:,} for it"
@@ -168,7 +168,7 @@ class Places(Struct):
             raise Damaged(message, "file-truncated", file=file, end=stop)
         return file, start, stop - start
 
-    def _archived(self, entry: Fields, dtype: DType, shape: tuple[int, ...]) -> Place:
+    def _place_in_archive(self, entry: Fields, dtype: DType, shape: tuple[int, ...]) -> Place:
         opened = self.open(entry)
         parts = split_quantized(opened.value)
         tensor = read_tensor(parts[INTEGERS] if parts else opened.value)

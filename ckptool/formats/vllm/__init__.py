@@ -242,15 +242,15 @@ class _Joiner:
         """Yield the tensors of the rank at a position of the mesh."""
         for name, members in self._groups.items():
             if VOCABULARY.fullmatch(name) and members[0].shape and self._by_rows(members[0]):
-                yield self._padded(members[0], position)
+                yield self._pad(members[0], position)
                 continue
             if len(members) > 1:
-                yield self._joined(name, members, position)
+                yield self._join(name, members, position)
                 continue
             ref = TensorRef.of_shard(members[0], self._shards[members[0].name][position])
             yield _OutgoingShard(name, ref.dtype, ref.shape, (ref.content,))
 
-    def _joined(self, name: str, members: Sequence[TensorEntry], position: int) -> _OutgoingShard:
+    def _join(self, name: str, members: Sequence[TensorEntry], position: int) -> _OutgoingShard:
         """Return a rank's rows of each member; several ranks have the same if heads are few."""
         contents = []
         for entry in members:
@@ -262,7 +262,7 @@ class _Joiner:
         rows = sum(content.shape[0] for content in contents)
         return _OutgoingShard(name, first.dtype, (rows, *first.shape[1:]), tuple(contents))
 
-    def _padded(self, entry: TensorEntry, position: int) -> _OutgoingShard:
+    def _pad(self, entry: TensorEntry, position: int) -> _OutgoingShard:
         """Return a rank's rows of the vocabulary, which zero rows fill up to a multiple of 64."""
         rows, *rest = entry.shape
         share, remainder = divmod(-(-rows // PADDING) * PADDING, self._ranks)

@@ -233,8 +233,8 @@ class Merger(Struct):
         heads, size = self.config.heads, self.config.head_size
         shapes = [part.shape for part in (outputs or {}).values()]
         if shapes and len(shapes[0]) == 2:
-            stated = (heads or 0) * (size or 0)
-            if stated and shapes[0][1] * self.world != stated:
+            rows = (heads or 0) * (size or 0)
+            if rows and shapes[0][1] * self.world != rows:
                 _require_part(outputs or {}, self.world)
             return shapes[0][1]
         if not heads or not size:
@@ -307,13 +307,13 @@ def _rows_of(part: TensorEntry, start: int, stop: int) -> TensorEntry:
     return narrow(part, 0, start, stop)
 
 
-def _halves(name: str, parts: RankShards, which: int) -> RankShards:
+def _halves(name: str, parts: RankShards, half: int) -> RankShards:
     """Return the first or the second half of the rows of each local tensor."""
-    odd = [part.shape for part in parts.values() if not part.shape or part.shape[0] % 2]
-    if odd:
-        raise Damaged(f"{name}: {list(odd[0])} does not have two equal halves")
+    shapes = [part.shape for part in parts.values() if not part.shape or part.shape[0] % 2]
+    if shapes:
+        raise Damaged(f"{name}: {list(shapes[0])} does not have two equal halves")
     sizes = {rank: part.shape[0] // 2 for rank, part in parts.items()}
     return {
-        rank: _rows_of(part, which * sizes[rank], (which + 1) * sizes[rank])
+        rank: _rows_of(part, half * sizes[rank], (half + 1) * sizes[rank])
         for rank, part in parts.items()
     }

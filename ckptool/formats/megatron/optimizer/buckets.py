@@ -226,15 +226,15 @@ def find_slots_in_run(
     """
     if sum(numels) == total:
         return [_pack(numels)]
-    distinct: list[list[BucketSlot]] = []
+    ways: list[list[BucketSlot]] = []
     for shared in (embeddings, frozenset[int]()) if embeddings else (embeddings,):
         try:
             for slots in _find_ways(numels, total, shared, views):
-                if slots not in distinct:
-                    distinct.append(slots)
+                if slots not in ways:
+                    ways.append(slots)
         except OverflowError:
             return []
-    return distinct
+    return ways
 
 
 def find_gaps(slots: Sequence[BucketSlot]) -> list[tuple[int, int]]:

@@ -129,8 +129,8 @@ def _order_prediction(
 ) -> list[str]:
     """Order ``MultiTokenPredictionLayer``: norms, projection, transformer layer, last norm."""
     nested = [key.removeprefix(_NESTED) for key in inner if key.startswith(_NESTED)]
-    whole = [f"{_NESTED}{key}" for key in order_layer(nested, plans, implementation)]
-    order = [k for k in (*_BEFORE_NESTED, *whole, *_AFTER_NESTED) if k in inner]
+    layer_keys = [f"{_NESTED}{key}" for key in order_layer(nested, plans, implementation)]
+    order = [k for k in (*_BEFORE_NESTED, *layer_keys, *_AFTER_NESTED) if k in inner]
     if len(order) != len(inner):
         raise Undetermined(
             f"the place of {min(set(inner).difference(order))} in a layer is not known"

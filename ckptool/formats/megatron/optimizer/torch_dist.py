@@ -203,8 +203,8 @@ class Stages(Struct, dict=True):
             for writer in writers
         }
         outermost = {rank: rank * pipeline // world for rank in range(world)}
-        inside = {rank: rank // tensor % pipeline for rank in range(world)}
-        for layout in (outermost, inside):
+        innermost = {rank: rank // tensor % pipeline for rank in range(world)}
+        for layout in (outermost, innermost):
             if stages.items() <= layout.items():
                 return layout
         raise Undetermined("its ranks are laid out in neither of Megatron's orders")
