@@ -66,8 +66,8 @@ class BlockCache:
     def __init__(self, fetch: Fetch, capacity: int = CAPACITY) -> None:
         self.capacity = capacity
         self._fetch = fetch
-        self._kept: OrderedDict[Key, _Fetched] = OrderedDict()
-        self._held = 0
+        self._cache: OrderedDict[Key, _Fetched] = OrderedDict()
+        self._nbytes = 0
         self._lock = threading.Lock()
         self._expected: dict[Key, _Part] = {}
         self._queue: deque[Key] = deque()
@@ -105,7 +105,7 @@ class BlockCache:
     def clear(self) -> None:
         """Forget everything: the files have changed."""
         with self._lock:
-            for key in list(self._kept):
+            for key in list(self._cache):
                 self._forget(key)
             self._expected.clear()
             self._queue.clear()
@@ -119,9 +119,9 @@ class BlockCache:
                 key = (file, number)
                 if not self._is_kept(key, part):
                     missing.append((number, self._begin(key, part)))
-                self._kept.move_to_end(key)
+                self._cache.move_to_end(key)
                 self._unread.discard(key)
-                blocks.append((number, self._kept[key]))
+                blocks.append((number, self._cache[key]))
         runs = list(_adjoining(missing))
         while runs:
             try:
@@ -135,25 +135,25 @@ class BlockCache:
         return blocks
 
     def _is_kept(self, key: Key, part: _Part) -> bool:
-        return key in self._kept and self._kept[key].part.holds(part)
+        return key in self._cache and self._cache[key].part.holds(part)
 
     def _begin(self, key: Key, part: _Part) -> _Fetched:
         """Note, with the lock held, that a block is being fetched: the expected part, or all."""
         expected = self._expected.pop(key, _WHOLE)
         span = expected if expected.holds(part) else _WHOLE
-        if key in self._kept:  # the same edge of two archives is read again for both
-            span = span.joined(self._kept[key].part)
+        if key in self._cache:  # the same edge of two archives is read again for both
+            span = span.joined(self._cache[key].part)
         fetched = _Fetched(span, Future())
         self._forget(key)
-        self._kept[key] = fetched
-        self._held += fetched.part.nbytes
+        self._cache[key] = fetched
+        self._nbytes += fetched.part.nbytes
         return fetched
 
     def _forget(self, key: Key) -> None:
         """Drop a block, with the lock held."""
         self._unread.discard(key)
-        if (fetched := self._kept.pop(key, None)) is not None:
-            self._held -= fetched.part.nbytes
+        if (fetched := self._cache.pop(key, None)) is not None:
+            self._nbytes -= fetched.part.nbytes
 
     def _fill(self, file: ObjectVersion, run: Sequence[tuple[int, _Fetched]]) -> None:
         """Fetch adjoining parts of blocks with one request."""
@@ -182,8 +182,8 @@ class BlockCache:
 
     def _trim(self) -> None:
         with self._lock:
-            while self._held > max(self.capacity, _AHEAD * BLOCK):
-                self._forget(next(iter(self._kept)))
+            while self._nbytes > max(self.capacity, _AHEAD * BLOCK):
+                self._forget(next(iter(self._cache)))
 
     def _fetch_ahead(self) -> None:
         """Keep some of the expected blocks being fetched."""

@@ -148,7 +148,7 @@ class FileListing:
         self.unlisted: dict[str, Problem] = {}
         self._root = root
         self._near = near
-        self._seen = 0
+        self._total = 0
         self._visits: Counter[tuple[int, int]] = Counter()
 
     def take(self) -> None:
@@ -194,8 +194,8 @@ class FileListing:
             self.unlisted[name] = Problem("not a file (pipe, socket or device)", NO_FILE)
 
     def _count(self) -> bool:
-        self._seen += 1
-        if self._seen > _MOST_ENTRIES:
+        self._total += 1
+        if self._total > _MOST_ENTRIES:
             raise NotFound(
                 f"{self._root}: more than {_MOST_ENTRIES:,} files and folders;"
                 " name the checkpoint itself"

@@ -30,8 +30,8 @@ from ckptool.storage.files import (
 from ckptool.storage.read_ahead import (
     ReadAhead,
     ask_aside,
+    ask_in_steps,
     request_missing,
-    steps_asked,
 )
 
 _MOST_EXPECTED = 1 << 12
@@ -224,7 +224,7 @@ class LocalReader:
 
     def ask(self, file: str, offset: int, nbytes: int) -> Iterator[int]:
         """Request reads of bytes that are needed soon; yield how many at a time."""
-        return steps_asked(self._descriptor(file), offset, offset + nbytes)
+        return ask_in_steps(self._descriptor(file), offset, offset + nbytes)
 
     def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
         """Fill each run, the first from ``offset``, each other ``step`` bytes after the last.

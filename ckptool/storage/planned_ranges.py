@@ -167,8 +167,8 @@ class PlannedRanges:
         self.capacity = capacity
         self._fetch = fetch
         self._plans: list[_Plan] = []
-        self._kept: dict[Range, Future[Block]] = {}
-        self._held = 0
+        self._futures: dict[Range, Future[Block]] = {}
+        self._nbytes = 0
         self._on_their_way = 0
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -220,7 +220,7 @@ class PlannedRanges:
             self._drop_unplanned()
 
     def _drop_unplanned(self) -> None:
-        for part in [part for part in self._kept if not self._is_unread(part)]:
+        for part in [part for part in self._futures if not self._is_unread(part)]:
             self._drop(part)
 
     def read_into(self, file: ObjectVersion, offset: int, buffer: memoryview) -> int | None:
@@ -254,7 +254,7 @@ class PlannedRanges:
             )
             if plan is None or part is None:
                 return None
-            future = self._kept.get(part)
+            future = self._futures.get(part)
             is_ours = future is None
             if future is None:
                 future = self._begin(part)
@@ -266,15 +266,15 @@ class PlannedRanges:
 
     def _begin(self, part: Range) -> Future[Block]:
         """Note, with the lock held, that a range is being fetched."""
-        future = self._kept[part] = Future()
-        self._held += part.nbytes
+        future = self._futures[part] = Future()
+        self._nbytes += part.nbytes
         self._on_their_way += 1
         return future
 
     def _drop(self, part: Range) -> None:
         """Drop, with the lock held, what was fetched of a range."""
-        if self._kept.pop(part, None) is not None:
-            self._held -= part.nbytes
+        if self._futures.pop(part, None) is not None:
+            self._nbytes -= part.nbytes
 
     def _fill(self, part: Range, future: Future[Block]) -> None:
         """Fetch a range; an error goes to all who wait for it, and ends reading ahead."""
@@ -302,7 +302,7 @@ class PlannedRanges:
             while plan.ahead < len(plan.order):
                 part = plan.order[plan.ahead]
                 was_read = part not in plan.unread or plan.next_place(part) > plan.ahead
-                if was_read or part in self._kept:
+                if was_read or part in self._futures:
                     plan.ahead += 1
                     continue
                 if self._on_their_way >= _AT_ONCE or not self._make_room_ahead(plan, part):
@@ -323,7 +323,7 @@ class PlannedRanges:
         If the plan does not fit, ranges that only it needs later are dropped, if that suffices. If
         it fits, reading on makes room, and dropping would fetch bytes twice.
         """
-        missing = self._held + target.nbytes - self.capacity
+        missing = self._nbytes + target.nbytes - self.capacity
         if missing <= 0 or plan.memory <= self.capacity:
             return missing <= 0
         candidates = [part for part in self._droppable(target) if self._place(part) > plan.ahead]
@@ -335,19 +335,19 @@ class PlannedRanges:
 
     def _make_room(self, target: Range) -> None:
         """Drop, with the lock held, what is needed last while there is too much."""
-        if self._held > self.capacity:
+        if self._nbytes > self.capacity:
             self._drop_last(self._droppable(target), self.capacity)
 
     def _drop_last(self, parts: list[Range], most: int) -> None:
         """Drop those of some ranges that are needed last until at most ``most`` bytes are left."""
         for part in sorted(parts, key=self._place, reverse=True):
-            if self._held <= most:
+            if self._nbytes <= most:
                 return
             self._drop(part)
 
     def _droppable(self, target: Range) -> list[Range]:
         """Return the fetched ranges, except the target."""
-        return [part for part, future in self._kept.items() if future.done() and part != target]
+        return [part for part, future in self._futures.items() if future.done() and part != target]
 
     def _plans_of(self, part: Range) -> list[_Plan]:
         return [plan for plan in self._plans if part in plan.unread]

@@ -79,7 +79,7 @@ class ReadAhead:
         goal = stream.reached + stream.ahead + (_STEP - 1 if nbytes >= _PIECE else 0)
         end = stream.requested = max(start, min(goal // _STEP * _STEP, stream.size))
         if start < end:
-            deque(steps_asked(descriptor, start, end), maxlen=0)
+            deque(ask_in_steps(descriptor, start, end), maxlen=0)
 
     def expect(self, descriptor: int, file: str, offset: int, nbytes: int) -> None:
         """Request a few bytes of a file, unless the first bytes expected of it are cached."""
@@ -89,7 +89,7 @@ class ReadAhead:
             will_need(descriptor, offset, nbytes)
 
 
-def steps_asked(descriptor: int, start: int, end: int) -> Iterator[int]:
+def ask_in_steps(descriptor: int, start: int, end: int) -> Iterator[int]:
     """Request some bytes of a file, yield how many at a time; leave a few to the kernel.
 
     The kernel is slow to take requests: other threads need not wait for it.

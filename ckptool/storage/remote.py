@@ -112,11 +112,11 @@ class RemoteSource(Files, FileReader):
 
     def expect(self, spans: Iterable[ReadSpan]) -> None:
         """Fetch the next reads ahead, unless they are planned."""
-        self._place.store.expect(self._versioned(spans))
+        self._place.store.expect(self._add_versions(spans))
 
     def plan_reads(self, runs: Iterable[ReadSpan]) -> Callable[[], None]:
         """Fetch the next reads ahead, in order, each byte once and many at a time."""
-        return self._place.store.plan(self._versioned(runs))
+        return self._place.store.plan(self._add_versions(runs))
 
     def keep(self, nbytes: int) -> None:
         """Keep at most so many bytes of what was fetched ahead."""
@@ -142,7 +142,7 @@ class RemoteSource(Files, FileReader):
     def close(self) -> None:
         """Do nothing: it only holds memory."""
 
-    def _versioned(self, spans: Iterable[ReadSpan]) -> Iterator[VersionSpan]:
+    def _add_versions(self, spans: Iterable[ReadSpan]) -> Iterator[VersionSpan]:
         return ((self._version_of(file), offset, nbytes) for file, offset, nbytes in spans)
 
     def _version_of(self, file: str) -> ObjectVersion:

@@ -106,7 +106,7 @@ class Store:
         self._url = url
         self._options = options
         self._sizes: dict[str, int] = {}
-        self._named: set[str] = set()
+        self._index_folders: set[str] = set()
         """Folders whose metadata file was given: they may not be listable."""
         self._hidden: dict[str, str] = {}
         """Why the store does not say whether files are there, by key."""
@@ -181,7 +181,7 @@ class Store:
         self._sizes |= {name: info.nbytes for name, info in infos.items()}
         folder, _, name = key.rpartition("/")
         if key in infos and name in INDEXES:
-            self._named.add(folder)
+            self._index_folders.add(folder)
         files = {name.removeprefix(key).lstrip("/"): info for name, info in infos.items()}
         return dict(sorted(files.items()))
 
@@ -230,7 +230,7 @@ class Store:
 
         A store that denies listing does not reveal either that a file is missing.
         """
-        if key in self._named:
+        if key in self._index_folders:
             return self._list_named(key, "")
         if key.rpartition("/")[2] not in INDEXES:
             hint = f"give its metadata file, which needs no listing: {what}/{INDEXES[0]}"

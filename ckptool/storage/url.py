@@ -190,7 +190,7 @@ def afresh(path: Location) -> Location:
 
 
 def may_contain(outer: Location, inner: Location) -> bool:
-    """Return whether a place is another one, or inside it; whether it may be, if a URL leaves that.
+    """Return whether ``inner`` is ``outer``, or lies in it; also True if URLs leave that unknown.
 
     Raises OSError or RuntimeError for links that cannot be followed.
     """

@@ -90,7 +90,7 @@ def test_each_byte_is_fetched_once_where_there_is_room(
     assert sum(end - start for _, start, end in store.fetched) <= sum(
         part.nbytes for part in join_runs(wanted)
     )
-    assert ranges._held == 0 == len(ranges._kept)
+    assert ranges._nbytes == 0 == len(ranges._futures)
 
 
 @given(runs, st.integers(1, 20_000), st.randoms())
@@ -197,7 +197,7 @@ def test_what_was_announced_and_is_given_up_is_forgotten() -> None:
     end()
     if ranges._pool is not None:
         ranges._pool.shutdown()
-    assert ranges._held == 0 == len(ranges._kept)
+    assert ranges._nbytes == 0 == len(ranges._futures)
     assert ranges.read_into(FILES[0], 0, memoryview(bytearray(10))) is None
 
 
@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_fetched_once_a_pass(passes: int) -> None:
     read_all(ranges, wanted, 1)
     fetched = sum(end - start for _, start, end in store.fetched)
     assert SIZE * passes - 12_000 * (passes - 1) <= fetched <= SIZE * passes
-    assert ranges._held == 0 == len(ranges._kept)
+    assert ranges._nbytes == 0 == len(ranges._futures)
 
 
 def test_what_is_half_read_is_kept_where_all_that_is_half_read_fits() -> None:

@@ -134,8 +134,8 @@ def _find_region(config: Mapping[str, str], bucket: str) -> str:
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
-    inside = "" if config["virtual_hosted_style_request"] == "true" else f"/{bucket}"
-    request = Request(f"{config['endpoint']}{inside}", method="HEAD")
+    prefix = "" if config["virtual_hosted_style_request"] == "true" else f"/{bucket}"
+    request = Request(f"{config['endpoint']}{prefix}", method="HEAD")
     headers: Any = {}
     with suppress(OSError):
         try:

@@ -86,7 +86,7 @@ def _unsigned(key: str, kind: str, text: str) -> Exception:
 
 
 def _unquoted(text: str, key: str) -> Exception:
-    """Return what an error says that quotes no answer."""
+    """Return the error that stands for a text of obstore's which quotes no answer."""
     if "Content-Length Header missing" in text:
         return Unsupported(f"{key}: the server does not say how large it is")
     if "non-partial response" in text or "Range request not supported" in text:

@@ -88,10 +88,10 @@ class WebClient(ObstoreClient):
         try:
             return super().read(file, start, end)
         except Unsupported:
-            whole = self._ask(file.key, _read_small)
-            if whole is None:
+            data = self._ask(file.key, _read_small)
+            if data is None:
                 raise
-        return whole[start:end]
+        return data[start:end]
 
 
 def _read_small(obstore: Any, store: Any, name: str) -> memoryview | None:

@@ -25,7 +25,7 @@ class MemoryFiles(Files, FileReader):
         self.unlisted = {}
 
     def narrowed(self, folder: str) -> MemoryFiles:
-        """Return those below a folder, by their paths relative to it."""
+        """Return the files below a folder, by their paths relative to it."""
         return MemoryFiles(within_folder(self._buffers, folder))
 
     def subfolders(self) -> Mapping[str, MemoryFiles]:
@@ -33,7 +33,7 @@ class MemoryFiles(Files, FileReader):
         return {}
 
     def alone(self, name: str) -> MemoryFiles:
-        """Return one of them by itself."""
+        """Return one of the files alone."""
         return MemoryFiles({name: self._buffers[name]})
 
     def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:

@@ -36,7 +36,7 @@ class PlacedFiles(Files):
     def subfolders(self) -> dict[str, PlacedFiles]:
         """Return every folder below, at any depth, as a source of its own."""
         grouped = by_folder(self._places).items()
-        return {folder: PlacedFiles(f"{self.root}/{folder}", below) for folder, below in grouped}
+        return {folder: PlacedFiles(f"{self.root}/{folder}", places) for folder, places in grouped}
 
     def alone(self, name: str) -> PlacedFiles:
         """Return one of the files alone."""
@@ -53,7 +53,7 @@ class PlacedFiles(Files):
         return digest.hexdigest()
 
     def changed(self, files: Iterable[str]) -> list[str]:
-        """Return those files of which what they lie in was written, replaced or removed."""
+        """Return those files whose holder's file was written, replaced or removed."""
         members = [name for name in files if name in self._places]
         pairs = self._by_holder(members).items()
         changes = {(holder, name) for holder, names in pairs for name in holder.changed(names)}
@@ -66,8 +66,8 @@ class PlacedFiles(Files):
 
     def expect(self, spans: Iterable[ReadSpan]) -> None:
         """Prepare for the next reads."""
-        for holder, inside in self._spans_by_holder(spans).items():
-            holder.expect(inside)
+        for holder, runs in self._spans_by_holder(spans).items():
+            holder.expect(runs)
 
     def plan_reads(self, runs: Iterable[ReadSpan]) -> Callable[[], None]:
         """Prepare for all next reads, in the order of each holder."""
@@ -75,8 +75,8 @@ class PlacedFiles(Files):
         ends = [holder.plan_reads(inside) for holder, inside in planned]
 
         def end() -> None:
-            for one in ends:
-                one()
+            for finish in ends:
+                finish()
 
         return end
 

@@ -49,11 +49,11 @@ class _Headers:
         self._archive = archive
         self._size = size
         self._at = 0
-        self._left = _LONGEST
+        self._budget = _LONGEST
 
     def begin_member(self) -> None:
         """Allow as many bytes as may come before a member."""
-        self._left = _LONGEST
+        self._budget = _LONGEST
 
     def tell(self) -> int:
         """Return the offset of the next read."""
@@ -65,10 +65,10 @@ class _Headers:
 
     def read(self, nbytes: int) -> bytes:
         """Return the next bytes. Raises Damaged if they are not there, or too many."""
-        self._left -= nbytes
-        if self._left < 0:
+        self._budget -= nbytes
+        if self._budget < 0:
             what = f"more than {_LONGEST:,} bytes before a member"
-            raise _refused(self._archive, self._at, what)
+            raise _refuse(self._archive, self._at, what)
         if self._at + nbytes > self._size:
             raise _cut(self._archive, self._at + nbytes, self._size)
         data = bytearray(nbytes)
@@ -95,10 +95,10 @@ def _list_members(holder: Files, archive: str) -> dict[str, Place]:
                 place = Place(holder, archive, member.offset_data, member.size)
                 _add(member, place, places, size)
         except (tarfile.TarError, ArithmeticError, LookupError, ValueError) as error:
-            raise _refused(archive, headers.tell(), f"no header of a member: {error}") from None
+            raise _refuse(archive, headers.tell(), f"no header of a member: {error}") from None
         headers.seek(tar.offset)
         if any(headers.read(BLOCK)):  # tarfile takes it for the end
-            raise _refused(archive, tar.offset, "no header of a member: it was changed")
+            raise _refuse(archive, tar.offset, "no header of a member: it was changed")
     return places
 
 
@@ -112,16 +112,16 @@ def _add(member: TarInfo, place: Place, places: dict[str, Place], size: int) -> 
         message = f"{archive}: the tar archive has a member {shown}, outside the folder"
         raise Damaged(message, "path-outside", file=archive)
     if member.size < 0:
-        raise _refused(archive, member.offset, f"{shown}, of a negative size")
+        raise _refuse(archive, member.offset, f"{shown}, of a negative size")
     if member.isdir():
         return
     if member.issparse() or member.type not in _REGULAR:
         kind = b"S" if member.issparse() else member.type
         what = _KINDS.get(kind, f"a member of type {kind!r}")
-        raise _refused(archive, member.offset, f"{shown}, {what}")
+        raise _refuse(archive, member.offset, f"{shown}, {what}")
     if not name or name in places:
         what = f"{shown}, a second one of this name" if name else "no name"
-        raise _refused(archive, member.offset, what)
+        raise _refuse(archive, member.offset, what)
     if place.offset + place.nbytes > size:
         raise _cut(archive, place.offset + place.nbytes, size)
     places[name] = place
@@ -135,7 +135,7 @@ def _cut(archive: str, end: int, size: int) -> Damaged:
     return Damaged(message, "file-truncated", file=archive, end=end)
 
 
-def _refused(archive: str, at: int, what: str) -> Damaged:
+def _refuse(archive: str, at: int, what: str) -> Damaged:
     message = f"{archive}: the tar archive has at offset {at:,}: {what}"
     hint = f"tar -tvf {archive} lists it; only plain files of one name each are read in place"
     return Damaged(Problem(message, "tar-structure", file=archive), hint=hint)
