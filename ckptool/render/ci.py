@@ -80,9 +80,9 @@ def show_annotations(reports: Iterable[VerifyReport], *, stderr: bool) -> None:
     screen = console(stderr=stderr)
     for report, finding in pairs[:MOST_ANNOTATIONS]:
         screen.print(annotation(report, finding), markup=False, soft_wrap=True)
-    more = len(pairs) - MOST_ANNOTATIONS
-    if more > 0:
-        screen.print(f"and {plural(more, 'more finding')}, not annotated", markup=False)
+    rest = len(pairs) - MOST_ANNOTATIONS
+    if rest > 0:
+        screen.print(f"and {plural(rest, 'more finding')}, not annotated", markup=False)
 
 
 def annotation(report: VerifyReport, finding: Finding) -> str:

@@ -100,7 +100,7 @@ def rewriting_lines(report: RewrittenReport) -> Iterator[str]:
     """Yield what was matched, with some of the names, and what was cast, renamed and excluded."""
     for matched in report.matched:
         separator = ", such as" if matched.tensors + matched.values > len(matched.names) else ":"
-        counted = _counted(matched.tensors, matched.values)
+        counted = _count(matched.tensors, matched.values)
         yield f"  {matched.option} {matched.pattern} matches {counted}{separator}"
         yield from (f"    {name}" for name in matched.names)
     for what, counts in (("cast", report.cast), ("dequantized", report.dequantized)):
@@ -108,7 +108,7 @@ def rewriting_lines(report: RewrittenReport) -> Iterator[str]:
             f"  {what}: {plural(count, 'tensor')} from {short_name(kind)}"
             for kind, count in counts.items()
         )
-    if renamed := _counted(report.renamed.tensors, report.renamed.values):
+    if renamed := _count(report.renamed.tensors, report.renamed.values):
         yield f"  renamed: {renamed}"
     if report.unwrapped:
         prefixes = ", ".join(f"`{prefix}.`" for prefix in report.unwrapped)
@@ -116,7 +116,7 @@ def rewriting_lines(report: RewrittenReport) -> Iterator[str]:
     yield from (f"  excluded: {line}" for line in report.excluded)
 
 
-def _counted(tensors: int, values: int) -> str:
+def _count(tensors: int, values: int) -> str:
     """Return how many tensors and values there are; nothing if there are none."""
     counts = (tensors, "tensor"), (values, "value")
     return ", ".join(plural(count, noun) for count, noun in counts if count)

@@ -57,9 +57,9 @@ def _heading(part: TensorSlice) -> Text:
 def show_extract(report: ExtractReport) -> None:
     """Show a line for the file, and if it has several tensors, one for each."""
     screen = console()
-    counted = plural(len(report.slices), "tensor")
+    count = plural(len(report.slices), "tensor")
     head = Text.assemble("wrote ", (visible(str(report.target)), "bold"))
-    head.append(f" ({report.target_format}): {counted}, {size(report.write_bytes)},")
+    head.append(f" ({report.target_format}): {count}, {size(report.write_bytes)},")
     head.append(f" from {report.source_format}")
     lines = [Text("  ").append_text(_heading(part)) for part in report.slices]
     emit(screen, [head, *lines])

@@ -43,8 +43,8 @@ def error_json(error: CkptoolError) -> dict[str, Any]:
         }
         for problem in error.problems
     ]
-    more = {"message": error.message, "hint": _hint(error), "exit_code": error.exit_code}
-    return document("error", **more, problems=problems)
+    fields = {"message": error.message, "hint": _hint(error), "exit_code": error.exit_code}
+    return document("error", **fields, problems=problems)
 
 
 def _hint(error: CkptoolError) -> str | None:

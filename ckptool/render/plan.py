@@ -49,11 +49,11 @@ def show_choices(report: ReshardReport) -> None:
 def show_files(files: Iterable[FileLayout]) -> None:
     """Show every file with its size; those whose names differ in one number are one line."""
     screen = console()
-    rows = [row for group in _alike(files) for row in _file_rows(group)]
+    rows = [row for group in _group_similar(files) for row in _file_rows(group)]
     emit(screen, first_lines(screen, columns(screen, rows, "rlr", cuts=1)))
 
 
-def _alike(files: Iterable[FileLayout]) -> list[list[FileLayout]]:
+def _group_similar(files: Iterable[FileLayout]) -> list[list[FileLayout]]:
     """Group files whose names differ in numbers only."""
     groups: dict[tuple[str, ...], list[FileLayout]] = defaultdict(list)
     for file in files:
@@ -64,11 +64,11 @@ def _alike(files: Iterable[FileLayout]) -> list[list[FileLayout]]:
 def _file_rows(files: Sequence[FileLayout]) -> list[list[str]]:
     """Return a row for each file, or one for all if they count from the first to the last."""
     names = [_DIGITS.split(file.path) for file in files]
-    varied = [at for at, place in enumerate(zip(*names, strict=True)) if len({*place}) > 1]
-    numbers = [int(pieces[varied[0]]) for pieces in names] if len(varied) == 1 else []
+    places = [at for at, place in enumerate(zip(*names, strict=True)) if len({*place}) > 1]
+    numbers = [int(pieces[places[0]]) for pieces in names] if len(places) == 1 else []
     if len(numbers) < _FEW or numbers != [*range(numbers[0], numbers[0] + len(numbers))]:
         return [[size(file.nbytes), file.path, ""] for file in files]
-    (at,), first, last = varied, names[0], names[-1]
+    (at,), first, last = places, names[0], names[-1]
     name = "".join([*first[:at], f"{{{first[at]}..{last[at]}}}", *first[at + 1 :]])
     return [[size(sum(file.nbytes for file in files)), name, f"x{len(files)}"]]
 

@@ -54,7 +54,7 @@ def _costs(report: ReshardReport, costs: Costs) -> list[str]:
     ]
 
 
-def _placed(choice: Choice) -> str:
+def _describe(choice: Choice) -> str:
     return ", ".join(map(str, choice.placements))
 
 
@@ -66,7 +66,7 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def _reasons(report: ReshardReport) -> list[str]:
-    counts = Counter((_placed(choice), choice.reason) for choice in report.choices.values())
+    counts = Counter((_describe(choice), choice.reason) for choice in report.choices.values())
     return [
         f"  {count:>6,} x {placed}  ({reason})" for (placed, reason), count in counts.most_common(8)
     ]

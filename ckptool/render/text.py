@@ -86,7 +86,7 @@ def columns(
             ]
             return [_line(row, widths, aligns) for row in parts]
     longest = max(range(len(widths)), key=widths.__getitem__)
-    return [_stacked(row, widths, aligns, longest, screen.width) for row in parts]
+    return [_stack(row, widths, aligns, longest, screen.width) for row in parts]
 
 
 class _Part(NamedTuple):
@@ -132,7 +132,7 @@ def _line(row: Sequence[_Part], widths: Sequence[int], aligns: str) -> Text:
     return line
 
 
-def _stacked(
+def _stack(
     row: Sequence[_Part], widths: Sequence[int], aligns: str, longest: int, room: int
 ) -> Text:
     """Return a row in which one cell has its own lines, before or after the others.
@@ -146,13 +146,13 @@ def _stacked(
     if longest < len(widths) - 1:
         deeper = "" if column <= room < column + 2 else _indent(cell)
         lines = [cell, Text.assemble(deeper, rest_line)]
-        return _NEW_LINE.join(_folded(line, room) for line in lines if line.plain.strip())
+        return _NEW_LINE.join(_fold(line, room) for line in lines if line.plain.strip())
     if room - column < _NARROWEST_WORDS:
         lines = [rest_line, Text.assemble(_indent(rest_line), cell)]
-        return _NEW_LINE.join(_folded(line, room) for line in lines if line.plain.strip())
-    first, *more = _folded(cell, room - column, deeper=0).split("\n")
+        return _NEW_LINE.join(_fold(line, room) for line in lines if line.plain.strip())
+    first, *rows = _fold(cell, room - column, deeper=0).split("\n")
     rest_line.pad_right(column - rest_line.cell_len)
-    line = _NEW_LINE.join([rest_line + first, *(Text(" " * column) + part for part in more)])
+    line = _NEW_LINE.join([rest_line + first, *(Text(" " * column) + part for part in rows)])
     line.rstrip()
     return line
 
@@ -161,7 +161,7 @@ def _indent(line: Text) -> str:
     return " " * (len(line.plain) - len(line.plain.lstrip()))
 
 
-def _folded(line: Text, room: int, deeper: int = 2) -> Text:
+def _fold(line: Text, room: int, deeper: int = 2) -> Text:
     """Fold a line at spaces, else after punctuation in a name; further lines are indented more.
 
     No line is indented by more than half of the room.
@@ -213,8 +213,8 @@ def _shorten(parts: Sequence[_Part], width: int) -> list[_Part]:
 
 
 def _cut(part: _Part, width: int, head: float) -> _Part:
-    whole = Text(part.plain, part.style, spans=list(part.spans))
-    return _part(without_inside(whole, width, head))
+    text = Text(part.plain, part.style, spans=list(part.spans))
+    return _part(without_inside(text, width, head))
 
 
 def without_inside(text: Text, width: int, head: float) -> Text:
@@ -251,7 +251,7 @@ def emit(screen: Console, lines: Iterable[Text]) -> None:
     """
     lines = list(lines)
     if screen.is_terminal:
-        lines = [_wrapped(part, screen.width) for line in lines for part in _parts_of(line)]
+        lines = [_wrap(part, screen.width) for line in lines for part in _parts_of(line)]
     if screen.record and not screen.is_terminal:
         screen.width = max((cell_len(line.plain) for line in lines), default=0) + 2
     for start in range(0, len(lines), _BATCH):
@@ -270,7 +270,7 @@ def _parts_of(line: Text) -> Iterable[Text]:
     return line.split(allow_blank=True) if "\n" in line.plain else [line]
 
 
-def _wrapped(line: Text, room: int) -> Text:
+def _wrap(line: Text, room: int) -> Text:
     """Wrap a line between words; a command in backticks is one, so that it can be copied.
 
     Further lines are indented by two more cells. A longer word is left to the terminal.

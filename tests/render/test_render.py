@@ -37,7 +37,7 @@ from ckptool.formats import FORMATS
 from ckptool.render.inspect.report import show
 from ckptool.render.inspect.values import preview
 from ckptool.render.messages import say, show_lines
-from ckptool.render.plan import _alike, _file_rows
+from ckptool.render.plan import _file_rows, _group_similar
 from ckptool.render.text import bar, escaped, without_inside
 from ckptool.serialization.pickle.records import Call, Global
 from ckptool.storage.local import LocalSource
@@ -131,7 +131,7 @@ def test_tensors_fold_by_what_is_said_of_them():
 )
 def test_files_that_count_from_the_first_to_the_last_are_one_line(names, shown):
     files = [FileLayout(name, ()) for name in names]
-    rows = [row for alike in _alike(files) for row in _file_rows(alike)]
+    rows = [row for group in _group_similar(files) for row in _file_rows(group)]
     assert [name for _, name, _ in rows] == shown
 
 

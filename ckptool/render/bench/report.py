@@ -243,10 +243,10 @@ def _cost_cells(cost: Cost) -> tuple[str, ...]:
 def _abort_rows(report: BenchReport) -> list[list[Text]]:
     rows = [[Text(heading, "dim") for heading in _ABORT_HEADINGS.split("|")]]
     for result in report.ranked:
-        if left := result.abort:
-            remark = " (the save was over before the kill)" if left.finished else ""
-            folder = Text(left.folder + remark, "bold red" if left.folder == BROKEN else "")
-            leftovers = map(_leftovers, (left.processes, left.shared, left.files))
+        if abort := result.abort:
+            remark = " (the save was over before the kill)" if abort.finished else ""
+            folder = Text(abort.folder + remark, "bold red" if abort.folder == BROKEN else "")
+            leftovers = map(_leftovers, (abort.processes, abort.shared, abort.files))
             rows.append([Text(visible(result.name)), folder, *leftovers])
     return rows
 
@@ -301,9 +301,9 @@ def _change_lines(changes: Sequence[Change]) -> list[Text]:
 def _change(change: Change) -> str:
     if change.old is None or change.new is None:
         return visible(f"{change.name}: {change.why}")
-    more = f"{change.new / change.old - 1:+.0%}"
+    growth = f"{change.new / change.old - 1:+.0%}"
     old, new = seconds(change.old), seconds(change.new)
-    return visible(f"{change.name}: {change.value} {new}, was {old} ({more})")
+    return visible(f"{change.name}: {change.value} {new}, was {old} ({growth})")
 
 
 def show_recommended(report: BenchReport) -> None:

@@ -32,10 +32,10 @@ _LONG = {"only_a": "name", "only_b": "name", "shape_differs": "tensor", "dtype_d
 
 def page(report: Mapping[str, Any]) -> bytes:
     """Return the page of a report's ``to_dict``."""
-    packed = {rows: _packed(report[rows], key) for rows, key in _LONG.items() if rows in report}
+    packed = {rows: _pack(report[rows], key) for rows, key in _LONG.items() if rows in report}
     codes = {finding["code"]: None for finding in _findings(report)}
     meanings = {"meanings": {code: CODES[code].meaning for code in codes}}
-    return _filled({**report, **packed, **meanings})
+    return _fill({**report, **packed, **meanings})
 
 
 def _findings(report: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -51,7 +51,7 @@ def inspect_page(report: InspectReport, stats: StatsReport | None = None) -> byt
     holders = holdings(report.catalog)
     rows = [row | holders.of[row["name"]] for row in content["tensors"]]
     tables = {"boxes": holders.boxes, "ranks": holders.ranks, "order": _order(report.catalog.mesh)}
-    return _filled(content | {"tensors": _packed(rows, "name"), "held": tables})
+    return _fill(content | {"tensors": _pack(rows, "name"), "held": tables})
 
 
 def _order(mesh: Mesh | None) -> tuple[int, ...] | None:
@@ -59,7 +59,7 @@ def _order(mesh: Mesh | None) -> tuple[int, ...] | None:
     return None if mesh is None or mesh.ranks == tuple(range(mesh.size)) else mesh.ranks
 
 
-def _packed(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
+def _pack(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
     """Return rows in the form that the scripts read, many of which differ in only one key."""
     looks: dict[str, int] = {}
     pairs = []
@@ -69,7 +69,7 @@ def _packed(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
     return {"key": key, "looks": list(map(json.loads, looks)), "rows": pairs}
 
 
-def _filled(content: Mapping[str, Any]) -> bytes:
+def _fill(content: Mapping[str, Any]) -> bytes:
     folder = files("ckptool.render.html")
     style = (folder / "page.css").read_text("utf-8")
     script = "\n".join((folder / f"{name}.js").read_text("utf-8") for name in _SCRIPTS)

@@ -87,8 +87,8 @@ def value_lines(catalog: Catalog, screen: Console) -> list[Text]:
     }
     rows = [
         (name, (type_name(value), "yellow"), (shown, "cyan"))
-        for head, whole in values.items()
-        for name, value, shown in _value_rows(head, whole)
+        for head, entry in values.items()
+        for name, value, shown in _value_rows(head, entry)
     ]
     title = Text(f"  {plural(len(values), 'non-tensor value')}", style="bold")
     return [title, *columns(screen, rows, "lll", cuts=2)]
@@ -156,8 +156,8 @@ def stats_lines(stats: Sequence[TensorStats], console: Console) -> list[Text]:
         console, [[row[at] for at in shown] for row in rows], sides, heads=heads, cuts=0
     )
     if len(shown) < len(_STATISTICS):
-        left = ", ".join(head for at, head in enumerate(_STATISTICS) if at not in shown)
-        lines.append(Text(f"  left out: {left}; see --json", style="dim"))
+        omissions = ", ".join(head for at, head in enumerate(_STATISTICS) if at not in shown)
+        lines.append(Text(f"  left out: {omissions}; see --json", style="dim"))
     if any(item.entry.dtype.kind == "complex" for item in stats):
         lines.append(Text("  complex numbers: statistics of their magnitudes", style="dim"))
     return lines

@@ -96,14 +96,14 @@ def _holds(report: InspectReport) -> str:
 def _shares(report: InspectReport, screen: Console) -> list[Text]:
     if not report.shares:
         return []
-    whole = max(report.totals.nbytes, 1)
+    total = max(report.totals.nbytes, 1)
     heads = ("part", "dtype", "tensors", "elements", "bytes", "", "")
-    rows = [_share(share, whole, screen) for share in report.shares]
+    rows = [_share(share, total, screen) for share in report.shares]
     return columns(screen, rows, "llrrrrl", heads=heads)
 
 
-def _share(share: PartShare, whole: int, screen: Console) -> list[Cell]:
-    part = share.nbytes / whole
+def _share(share: PartShare, total: int, screen: Console) -> list[Cell]:
+    part = share.nbytes / total
     color = _PART_COLORS[share.part]
     return [
         (share.part, color),
@@ -128,10 +128,10 @@ def module_lines(
 ) -> list[Text]:
     """Return a row per module, by name or the largest first."""
     modules = sorted_modules(report, depth, sort)
-    whole = max(report.totals.nbytes, 1)
+    total = max(report.totals.nbytes, 1)
     rows: list[list[Cell]] = []
     for module in modules:
-        part = module.nbytes / whole
+        part = module.nbytes / total
         rows.append(
             [
                 module.module,
@@ -192,10 +192,10 @@ def _values(catalog: Catalog, screen: Console) -> list[Text]:
         return []
     entries = catalog.objects.values()
     parts = [state_category(entry) for entry in entries]
-    counted = ", ".join(f"{parts.count(part):,} {part}" for part in dict.fromkeys(parts))
+    counts = ", ".join(f"{parts.count(part):,} {part}" for part in dict.fromkeys(parts))
     title = Text.assemble(
         (f"  {plural(len(parts), 'non-tensor value')}", "bold"),
-        f" ({counted})",
+        f" ({counts})",
         ("; use --values to list them", "dim"),
     )
     rows = [(f"  {name}", (shown, "cyan")) for name, shown in notable_values(entries)]

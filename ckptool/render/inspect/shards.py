@@ -198,8 +198,8 @@ def _make_axis(
     if dim is None:
         return _Axis(None, (0,) * target)
     length = shape[dim]
-    solid = [chunk.box for chunk in chunks if chunk.box.volume]
-    edges = {edge for box in solid for edge in (box.lo[dim], box.hi[dim]) if 0 < edge < length}
+    boxes = [chunk.box for chunk in chunks if chunk.box.volume]
+    edges = {edge for box in boxes for edge in (box.lo[dim], box.hi[dim]) if 0 < edge < length}
     bounds = [0, *sorted(edges), length]
     runs, remark = pairwise(bounds), ""
     blocks = [(low, max(least, round(target * (high - low) / length))) for low, high in runs]

@@ -40,7 +40,7 @@ def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
     result = [title, Text(), heads]
     for step, line in zip(run.steps, lines, strict=True):
         result.append(line)
-        result += [Text(f"      {part}", "dim") for part in _wrapped(step.reasons, screen)]
+        result += [Text(f"      {part}", "dim") for part in _wrap(step.reasons, screen)]
     remarks = [f"{s.pointer} points to {_name(s, run)}" for s in run.steps if s.pointer is not None]
     if run.mentions:
         remarks.append(f"steps are also named in {list_some(run.mentions, 3)}")
@@ -56,7 +56,7 @@ def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
     return [*result, *(Text(f"  ckptool inspect {visible(str(path))}", "dim") for path in inner)]
 
 
-def _wrapped(reasons: Iterable[str], screen: Console) -> Iterator[str]:
+def _wrap(reasons: Iterable[str], screen: Console) -> Iterator[str]:
     """Yield reasons as lines that fit the screen after their indent."""
     for reason in map(visible, reasons):
         yield from wrap(reason, max(20, screen.width - 7)) if screen.is_terminal else [reason]

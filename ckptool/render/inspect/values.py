@@ -45,7 +45,7 @@ def preview(value: Any, limit: int = 60) -> str:
         if limit < 4 and value:
             return f"{len(value):,} items"
         items = (f"{preview(k, 20)}: {preview(v, limit // 2)}" for k, v in value.items())
-        return _enclosed(items, "{}", len(value), limit)
+        return _enclose(items, "{}", len(value), limit)
     if isinstance(value, bytes | bytearray):
         return f"{len(value):,} bytes"
     if isinstance(value, Call) and (shown := _record(value, limit)) is not None:
@@ -73,7 +73,7 @@ def _record(call: Call, limit: int) -> str | None:
         (preview(value, limit // 2) for value in arguments),
         (f"{visible(key)}={preview(value, limit // 2)}" for key, value in fields.items()),
     )
-    return name + _enclosed(shown, "()", count, limit)
+    return name + _enclose(shown, "()", count, limit)
 
 
 def _container(value: Any, limit: int) -> str:
@@ -82,10 +82,10 @@ def _container(value: Any, limit: int) -> str:
     brackets = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
     if not value and isinstance(value, set | frozenset):
         return "set()"
-    return _enclosed((preview(item, limit // 2) for item in value), brackets, len(value), limit)
+    return _enclose((preview(item, limit // 2) for item in value), brackets, len(value), limit)
 
 
-def _enclosed(items: Iterable[str], brackets: str, count: int, limit: int) -> str:
+def _enclose(items: Iterable[str], brackets: str, count: int, limit: int) -> str:
     shown: list[str] = []
     room = limit
     for item in items:
