@@ -290,11 +290,11 @@ class Checkpoint(Mapping[str, Any]):
         spans = [pick.indexes for pick in picks]
         if not all(spans):
             return
-        around = Box(tuple(span[0] for span in spans), tuple(span[-1] + 1 for span in spans))
+        hull = Box(tuple(span[0] for span in spans), tuple(span[-1] + 1 for span in spans))
         if [*map(Pick, map(range, entry.shape))] == [*picks]:
-            self.fill([FillRequest(entry, around, memory)])
+            self.fill([FillRequest(entry, hull, memory)])
             return
-        (located,) = self._containers.locate([FillRequest(entry, around, memory)])
+        (located,) = self._containers.locate([FillRequest(entry, hull, memory)])
         part = take(located.entry, picks)
         self._fill([FillRequest(part, Box.whole(part.shape), memory)])
 

@@ -63,7 +63,7 @@ def counted(progress: OnProgress | None) -> Progress:
     return Progress() if progress is None else CalledProgress(progress)
 
 
-def _opened(path: AnyPath | Checkpoint, options: ReadKeywords) -> Checkpoint | None:
+def _find_open(path: AnyPath | Checkpoint, options: ReadKeywords) -> Checkpoint | None:
     """Return an open checkpoint as it is, None for a path; TypeError for options to open it."""
     return checkpoint_at(path, **options) if isinstance(path, Checkpoint) else None
 
@@ -88,7 +88,7 @@ def inspect(
     ``values`` stored among the data are read from a disk; from a URL only if True. Raises NotFound,
     Unrecognized, Damaged or Hostile, as every function here does. ``open`` is for one checkpoint.
     """
-    opened = _opened(path, options)
+    opened = _find_open(path, options)
     if opened is not None:
         return _inspect.report(opened.opened)
     place, _ = _place(path, options)
@@ -130,7 +130,7 @@ def stats(
     from ckptool.commands.open import open_checkpoint
 
     read = Keywords("stats", options, ReadKeywords).options(ReadOptions)
-    checkpoint = _opened(path, options)
+    checkpoint = _find_open(path, options)
     place, _ = _place(path, options)
     opened = checkpoint.opened if checkpoint is not None else open_checkpoint(place, read)
     globs = [tensors] if isinstance(tensors, str) else tensors

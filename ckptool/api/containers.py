@@ -51,11 +51,11 @@ class Containers:
             index = self._indexes[request.entry.name] = ChunkIndex(request.entry)
         return [overlap.chunk for overlap in index.find(request.box)]
 
-    def _open(self, closed: Iterable[tuple[TensorEntry, Chunk]]) -> None:
+    def _open(self, pairs: Iterable[tuple[TensorEntry, Chunk]]) -> None:
         """Open the containers of chunks, but not those of their copies."""
         chunks: dict[str, list[Chunk]] = {}
         tensors: dict[str, TensorEntry] = {}
-        for entry, chunk in closed:
+        for entry, chunk in pairs:
             chunks.setdefault(entry.name, []).append(chunk)
             tensors[entry.name] = entry
         if not tensors:

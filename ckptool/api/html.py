@@ -40,8 +40,8 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
         )
         for line in islice(lines, _MOST_ROWS)
     ]
-    more = len(lines) - len(rows)
-    rows += [cells_html("td", (f"... and {more:,} more", "", "", "", ""))] if more else []
+    rest = len(lines) - len(rows)
+    rows += [cells_html("td", (f"... and {rest:,} more", "", "", "", ""))] if rest else []
     tensors = [cells_html("th", ("tensor", "dtype", "shape", "placements", "")), *rows]
     facts = "".join(f"<div>{escape(fact)}</div>" for fact in _facts(checkpoint))
     parts = table_html(_parts(shares_of(checkpoint.tensors.values())))
@@ -64,9 +64,9 @@ def _facts(checkpoint: Checkpoint) -> list[str]:
 
 
 def _parts(shares: Sequence[PartShare]) -> list[str]:
-    whole = max(1, sum(share.nbytes for share in shares))
+    total = max(1, sum(share.nbytes for share in shares))
     heads = ("part", "dtype", "tensors", "elements", "bytes", "")
-    return [cells_html("th", heads), *(_part(share, share.nbytes / whole) for share in shares)]
+    return [cells_html("th", heads), *(_part(share, share.nbytes / total) for share in shares)]
 
 
 def _part(share: PartShare, part: float) -> str:

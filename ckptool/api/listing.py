@@ -23,8 +23,8 @@ class TensorListing(Mapping[str, TensorEntry]):
         lines = [
             f"{name:<{width}}  {entry.looks}" for name, entry in zip(names, shown, strict=True)
         ]
-        more = len(self._tensors) - len(lines)
-        return "\n".join([*lines, *([f"... and {more:,} more"] if more else [])]) or "no tensors"
+        rest = len(self._tensors) - len(lines)
+        return "\n".join([*lines, *([f"... and {rest:,} more"] if rest else [])]) or "no tensors"
 
     def __getitem__(self, name: str) -> TensorEntry:
         return self._tensors[name]

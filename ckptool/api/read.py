@@ -114,12 +114,12 @@ def numpy_dtype(entry: TensorEntry) -> np.dtype[Any]:
         return np.dtype(name)
     hint = "read it as torch"
     try:
-        theirs = getattr(import_module("ml_dtypes"), name, None)
+        kind = getattr(import_module("ml_dtypes"), name, None)
     except ImportError:
         hint += ", or `pip install ml_dtypes`, which has bfloat16 and 8-bit types"
     else:
-        if theirs is not None:
-            dtype: np.dtype[Any] = np.dtype(theirs)
+        if kind is not None:
+            dtype: np.dtype[Any] = np.dtype(kind)
             return dtype
     raise Unsupported(f"{entry.name}: numpy has no {entry.dtype}", hint=hint)
 

@@ -145,8 +145,8 @@ def _place(part: torch.Tensor, itemsize: int, buffers: dict[str, memoryview], he
     storage = plain.untyped_storage()
     file = f"{head}/storage-{storage.data_ptr():x}-{storage.nbytes()}"
     if file not in buffers:
-        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-        data: Any = bits_of(whole)
+        elements = torch.empty(0, dtype=torch.uint8).set_(storage)
+        data: Any = bits_of(elements)
         buffers[file] = memoryview(data).cast("B")
     strides = tuple(stride * itemsize for stride in plain.stride())
     return Extent(file, int(plain.storage_offset()) * itemsize, strides)

@@ -123,9 +123,9 @@ def _prepare(
     row = Format("memory", "tensors in memory", Detection(), Reading(lambda _, options: catalog))
     opened = OpenedCheckpoint(FilePath("memory"), source, row, catalog)
     with ranks.together():
-        one = prepare_save(opened, target, options)
+        save = prepare_save(opened, target, options)
     return ShardsTransfer(
-        opened, one.plan, one.target, one.options, one.report, one.decided, world=ranks.size
+        opened, save.plan, save.target, save.options, save.report, save.decided, world=ranks.size
     )
 
 

@@ -138,8 +138,8 @@ def keys_differ(checkpoint: Checkpoint, matched: NameMatch) -> KeysDiffer:
 
 def list_names(items: Sequence[str]) -> list[str]:
     """Return the first few of many names, and how many more there are."""
-    more = len(items) - _MOST_SHOWN
-    return [*items[:_MOST_SHOWN], *([f"and {more:,} more"] if more > 0 else [])]
+    rest = len(items) - _MOST_SHOWN
+    return [*items[:_MOST_SHOWN], *([f"and {rest:,} more"] if rest > 0 else [])]
 
 
 def _hint(checkpoint: Checkpoint, matched: NameMatch) -> str:

@@ -74,8 +74,8 @@ def local_parts(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
         return
     (local,) = local_tensors(tensor)
     for piece in local_pieces(tensor):
-        inside = tuple(map(slice, piece.local.lo, piece.local.hi))
-        yield piece.box, local[inside] if inside else local
+        index = tuple(map(slice, piece.local.lo, piece.local.hi))
+        yield piece.box, local[index] if index else local
 
 
 def local_pieces(tensor: torch.Tensor) -> tuple[Piece, ...]:
@@ -130,13 +130,13 @@ def _placements(tensor: Any) -> list[Placement | None]:
     return [_placement(placement) for placement in tensor.placements]
 
 
-def _placement(theirs: Any) -> Placement | None:
-    if theirs.is_replicate():
+def _placement(placement: Any) -> Placement | None:
+    if placement.is_replicate():
         return Replicate()
-    if theirs.is_partial():
+    if placement.is_partial():
         return None
-    factor = getattr(theirs, "split_factor", None)
-    return Shard(theirs.dim) if factor is None else StridedShard(theirs.dim, factor)
+    factor = getattr(placement, "split_factor", None)
+    return Shard(placement.dim) if factor is None else StridedShard(placement.dim, factor)
 
 
 # Memory

@@ -159,9 +159,9 @@ def merge(
 def _target_first(
     target: Location, sources: Sequence[Location], options: MergeOptions
 ) -> str | None:
-    """Return how to say a merge whose target comes last, as that of ``cp``; None of others.
+    """Return the right words for a merge whose target was put last, as in ``cp``; else None.
 
-    Its first word is there, and its last one is not.
+    The place of its first word exists, that of its last one does not.
     """
     ways = {*changed(options.expression)}
     if not sources or not ways <= {"--average", "--sum", "--ema"}:

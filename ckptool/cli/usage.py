@@ -141,7 +141,7 @@ def _require_values(command: Any, args: Sequence[str]) -> None:
     for word, value in pairwise(words):
         option = flags.get(word) if word.startswith("--") else None
         if option is not None and not option.is_flag and value in flags and value.startswith("--"):
-            raise UsageError(f"{word} needs a value", hint=_described(option))
+            raise UsageError(f"{word} needs a value", hint=_describe(option))
 
 
 def _require_once(command: Any, args: Sequence[str]) -> None:
@@ -154,7 +154,7 @@ def _require_once(command: Any, args: Sequence[str]) -> None:
         value = inline if equals else following
         if (option := once.get(flag)) and values.setdefault(option.name, value) != value:
             message = f"{option.opts[0]} takes one value, not {values[option.name]} and {value}"
-            raise UsageError(message, hint=_described(option))
+            raise UsageError(message, hint=_describe(option))
 
 
 def _takes_one(parameter: Any) -> bool:
@@ -200,7 +200,7 @@ def _hint(error: Any, wrong: str, ctx: Any) -> str:
     name = getattr(error, "option_name", None)
     option = getattr(error, "param", None) or _option(name, ctx)
     if option is not None and option.opts[0].startswith("-"):
-        usage = _described(option)
+        usage = _describe(option)
     example = min(EXAMPLES.get(ctx.info_name, ()), key=len, default="")
     lacks = type(error).__name__.startswith("Missing")
     if instead := _word_too_many(error, ctx):
@@ -212,21 +212,21 @@ def _hint(error: Any, wrong: str, ctx: Any) -> str:
     return f"{sentence}; such as `{example}`"
 
 
-def _described(option: Any) -> str:
+def _describe(option: Any) -> str:
     """Return an option as it is typed, and what it does."""
     takes = f" {option.metavar}" if option.metavar else ""
     return f"{option.opts[0]}{takes}: {option.help}"
 
 
 def _word_too_many(error: Any, ctx: Any) -> str | None:
-    """Return what takes the one word more than verify or diff does; None of another command."""
+    """Return the command for what one word too many of verify or diff means; None of others."""
     words = re.search(r"unexpected words: (\S+)$", _reword(error.format_message()))
     if words is None or ctx.info_name not in ("verify", "diff"):
         return None
     if ctx.info_name == "diff":
         return f"`--select {quote(words[1])}` compares only what it names"
-    one, two = quote(ctx.params["source"]), quote(words[1])
-    return f"`ckptool verify {one} --against {two}` compares both"
+    source, other = quote(ctx.params["source"]), quote(words[1])
+    return f"`ckptool verify {source} --against {other}` compares both"
 
 
 def _option(flag: str | None, ctx: Any) -> Any:
@@ -235,7 +235,7 @@ def _option(flag: str | None, ctx: Any) -> Any:
 
 
 def _hint_for(wrong: str, called: str, usage: str, ctx: Any) -> str:
-    """Return what a wrong flag stands for, or where it is one."""
+    """Return what a wrong flag stands for, or which commands have it."""
     for (command, theirs), instead in OTHERWISE.items():
         if command == ctx.info_name and wrong in theirs.split():
             return instead

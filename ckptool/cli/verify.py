@@ -79,11 +79,11 @@ def _answer(source: Location, question: Question, progress: Progress, ranks: Ran
     if question.against is not None:
         from ckptool.commands.verify.compare.against import against
 
-        return _compared(against(source, question.against, *how), question)
+        return _compare(against(source, question.against, *how), question)
     if question.recipe is not None:
         from ckptool.commands.merge.against import against_recipe
 
-        return _compared(against_recipe(question.recipe, source, *how), question)
+        return _compare(against_recipe(question.recipe, source, *how), question)
     report = answer(source, question, progress, ranks)
 
     def show() -> None:
@@ -94,7 +94,7 @@ def _answer(source: Location, question: Question, progress: Progress, ranks: Ran
     return Answer([Suite(report, question.checks)], show, report.to_dict)
 
 
-def _compared(report: AgainstReport, question: Question) -> Answer:
+def _compare(report: AgainstReport, question: Question) -> Answer:
     from ckptool.commands.verify.answer import Suite
     from ckptool.render.verify import show_against
 
