@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import PurePath
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
@@ -21,7 +22,7 @@ from ckptool.commands.verify.checks.meaning.stacks import is_matrix
 from ckptool.commands.verify.checks.optimizer_names import MOMENTUM, RATE, StateName
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.state_category import state_category
+from ckptool.core.state_category import lone_masters, state_category
 from ckptool.errors import CkptoolError
 from ckptool.formats.companions import trainer_optimizer
 from ckptool.storage.url import within
@@ -229,7 +230,14 @@ class Matrices(Struct, frozen=True):
 
 
 def matrices_of(save: Survey, part: str) -> Matrices:
-    """Return the matrices of a part of a save: its ``model`` or its ``optimizer``."""
-    entries = save.catalog.tensors.items() if save.catalog else ()
-    matrices = {n: e for n, e in entries if is_matrix(e.shape) and state_category(e) == part}
-    return Matrices(matrices, save)
+    """Return the matrices of a part of a save: its ``model`` or its ``optimizer``.
+
+    Masters that are a parameter's only weight are of the model.
+    """
+    catalog = save.catalog
+    if catalog is None:
+        return Matrices({}, save)
+    matrices = {n: e for n, e in catalog.tensors.items() if is_matrix(e.shape)}
+    for name in matrices.keys() & lone_masters(catalog):
+        matrices[name] = replace(matrices[name], part="model")
+    return Matrices({n: e for n, e in matrices.items() if state_category(e) == part}, save)
