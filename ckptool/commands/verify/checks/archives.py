@@ -107,9 +107,9 @@ class ArchiveCheck:
     def _look_into(
         self, item: Container, region: Region, records: list[ZipRecord], *, has_crc: bool
     ) -> bool:
-        """Read small records now, return others as spans.
+        """Read small records now, and add spans for the others.
 
-        Return whether the pickles are harmless that are not read again in archives laid out alike.
+        Return whether the pickles are harmless that later archives of this layout need not repeat.
         """
         is_plain = True
         if not self._only_structure:

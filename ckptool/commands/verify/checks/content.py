@@ -112,7 +112,7 @@ class Views(Struct):
     def of(cls, entries: Iterable[TensorEntry], probes: Mapping[str, Probe] | None = None) -> Views:
         """Return all places of all entries, each once; ``probes`` look at tensors of these names.
 
-        A probe is shown what fills a run row by row, and no copies.
+        A probe is shown elements that fill a run row by row, and no copies.
         """
         views, probes = cls(), probes or {}
         keys: set[object] = set()
@@ -163,7 +163,7 @@ def _run(at: Place) -> _Run | None:
 
 
 class _Filled(NamedTuple):
-    """The bytes of a run of elements, which are in it ``by_rows`` or in another order."""
+    """The size of a run of elements, which are in it ``by_rows`` or in another order."""
 
     nbytes: int
     by_rows: bool

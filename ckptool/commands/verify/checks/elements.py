@@ -105,7 +105,7 @@ class Elements(Struct, frozen=True):
         )
 
     def place_named(self, words: re.Pattern[str], entries: Iterable[TensorEntry]) -> str | None:
-        """Return the name of a file that has tensors, or of a folder of it, with these words."""
+        """Return a name with these words, of a file of tensors or of a folder around it."""
         files = {chunk.at.file for entry in entries for chunk in entry.chunks}
         steps = {step for file in files for step in file.split("/")}
         steps.add(posixpath.basename(self.source.root))
@@ -125,4 +125,4 @@ class Sense(Protocol):
         """The probes of tensors, which look at them while they are read, by name."""
 
     def problems(self, elements: Elements) -> Iterator[Problem]:
-        """Yield what is wrong; only what is odd is read again."""
+        """Yield the problems; only odd tensors are read again."""

@@ -1,4 +1,4 @@
-"""Of which optimizer and parameter a state is by its name, and which parameters a group has."""
+"""The optimizer and the parameter that state is of, by its name, and the parameters of groups."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class StateName(NamedTuple):
 
     @property
     def counts_steps(self) -> bool:
-        """Whether it counts the steps of a parameter; of groups some begin at 1."""
+        """Whether it counts the steps of a parameter; those of groups may begin at 1."""
         return self.kind == STEP and (self.by_kind or self.is_inside)
 
 
 def _state_in(dotted: str) -> int:
     """Return where the state of an optimizer begins in a name; -1 if it names none.
 
-    Composer's optimizers are inside another ``state``, and a module may be called so: it is of a
-    parameter that has a name, after what is called an optimizer.
+    Composer's optimizers are inside another ``state``, and a module of a named parameter may be
+    called so: the optimizer's is the first after what is called an optimizer.
     """
     last = dotted.rfind(_STATE)
     if last <= 0 or _NUMBERED.fullmatch(dotted, last + len(_STATE)):
@@ -67,7 +67,7 @@ def _state_in(dotted: str) -> int:
 
 
 def moments_in(names: Iterable[str]) -> Iterator[tuple[str, StateName]]:
-    """Yield the names of moments, with what each says."""
+    """Yield the names of moments, each with its parts."""
     for name in names:
         if "exp_avg" in name and (of := StateName.of(name)).is_moment:  # most are weights
             yield name, of
@@ -81,7 +81,7 @@ class Group(NamedTuple):
     parameters: Sequence[object]
 
     def state_of(self, parameter: object) -> str:
-        """Return what the names of a parameter's state begin with."""
+        """Return the beginning of the names of a parameter's state."""
         return f"{self.optimizer}{_STATE}{parameter}".removeprefix(".")
 
 

@@ -1,9 +1,9 @@
-"""Whether the files of a save are those of two, as an earlier save of its run tells.
+"""Whether the files of a save are of two saves, as an earlier save of its run tells.
 
-Training moves weights and what an optimizer keeps of them together. If one of the two is, bit for
-bit, that of an earlier save and the other is not, they are of two. Much may rightly stand still:
-what is frozen or learns too slowly to be seen, an average, and a model that the optimizer beside it
-is not of.
+Training moves weights and the state that an optimizer keeps of them together. If one of the two is,
+bit for bit, that of an earlier save and the other is not, they are of two saves. Much may rightly
+stand still: weights that are frozen or learn too slowly to be seen, an average, and a model beside
+the optimizer of another.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class History:
     def problems(
         self, step: Step, checkpoints: Iterable[Found], earlier: Sequence[Step]
     ) -> Iterator[Problem]:
-        """Yield what of a step's checkpoints is, in part, of ``earlier`` steps, or was lost since.
+        """Yield what of a step's checkpoints is of ``earlier`` steps, or was lost since.
 
         The checkpoints are those of the step and the models inside them. Raises NoAnswer.
         """

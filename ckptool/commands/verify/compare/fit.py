@@ -35,24 +35,24 @@ class Prefix(Struct, frozen=True):
 
     @property
     def keyword(self) -> str:
-        """Return the keyword that changes it."""
+        """Return the keyword of Python's functions that changes this prefix."""
         if not self.new:
             return f"strip_prefix={self.old[:-1]!r}"
         return f"rename=[{self.rule!r}]"
 
     def selection(self, among: Selection) -> Selection:
-        """Return a selection that changes it, too."""
+        """Return a selection that changes this prefix, too."""
         if not self.new:
             return replace(among, strip_prefix=self.old[:-1])
         return replace(among, rename=(self.rule,))
 
     @property
     def rule(self) -> str:
-        """Return the rule of ``--rename`` that changes it."""
+        """Return the rule of ``--rename`` that changes this prefix."""
         return f"^{re.escape(self.old)}={self.new}"
 
     def within(self, tail: str) -> Prefix:
-        """Return the change for those names alone whose tail begins as this one does."""
+        """Return the change of only those names whose tails begin with the same step."""
         step = tail.partition(".")[0]
         is_kind = "." in tail and not step.isdecimal()
         return Prefix(f"{self.old}{step}.", f"{self.new}{step}.") if is_kind else self
@@ -90,7 +90,7 @@ def prefix_changes(
 
 
 def _tails(name: str) -> Iterator[str]:
-    """Yield a name, and its tails without its first steps, longest first, as far as is sensible."""
+    """Yield a name, and its tails without its first steps, longest first, up to a limit."""
     yield name
     steps = name.rsplit(".", MOST_STEPS)
     for at in range(1, len(steps)):
@@ -190,7 +190,7 @@ def _ways(start: Candidate, catalog: Catalog, targets: Collection[str]) -> Itera
 def _renamed(
     selection: Selection, names: Sequence[str], targets: Collection[str]
 ) -> Iterator[Candidate]:
-    """Yield the names without prefixes and wrappers."""
+    """Yield the names with the targets' prefixes, and without wrappers."""
     lookup = set(names)
     missing = [name for name in targets if name not in lookup]
     unexpected = [name for name in names if name not in targets]

@@ -49,7 +49,7 @@ def verify_like(
 
     That is a checkpoint of any format, or a config.json. ``rewriting`` gives its names, if ckptool
     finds no way to them. Raises as ``verify`` and ``open_other`` do, UsageError for a pattern that
-    no tensor of both matches, or without a model that it should be like.
+    no tensor of both matches, or if ``--like`` is missing.
     """
     if comparing.like is None:
         raise UsageError("--expect-changed and --expect-equal need --like OTHER")

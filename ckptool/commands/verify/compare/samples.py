@@ -106,7 +106,7 @@ class Samples:
     def most_like(
         self, names: Iterable[str], other: Samples, candidates: Sequence[str]
     ) -> Iterator[tuple[str, float, str]]:
-        """Yield matrices, their largest correlations with candidates of another save, and these."""
+        """Yield each matrix, its largest correlation with candidates of another save, and whose."""
         units = np.stack([other._unit(candidate) for candidate in candidates])
         for name in names:
             likenesses = units @ self._unit(name)

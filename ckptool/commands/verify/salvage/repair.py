@@ -179,8 +179,8 @@ def _central(record: ZipRecord) -> bytes:
 def rebuild(surveyed: Survey, options: ReadOptions) -> Recovery:
     """Return the catalog of a survey, including truncated files.
 
-    If there is none: from the data files alone, if the format supports it. Raises Unsupported if
-    nothing can be read.
+    Without a catalog, it is made from the data files alone, if the format supports that. Raises
+    Unsupported if nothing can be read.
     """
     source, problems = pad_cut_files(surveyed.source)
     if source is not None and (recovery := _scan(surveyed, source, problems, options)) is not None:

@@ -110,7 +110,7 @@ class Salvage(Transfer[SalvageReport], frozen=True, kw_only=True):
 class Listing:
     """The list of what is lost, beside the target; it is never beside another's output.
 
-    An earlier one is renamed just before the commit, and back if that fails. Raises Unsupported if
+    An earlier list is renamed just before the commit, and back if that fails. Raises Unsupported if
     another file is in the place of either.
     """
 

@@ -2,7 +2,7 @@
 
 Much may rightly differ: an optimizer that was begun again, learning rates by epochs, samples or
 processes, data in batches that grew. So a number is compared only with one that its trainer writes
-beside it in the same save, or with what no step can leave.
+beside it in the same save, or found to be one that no step can leave.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def optimizer_step_problems(
 ) -> Iterator[Problem]:
     """Yield a problem if an optimizer has taken other steps than its trainer counts.
 
-    ``optimizer`` is the checkpoint itself, or one beside it, of whose tensors those steps were
-    ``read`` that each optimizer has taken. It has taken fewer if it was begun again, and one more
-    before the first (DeepSpeed's Adam). A file is of one save.
+    ``optimizer`` is the checkpoint itself or a file beside it, ``read`` the steps of its optimizers
+    that tensors count. They are fewer if an optimizer was begun again, and one more before the
+    first (DeepSpeed's Adam). A single file is of one save.
     """
     if surveyed.catalog is None or optimizer is None:
         return
@@ -140,8 +140,8 @@ def _of_rates(catalog: Catalog, read: Mapping[str, float]) -> Iterator[Problem]:
     """Yield a problem if no optimizer has a learning rate that its scheduler has given last.
 
     accelerate saves each in a file of its own. Users may set rates themselves, to warm up before a
-    scheduler that counts epochs: so it must have given a smaller one before its first step, or have
-    counted others than all steps, of this process or of all.
+    scheduler that counts epochs: so a scheduler must have given a smaller rate before its first
+    step, or count neither the steps of one process nor those of all.
     """
     values = {name: entry.value for name, entry in catalog.objects.items()}
     rates = {name: value for name, value in values.items() if _OWN_RATE.fullmatch(name)}
@@ -197,8 +197,8 @@ def _of_counts(trainer: Trainer, values: Values, path: Location, step: int) -> I
 def _of_name(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
     """Yield a problem if the folder is of another step; a count may begin at zero or at one.
 
-    It may have been renamed, and the run's pointer with it, unless a scheduler counts what the
-    folder does.
+    The folder may have been renamed, and the run's pointer changed with it, unless a scheduler
+    counts the step in its name.
     """
     match = re.fullmatch(rf"(?:.*/)?({trainer.name})", f"{path.parent.name}/{path.name}")
     number = int(match[2]) if match else step
@@ -229,7 +229,7 @@ def _pointed(pointer: Location) -> int | None:
 def _of_engine(trainer: Trainer, values: Values, step: int) -> Iterator[Problem]:
     """Yield a problem if a trainer's engine has counted fewer steps, as of an earlier save.
 
-    More than one may be a step of the trainer, as of TRL's PPO.
+    The engine may take several steps in one of the trainer's, as in TRL's PPO.
     """
     count, epochs = number_in(values, trainer.engine), values.get(trainer.epochs)
     if count is None or not isinstance(epochs, int | float):
@@ -244,8 +244,8 @@ def _of_schedule(
 ) -> Iterator[Problem]:
     """Yield a problem if a scheduler never stepped, or fewer times than training did.
 
-    Those that wait for a metric to grow worse step when it is evaluated, and of several each has
-    steps of its own.
+    A scheduler that waits for a metric to grow worse steps when that is evaluated, and each of
+    several schedulers has steps of its own.
     """
     count, skipped = number_in(values, schedule.name), number_in(values, trainer.skipped) or 0
     head = schedule.name.rpartition(".")[0]

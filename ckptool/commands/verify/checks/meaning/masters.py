@@ -73,7 +73,7 @@ class _Pair(Struct, frozen=True):
 class Masters:
     """The weights that have masters of their shape in a checkpoint, and whether they differ.
 
-    Int16 remainders are no masters: with any weights they are the bits of some.
+    Int16 remainders are no masters: with any weights they make up the bits of some masters.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -135,7 +135,7 @@ def _is_own_master(match: Mastered) -> bool:
 
 
 def _has_runs(entry: TensorEntry, depth: int) -> bool:
-    """Return whether all parts of a tensor are runs of it, or of each that is stacked in it."""
+    """Return whether all chunks are runs of a tensor, or of each of those stacked in it."""
     boxes = (Box(chunk.box.lo[depth:], chunk.box.hi[depth:]) for chunk in entry.chunks)
     whole = Box.whole(entry.shape[depth:])
     return all(is_run(box, whole) for box in boxes)

@@ -135,8 +135,8 @@ def are_equal(
 ) -> bool:
     """Return whether two tensors of one type and shape can be read and have the same bits.
 
-    The other may be in ``others``. The first difference ends it: most weights differ in their first
-    bytes.
+    The other may be in ``other_source``. Reading ends at the first difference: most weights differ
+    in their first bytes.
     """
     equal: list[bool] = []
 

@@ -1,7 +1,7 @@
 """Adam's moments that no step leaves: negative squares, zeros after steps, those of another layer.
 
-What may be right is none: unused experts, frozen parameters, the first step of LoRA, states of
-8 bits, and optimizers without such moments.
+Moments that may be right are no problem: of unused experts, frozen parameters, the first step of
+LoRA, states of 8 bits, and optimizers without such moments.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Much may rightly be zero: of experts that are never chosen, of whole layers that are frozen, or not
 used, as an encoder's last one, or of a branch of a layer. So of a layer in the middle less than
 half is judged, and no whole modules; of any but the first a single matrix. But where layers are
-stacked, as Megatron's are, nothing is frozen: it has no moments of what is.
+stacked, as Megatron's are, moments are of no frozen ones: those have none.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _SORTED = ".safetensors"
 """The suffix of files whose tensors are in the order of their names."""
 
 _LAYER = re.compile(r"(?s)(?:[^.\d][^.]*\.)*\d+(?=\.)")
-"""What precedes and is the first number in a name."""
+"""The beginning of a name up to its first number."""
 _NUMBER = re.compile("[0-9]{1,18}")
 
 Shape = tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Tensors in which those of layers or experts are stacked, each looked at by itself."""
+"""Tensors in which those of several layers or experts are stacked, and each of these by itself."""
 
 from __future__ import annotations
 

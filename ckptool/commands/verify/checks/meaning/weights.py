@@ -1,8 +1,8 @@
 """Weights that no training leaves: all zero or of one value, too small, those of another layer.
 
-What is odd is so beside most of its like: what differs by numbers alone, in one shape, and has the
-many values of what was trained. Kinds that begin as zeros are so in all layers, and of two layers
-none is the odd one.
+A weight is odd beside most others of its kind: those of one shape whose names differ by numbers
+alone, and which have the many values of trained weights. Kinds that begin as zeros are zero in all
+layers, and of two layers neither is the odd one.
 """
 
 from __future__ import annotations

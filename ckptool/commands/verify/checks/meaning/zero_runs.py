@@ -1,7 +1,7 @@
 """Zeros that begin or end where a rank's part of a tensor does, as slices leave that were moved.
 
-So does what was not written to its end. What a trainer leaves of zeros has other borders: rows that
-were never seen, columns of dead units, experts that are never chosen.
+A part that was not written to its end leaves them, too. Zeros of training have other borders: rows
+that were never seen, columns of dead units, experts that are never chosen.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _width(shape: Sequence[int]) -> int:
 
 
 def _joined(runs: list[Range]) -> list[Range]:
-    """Return ranges, those joined that touch."""
+    """Return the ranges; those that touch are joined."""
     joined: list[Range] = []
     for start, stop in sorted(runs):
         if joined and start <= joined[-1][1]:
@@ -125,7 +125,7 @@ class Window(Struct):
     reader: TensorReader
 
     def read(self, entry: TensorEntry, start: int, stop: int) -> Array:
-        """Return elements as numbers, those of the row of the first."""
+        """Return elements as numbers, up to the end of the first one's row."""
         width = math.prod(entry.shape[-1:])
         row, column = divmod(start, width)
         index = tuple(int(n) for n in np.unravel_index(row, entry.shape[:-1]))
