@@ -16,7 +16,7 @@ from ckptool.commands.options.target import ConvertOptions, SaveOptions
 from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.commands.transfer.overwrite import when_to_open
 from ckptool.commands.transfer.report import not_carried
-from ckptool.commands.transfer.rewritten import RewrittenReport, rewriting
+from ckptool.commands.transfer.rewritten import RewrittenReport, fields_of
 from ckptool.commands.transfer.target import require_apart, resolve_target
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.catalog import Catalog
@@ -81,7 +81,7 @@ def plan_conversion(
         target,
         writer.name,
         options.transfer,
-        **rewriting(rewritten, rewritten.kept, options.rewrite),
+        **fields_of(rewritten, rewritten.kept, options.rewrite),
         notes=(*catalog.notes, *layout.notes, *_quantized_notes(catalog, options)),
     )
     if not report.tensors and not report.objects:

@@ -196,9 +196,9 @@ def _detect_in_archive(path: Location, archive: PlacedFiles) -> Candidate | None
 
 
 def _folder_around(path: Location) -> Files | None:
-    """Return the folder of a file; of one that may be a checkpoint alone only the near files.
+    """Return the folder of a file, with only the near files if it may be a checkpoint alone.
 
-    What lies far below it is none of it: that may be a home folder's millions.
+    What lies far below is no part of it, and may be a home folder's millions of files.
     """
     near = _near(path)
     try:

@@ -144,14 +144,14 @@ def dequantized(
     """
     from ckptool.commands.model.assets import quantization_config
 
-    catalog = _located(opened)
+    catalog = _locate(opened)
     config = QuantizationConfig(quantization_config(opened, assets))
     with closing(TensorReader(opened.source)) as reader:
         read = partial(_read_small, reader)
         return dequantize(catalog, Surroundings(dtype or BY_NAME["bfloat16"], read, config))
 
 
-def _located(opened: OpenedCheckpoint) -> Catalog:
+def _locate(opened: OpenedCheckpoint) -> Catalog:
     """Return a checkpoint's catalog with its quantized tensors opened, or all if none shows.
 
     A DCP item may hold a tensor subclass, which its metadata does not show; the tensors inside then

@@ -39,8 +39,8 @@ def unread_files(
 ) -> list[Problem]:
     """Note the files below a checkpoint that look like data but are not in its catalog.
 
-    ``reported`` are problems of the scan: files that they name are not noted again. There are none
-    beside one of several sets of shards.
+    ``reported`` are problems of the scan: files that they name are not noted again. Nothing is
+    noted beside one of several sets of shards.
     """
     sizes = candidate.source.files
     problems = [*reported, *(note for note in catalog.notes if isinstance(note, Problem))]

@@ -225,7 +225,7 @@ class BenchReport(Report, frozen=True):
     def best(self) -> Measured | None:
         """The consistent strategy that costs least of training time, as far as that is known.
 
-        If only blocked times are, of those as short as the shortest the one that is durable first.
+        If only blocked times are, it is the one durable first among those that block the shortest.
         """
         consistent = [result for result in self.ranked if result.is_consistent]
         least = min(map(self.loss_of, consistent), default=0.0)

@@ -19,7 +19,7 @@ def free_shared_memory() -> int:
 
 
 class SharedMemory:
-    """What a look found processes hold that was not there before.
+    """The shared memory that a look found processes to hold, and that was not there before.
 
     Only that is known to be theirs: programs of the same user share the folder, and names tell
     nothing for certain.

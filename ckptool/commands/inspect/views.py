@@ -35,7 +35,7 @@ def inspect_json(
     size, or for a table; ``rank_bytes``, ``shards``, ``modules`` and ``holdings`` only on request.
     """
     catalog, sort = report.catalog, options.sort
-    of_tensors, _ = parted(catalog, options.tensors)
+    of_tensors, _ = split_patterns(catalog, options.tensors)
     names = tensors_named(catalog, of_tensors, "NAME") if options.tensors else catalog.tensors
     entries = [catalog.tensors[name] for name in names]
     as_stored = sort == "name" and not is_table
@@ -70,8 +70,8 @@ def _shards_json(entry: TensorEntry) -> list[dict[str, Any]]:
     ]
 
 
-def parted(catalog: Catalog, patterns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part what names tensors, or nothing, from what names values alone, or is a value's name."""
+def split_patterns(catalog: Catalog, patterns: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the patterns that name tensors, or nothing, and those that name values alone."""
 
     def is_of_values(pattern: str) -> bool:
         if pattern in catalog.objects or pattern in catalog.tensors:
@@ -127,11 +127,11 @@ def chunk_locations(entry: TensorEntry) -> Iterator[ChunkLocation]:
     itemsize = entry.source_dtype.itemsize
     for chunk in entry.chunks:
         for rank, at in zip(chunk.ranks, chunk.places, strict=True):
-            nbytes, remark = _stored(at, chunk.box, itemsize)
+            nbytes, remark = _storage_of(at, chunk.box, itemsize)
             yield ChunkLocation(rank, chunk.box, at, nbytes, remark)
 
 
-def _stored(at: Place, box: Box, itemsize: int) -> tuple[int, str]:
+def _storage_of(at: Place, box: Box, itemsize: int) -> tuple[int, str]:
     """Return the bytes in the file, and how they are stored."""
     if isinstance(at, EncodedBlob):
         return at.nbytes, f"{at.codec}, {at.size:,} bytes decoded"

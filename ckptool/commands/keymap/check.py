@@ -86,7 +86,7 @@ def check_map(path: Location, options: MapOptions) -> MapCheck:
         len(catalog.tensors),
         len(catalog.tensors) - len(left),
         names,
-        tuple(_unused(key_map, frames, matcher, [unmatched.name for unmatched in names])),
+        tuple(_unused_patterns(key_map, frames, matcher, [unmatched.name for unmatched in names])),
         problem,
         hint,
     )
@@ -102,7 +102,7 @@ def _unmatched_names(names: Iterable[str], key_map: KeyMap) -> Iterable[Unmatche
         yield Unmatched(group[0], len(group), nearest(group[0], plain))
 
 
-def _unused(
+def _unused_patterns(
     key_map: KeyMap, frames: Frames, matcher: Matcher, left: Collection[str]
 ) -> Iterable[Unmatched]:
     """Yield the patterns that match no name, each with the most similar unmatched name."""

@@ -108,7 +108,7 @@ def _map_in(path: Path, shown: str, within: tuple[Path, ...], parsed: dict[Path,
     except RecursionError:
         raise UsageError(f"--map {shown}: nested too deep") from None
 
-    def included(other: str) -> KeyMap:
+    def include(other: str) -> KeyMap:
         if other in builtin_maps():
             return builtin_maps()[other]
         neighbour = path.parent / other
@@ -119,5 +119,5 @@ def _map_in(path: Path, shown: str, within: tuple[Path, ...], parsed: dict[Path,
             )
         return _map_in(neighbour, str(neighbour), (*within, file), parsed)
 
-    parsed[file] = parse_map(content, shown, included)
+    parsed[file] = parse_map(content, shown, include)
     return parsed[file]

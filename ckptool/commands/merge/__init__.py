@@ -29,9 +29,9 @@ from ckptool.commands.rewrite import RewriteResult, cast_catalog
 from ckptool.commands.transfer.rewritten import (
     Matched,
     RewrittenReport,
-    excluding,
+    excluding_options,
     exclusions,
-    selected,
+    matches_of,
 )
 from ckptool.commands.transfer.target import require_apart, resolve_target
 from ckptool.commands.transfer.transfer import Transfer
@@ -129,7 +129,7 @@ def open_merged(
     Each is rewritten by itself, and the result is cast. Raises UsageError if the target is in one
     of them, Unsupported if they do not fit, and the errors of opening.
     """
-    because = excluding(rewriting.selection)
+    because = excluding_options(rewriting.selection)
     if not (recipe.with_optimizer or rewriting.selection.model_only):
         rest = "all else" if because else "all"
         because += f"{'; ' if because else ''}--with-optimizer keeps {rest}"
@@ -147,7 +147,7 @@ def open_merged(
         sources.setdefault(operand.label, place)
     weights = [operands[term.place] for term in recipe.terms]
     weights += [operands[take.place] for take in recipe.takes]
-    matched = selected(_names_in(weights), rewriting.selection)
+    matched = matches_of(_names_in(weights), rewriting.selection)
     expressions, decided = computation.expressions, computation.decided
     first = next(iter(operands.values())).rewritten
     excluded = exclusions(first.whole, first.kept, because)

@@ -214,7 +214,7 @@ class _Folding:
             yield f"rounded to the base's type: {plural(len(self._cast), 'tensor')} ({names})"
 
     def _without_lora(self) -> list[str]:
-        """Return the base's modules of names that have LoRAs, but not these: PEFT only warns."""
+        """Return the base's modules that target_modules names without a LoRA: PEFT only warns."""
         ends = tuple(f".{target}" for target in self._adapter.settings.target_modules)
         adapted = {f"{self._name(lora.module)}.weight" for lora in self._adapter.loras}
         weights = (name for name in self._tensors if name.endswith(".weight"))

@@ -96,8 +96,8 @@ def read_recipe(
 ) -> Recipe:
     """Return the recipe of a command, or of the file that it names.
 
-    Raises UsageError if it says nothing to do, or what contradicts itself, or if it ``proves`` what
-    was merged before by steps that may be others now; NotFound or Unrecognized if the newest steps
+    Raises UsageError if it says nothing to do, or contradicts itself, or if it ``proves`` a former
+    merge of the newest steps, which may be others now; NotFound or Unrecognized if the newest steps
     are asked of what is no run.
     """
     if options.recipe is not None:
@@ -141,9 +141,9 @@ def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
             )
         return Recipe((Term(base),), lora=options.lora)
     if flags == ["--add"]:
-        return Recipe(_added(sources, options))
+        return Recipe(_sum_terms(sources, options))
     if options.apply_delta:
-        return Recipe((_base_of(sources, options),), deltas=tuple(sources))
+        return Recipe((_delta_base(sources, options),), deltas=tuple(sources))
     if options.last is not None:
         sources = _newest(sources, options.last)
     if len(sources) < 2:
@@ -154,7 +154,7 @@ def _sum_of(sources: Sequence[Location], options: ExpressionOptions) -> Recipe:
             " or RUN --last 5",
         )
     if options.ema is not None:
-        return Recipe(_moving(sources, options.ema))
+        return Recipe(_average_terms(sources, options.ema))
     weights = options.weights or (1.0,) * len(sources)
     if len(weights) != len(sources):
         raise UsageError(f"--weights: {len(weights)} for {len(sources)} SRC")
@@ -217,7 +217,7 @@ def _base(sources: Sequence[Location], options: ExpressionOptions) -> Location:
     return bases[0]
 
 
-def _added(sources: Sequence[Location], options: ExpressionOptions) -> tuple[Term, ...]:
+def _sum_terms(sources: Sequence[Location], options: ExpressionOptions) -> tuple[Term, ...]:
     if sources:
         raise UsageError(
             f"{sources[0]}: --add and --minus take no SRC beside their own",
@@ -235,7 +235,7 @@ def _added(sources: Sequence[Location], options: ExpressionOptions) -> tuple[Ter
     return terms
 
 
-def _base_of(sources: Sequence[Location], options: ExpressionOptions) -> Term:
+def _delta_base(sources: Sequence[Location], options: ExpressionOptions) -> Term:
     """Return what deltas are applied to."""
     if options.onto is None or not sources:
         lacking = "--onto BASE, what they change" if sources else "a SRC or more, the deltas"
@@ -248,7 +248,7 @@ def _base_of(sources: Sequence[Location], options: ExpressionOptions) -> Term:
     return Term(options.onto)
 
 
-def _moving(sources: Sequence[Location], decay: float) -> tuple[Term, ...]:
+def _average_terms(sources: Sequence[Location], decay: float) -> tuple[Term, ...]:
     """Return the terms of an exponential moving average, which begins with the first."""
     if not 0 < decay < 1:
         raise UsageError(f"--ema {decay}: between 0 and 1", hint="such as --ema 0.9")

@@ -63,11 +63,11 @@ def _read(
     for key, value in content.items():
         option = declared.get(key)
         if key == _SOURCES:
-            sources = [location(_place(text, key, folder)) for text in _typed(key, value, str)]
+            sources = [location(_place(text, key, folder)) for text in _parse(key, value, str)]
         elif option is None:
             raise _unknown(key, [_SOURCES, *declared])
         else:
-            typed = _typed(key, value, option.kind.line)
+            typed = _parse(key, value, option.kind.line)
             if key in _PLACES:
                 typed = _place(typed, key, folder)
             elif key == "take":
@@ -76,7 +76,7 @@ def _read(
     return sources, ExpressionOptions(**values)
 
 
-def _typed(key: str, value: Any, line: Any) -> Any:
+def _parse(key: str, value: Any, line: Any) -> Any:
     """Return a value in the type of its key; UsageError if it has another."""
     kind = _TABLES.get(key, line)
     try:

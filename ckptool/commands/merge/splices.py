@@ -117,7 +117,7 @@ class Splice:
             self._require_same(operand, quantized, assets)
             return
         config = quantization_config(self._base.opened, assets) if ours else {}
-        plain = sorted(self._covered(names - theirs, _modules(ours), QuantizationConfig(config)))
+        plain = sorted(self._find_plain(names - theirs, _modules(ours), QuantizationConfig(config)))
         if plain and config:
             raise Unsupported(
                 f"--take: {list_some(plain, _FEW)} of {operand.opened.path} is not quantized, and"
@@ -126,7 +126,7 @@ class Splice:
                 " in modules_to_not_convert",
             )
 
-    def _covered(
+    def _find_plain(
         self, names: Iterable[str], quantized: Collection[str], config: QuantizationConfig
     ) -> Iterator[str]:
         """Yield the matrices that are to be quantized: in the base, or like layers that are."""

@@ -84,23 +84,23 @@ class Ties:
         return copies
 
     def _check_head(self, changes: Mapping[str, Change], *, tied: bool) -> None:
-        """Note that a head without a tensor of its own changes, too; refuse one of its own."""
+        """Note that a head without a tensor changes, too; refuse a head that has its own."""
         ends = [name for name in changes if HEAD.fullmatch(name) or _EMBEDDING.fullmatch(name)]
         for name in ends:
             if HEAD.fullmatch(name) and self._head is None:
-                raise self._untied(name)
+                raise self._untied_error(name)
             self._require_tied(name, changes[name], tied=tied)
             if self._head is None:
                 self._note(name, "the head")
         are_alike = len(ends) > 1 and all(changes[name].is_whole for name in ends)
         if ends and self._head is not None and not are_alike:
-            raise self._is_twice(ends[0], self._head)
+            raise self._twice_error(ends[0], self._head)
 
     def _require_tied(self, name: str, change: Change, *, tied: bool) -> None:
         if change.is_whole and not (tied and name.endswith(_KEPT)):
-            raise self._untied(name)
+            raise self._untied_error(name)
 
-    def _untied(self, name: str) -> Unsupported:
+    def _untied_error(self, name: str) -> Unsupported:
         return Unsupported(
             f"{name}: trained apart from what {self._base.opened.path} ties it to: in the result,"
             " the two would be one tensor again",
@@ -108,7 +108,7 @@ class Ties:
             " has both",
         )
 
-    def _is_twice(self, name: str, head: str) -> Unsupported:
+    def _twice_error(self, name: str, head: str) -> Unsupported:
         base = self._base.opened.path
         return Unsupported(
             f"{name}: the config of {base} ties the head to the embedding, and its files have both:"
@@ -147,7 +147,7 @@ def _head_of(base: Operand) -> str | None:
 def _says_tied(base: Operand, assets: Path | None) -> bool:
     """Return whether a config ties the head to the embedding.
 
-    One that does not say it is of a model that ties them if a head is needed and not there.
+    One that does not say so ties them if the model needs a head and the base has none.
     """
     configs = records(base.opened.source, base.opened.catalog, assets)
     record = next((record for record in configs if record), {})

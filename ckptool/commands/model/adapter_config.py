@@ -142,7 +142,7 @@ def _wrong_kind(
 
 
 def _lost_halves(tensors: Mapping[str, TensorEntry]) -> Iterator[Problem]:
-    """Yield one problem for all matrices whose other one is not there."""
+    """Yield one problem for all matrices of LoRAs whose other matrix is missing."""
     matches = {name: match for name in tensors if (match := _MATRIX.fullmatch(name))}
     missing = {
         name: other

@@ -116,7 +116,7 @@ def lacking_experts(recorded: Record, catalog: Catalog) -> list[str]:
         for part in sorted(every - names)
     ]
     is_counted = bool(_numbers(recorded, _EXPERT_COUNTS))
-    return [*lacking, *([] if is_counted else _routed(counts, catalog))]
+    return [*lacking, *([] if is_counted else _compare_routers(counts, catalog))]
 
 
 _ALL = -1
@@ -124,7 +124,7 @@ _DOWN = {"gate_up_proj": "down_proj", "gate_proj": "down_proj", "up_proj": "down
 """The tensor that an expert with the other one has, too."""
 
 
-def _routed(counts: Mapping[str, int], catalog: Catalog) -> Iterator[str]:
+def _compare_routers(counts: Mapping[str, int], catalog: Catalog) -> Iterator[str]:
     """Yield the layers whose routers do not have a row per expert.
 
     ERNIE 4.5 VL has two routers a layer, with their inputs first.

@@ -75,7 +75,7 @@ def records(source: Files, catalog: Catalog, assets: Path | None) -> list[Record
 
 def read_beside(source: Files, name: str) -> Record:
     """Read a JSON file of the checkpoint; empty if there is no such file."""
-    return _merged(object_in(source, name)) if is_there(source, name) else {}
+    return _merge_text_config(object_in(source, name)) if is_there(source, name) else {}
 
 
 def _read_file(path: Path) -> Record:
@@ -83,12 +83,12 @@ def _read_file(path: Path) -> Record:
     try:
         if not is_file_there(path):
             return {}
-        return _merged(parse_object(str(path), path.stat().st_size, path.read_bytes))
+        return _merge_text_config(parse_object(str(path), path.stat().st_size, path.read_bytes))
     except OSError as error:
         raise unreadable(str(path), error) from None
 
 
-def _merged(content: dict[str, Any]) -> Record:
+def _merge_text_config(content: dict[str, Any]) -> Record:
     """Return a config with its ``text_config`` merged into it.
 
     Its own ``dtype`` stays, and both model types do. Keys of ``vision_config`` become
@@ -307,7 +307,7 @@ def _read_stored(path: RemotePath) -> Record:
         data = path.read_bytes()
     except NotFound:
         return {}
-    return _merged(parse_object(str(path), len(data), lambda: data))
+    return _merge_text_config(parse_object(str(path), len(data), lambda: data))
 
 
 def _read_unless(skipped: tuple[type[Exception], ...], path: Location) -> Record:

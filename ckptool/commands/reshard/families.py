@@ -34,14 +34,14 @@ def in_families(catalog: Catalog, families: Collection[str]) -> Catalog:
                 else name
             ),
         )
-        return _noted(renamed, f"{names[0]}.* is written as {family}.*")
+        return _note(renamed, f"{names[0]}.* is written as {family}.*")
     is_model = not catalog.objects and not names and not tops.intersection(families)
     tensors = catalog.tensors.values()
     if is_model and all(len(e.path) == 1 and state_category(e) == _MODEL for e in tensors):
         renamed = rename(catalog, lambda name: f"{_MODEL}.{name}")
-        return _noted(renamed, f"all names are written as {_MODEL}.*, as they are of a model alone")
+        return _note(renamed, f"all names are written as {_MODEL}.*, as they are of a model alone")
     return catalog
 
 
-def _noted(catalog: Catalog, note: str) -> Catalog:
+def _note(catalog: Catalog, note: str) -> Catalog:
     return replace(catalog, notes=(*catalog.notes, note))

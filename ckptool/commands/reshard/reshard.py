@@ -24,7 +24,7 @@ from ckptool.commands.reshard.rank_state import (
 )
 from ckptool.commands.rewrite import RewriteResult, Selected, rewrite, select_entries
 from ckptool.commands.transfer.overwrite import when_to_open
-from ckptool.commands.transfer.rewritten import RewrittenReport, rewriting
+from ckptool.commands.transfer.rewritten import RewrittenReport, fields_of
 from ckptool.commands.transfer.target import require_apart, resolve_target
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -205,7 +205,7 @@ def plan_reshard(
             plan, opened.source, options.transfer.run, local=on_disk(target) is not None
         ),
         budget=options.transfer.run.budget,
-        **rewriting(rewritten, selected.catalog, options.rewrite),
+        **fields_of(rewritten, selected.catalog, options.rewrite),
         dropped=dropped,
         notes=(*catalog.notes, *of_ranks, *layout.notes),
     )

@@ -159,9 +159,9 @@ def lost_ranks(step: Step) -> Iterator[str]:
 
 
 def _is_usual(file: str, holders: int, steps: int) -> bool:
-    """Return whether half of the steps have a file; fewer may have lost what training has.
+    """Return whether half of the steps have a file; of training's own files fewer suffice.
 
-    The first step may have more than each later one, as what somebody has put there.
+    Without that, the first step may have files that no later one has, as somebody put them there.
     """
     return 2 * holders >= steps or ("/" not in file and is_of_training(file))
 
@@ -219,11 +219,11 @@ class Completeness:
             if (
                 len(file_sets) >= least
                 and roles[key] not in new_roles - {None}
-                and not self._resized(key, files, step)
+                and not self._has_fewer_ranks(key, files, step)
             ):
                 yield key
 
-    def _resized(self, key: str, files: Set[str], step: Step) -> bool:
+    def _has_fewer_ranks(self, key: str, files: Set[str], step: Step) -> bool:
         """Return whether a rank's file is missing since the step was saved by fewer ranks."""
         match = _OF_RANK.fullmatch(key)
         if match is None:

@@ -147,7 +147,7 @@ class _Conversion(Struct):
     has_planned: bool = False
 
     def note(self, notes: Sequence[str]) -> None:
-        """Tell those of the notes that are new."""
+        """Tell the notes that no earlier checkpoint had."""
         new = [note for note in notes if note not in self.notes]
         self.notes += tuple(dict.fromkeys(new))
         self.noted(new)

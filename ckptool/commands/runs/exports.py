@@ -36,7 +36,7 @@ class Exports:
         self._never_resumed: dict[object, bool] = {}
 
     def are_all(self) -> bool:
-        """Return whether all that the run has lies where exports do."""
+        """Return whether every step of the run lies where exports do."""
         return all(is_export(step, self._run.path) for step in self._run.steps)
 
     def has(self, step: Step) -> bool:
@@ -130,9 +130,9 @@ class Exports:
     def _neighbours(self, first: Step, other_steps: Iterable[Step]) -> Iterator[Step]:
         """Yield the steps beside the first one of a series, but for older ones, as of a base model.
 
-        Without a number it may also lie below or above them:
-        diffusion-pipe's ``epoch3`` beside ``global_step300``, rsl_rl's ``exported/policy.pt`` below
-        ``model_150.pt``, SchNetPack's ``best_model`` above ``checkpoints``.
+        A model without a number may also lie below or above them: diffusion-pipe's ``epoch3``
+        beside ``global_step300``, rsl_rl's ``exported/policy.pt`` below ``model_150.pt``,
+        SchNetPack's ``best_model`` above ``checkpoints``.
         """
         is_counted, start = first.number is not None, save_time(first, self._run) or 0.0
         homes = {first.home} if is_counted else {first.home, *first.home.parents}

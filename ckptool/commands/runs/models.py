@@ -97,7 +97,7 @@ def _is_linked(place: Location, head: Location) -> bool:
 
 
 def _may_be_saved(name: str) -> bool:
-    """Return whether a name says neither a copy, a leftover, another step, nor training state."""
+    """Return whether a name is not that of a copy, a leftover, another step or training state."""
     is_other = name.startswith(".") or name.isdecimal() or is_of_training(name)
     is_spared = any(re.fullmatch(pattern, name) for pattern in (UNFINISHED, SPARED))
     return not (is_other or is_spared or parse_name(name, is_folder=True).position)
@@ -173,7 +173,7 @@ class _Model(NamedTuple):
     state: int
 
     def is_another_than(self, first: _Model) -> bool:
-        """Return whether it differs on purpose: in its config, names or shapes, or by much less."""
+        """Return whether it is a model of its own: of other config, names, shapes, or much less."""
         first_shapes, shapes = first.matrices, self.matrices
         differs = bool(self.configs and first.configs) and self.configs != first.configs
         return (

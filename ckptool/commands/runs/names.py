@@ -174,8 +174,8 @@ def entry_in(
 ) -> tuple[int, Position]:
     """Return the part of a relative path that is a step's entry, and what it counts.
 
-    It is the outermost that counts, unless one below counts something else: the step of an epoch,
-    or the run of another training; those ``fixed`` do not.
+    It is the outermost name that counts, unless one below counts something else: the step of an
+    epoch, or one of another training. Names that are ``fixed`` count nothing below another.
     """
     at, position = len(parts) - 1, Position()
     for index, part in enumerate(parts):

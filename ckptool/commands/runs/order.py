@@ -138,7 +138,7 @@ def _add_steps(
             places.append(_by_position(step, 0, position, units, _RECORDED))
         else:
             rest.append(step)
-    return _with_latest_last(run, [*_unrecorded(run, rest), *sorted(places, key=_sort_key)])
+    return _move_latest_last(run, [*_by_time_or_number(run, rest), *sorted(places, key=_sort_key)])
 
 
 def _unit_past(position: Position, newest: Place | None, options: ReadOptions) -> str:
@@ -163,7 +163,7 @@ def _may_be_later(run: Run, step: Step, other: Step) -> bool:
     return time is None or other_time is None or time >= other_time - AT_ONCE
 
 
-def _unrecorded(run: Run, steps: list[Step]) -> list[Place]:
+def _by_time_or_number(run: Run, steps: list[Step]) -> list[Place]:
     """Return steps by time, or by the numbers in their names if no time contradicts these."""
     places = _by_time(run, steps, _BY_TIME)
     if len(steps) < 2 or not all(step.name.bare is not None for step in steps):
@@ -177,8 +177,8 @@ def _unrecorded(run: Run, steps: list[Step]) -> list[Place]:
     return [(key, 0, replace(step, placed=_BY_NUMBER)) for key, _, step in by_number]
 
 
-def _with_latest_last(run: Run, places: list[Place]) -> list[Place]:
-    """Move the first step to the end that a pointer calls the latest, if its name counts nothing.
+def _move_latest_last(run: Run, places: list[Place]) -> list[Place]:
+    """Move the step that a pointer calls the latest to the end, if its name counts nothing.
 
     A pointer that cannot be read places nothing.
     """
@@ -194,7 +194,7 @@ def _with_latest_last(run: Run, places: list[Place]) -> list[Place]:
 
 
 def written_after(run: Run, step: Step) -> Step | None:
-    """Return the step of its series that was written last, if that is clearly another one."""
+    """Return the step of a step's series that was written last, if it is clearly another one."""
     series = [other for other in run.steps if other.series == step.series and other.parts]
     times = {other.path: save_time(other, run) for other in series}
     last = max(series, key=lambda other: times[other.path] or 0.0, default=step)
@@ -205,9 +205,9 @@ def written_after(run: Run, step: Step) -> Step | None:
 
 
 def trainings_of(run: Run, series: Sequence[Step]) -> Iterator[list[Step]]:
-    """Yield the steps of each training of a series: one that began again counts less, but later.
+    """Yield the steps of each training of a series, which may have begun again from the start.
 
-    Its steps are those that were clearly written after the one that counts most.
+    The steps of the next one are those that were clearly written after the one that counts most.
     """
     steps = [*series]
     times = {step.path: save_time(step, run) for step in steps}

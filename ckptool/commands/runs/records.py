@@ -119,7 +119,7 @@ def _of_optimizer(survey: Survey) -> Iterator[tuple[list[str], Any]]:
 
 
 class Contents(Struct, frozen=True):
-    """Whether a step has a model's tensors, an optimizer, state of any kind, and anything else.
+    """Whether a step has a model's tensors, an optimizer, any state of these, and anything else.
 
     Of an optimizer, it may have ``state`` of parameters, and groups with some ``settings``, of
     which one is whether there is momentum: without, SGD has no state. It ``begins`` if no scheduler

@@ -75,7 +75,7 @@ def _is_state(path: Location, name: EntryName) -> bool:
 
 
 def separate_trainings(run: Location, entries: Sequence[Step]) -> Iterator[Step]:
-    """Yield entries; of parts that no step has both, each is a training, and its family says so.
+    """Yield entries; parts that share no step are trainings, and each entry's family names its one.
 
     As ``teacher`` and ``student``, or ``lora1`` and ``lora2``.
     """

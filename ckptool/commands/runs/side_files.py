@@ -43,9 +43,9 @@ def damaged_side_files(
 ) -> Iterator[str]:
     """Yield why files beside a step's checkpoints are not whole: an optimizer's, random states.
 
-    Also the record in JSON that a trainer writes last: if it is cut off, the save was. Those that
-    the checkpoints, which were ``examined``, are read from are verified with them. An optimizer
-    must have taken the steps that they count. Raises NoAnswer.
+    Also the record in JSON that a trainer writes last: if it is cut off, the save was. Files that
+    the ``examined`` checkpoints are read from are verified with these. An optimizer must have taken
+    the steps that the checkpoints count. Raises NoAnswer.
     """
     read: set[Location] = set()
     for survey in (verification.surveyed for verification in examined):

@@ -88,17 +88,17 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
                 break
         elif report.ok and not is_export(step, opened.path) and assessor.contents_of(step).model:
             models.append(step)
-    chosen, model = "" if newest is None else _chosen(opened, newest), None
+    chosen, model = "" if newest is None else _describe_choice(opened, newest), None
     for step in () if newest is not None else models:
         # it was passed over by its metadata alone
         reports[step.path] = assessor.assess(step, reads=not options.quick).report
         if reports[step.path].ok:
-            model, chosen = step.path, f"{_chosen(opened, step)}; {_ALONE}"
+            model, chosen = step.path, f"{_describe_choice(opened, step)}; {_ALONE}"
             break
     return RunReport(run, (*reports.values(),), len(opened.steps), every, chosen, model)
 
 
-def _chosen(run: Run, step: Step) -> str:
+def _describe_choice(run: Run, step: Step) -> str:
     """Return how a step was found to be the newest, with what speaks against it."""
     later_step = written_after(run, step)
     doubt = "" if later_step is None else f"; {later_step.path.name} was written later"

@@ -39,8 +39,8 @@ def estimate(
 ) -> Estimate | None:
     """Estimate a transfer that reads ``files`` of a source; None for one of seconds.
 
-    They are read for a second, all over: what of them is in memory counts as it will. Nothing is
-    written. It takes ``least`` if writing is as fast, beside reading.
+    Pieces of them, from all over, are read for a second; what is in memory counts as it will then.
+    Nothing is written: ``least`` is for writing beside reading, and as fast.
     """
     share = 1.0 if report.part is None else report.part.nbytes / max(1, report.write_bytes)
     if share * report.read_bytes < WORTH:
@@ -59,7 +59,7 @@ def estimate(
 
 
 def _spread(files: Mapping[str, int], piece: int, count: int) -> Iterator[ReadSpan]:
-    """Yield places in files; the first few are spread over all of them as well as all are."""
+    """Yield places in files; the first few are spread over the files as evenly as all of them."""
     names = [name for name, size in files.items() if size]
     ends = [*accumulate(files[name] for name in names)]
     for number in range(count):

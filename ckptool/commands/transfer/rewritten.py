@@ -41,12 +41,12 @@ class RewrittenReport(TransferReport, frozen=True, kw_only=True):
     unwrapped: tuple[str, ...] = ()
 
 
-def rewriting(result: RewriteResult, subset: Catalog, options: RewriteOptions) -> dict[str, Any]:
+def fields_of(result: RewriteResult, subset: Catalog, options: RewriteOptions) -> dict[str, Any]:
     """Return the fields of a report that tell of the rewriting of a selected ``subset``."""
     return {
         "map": result.map,
-        "matched": (*selected(result.whole, options.selection), *_cast(result.catalog, options)),
-        "excluded": exclusions(result.whole, subset, excluding(options.selection)),
+        "matched": (*matches_of(result.whole, options.selection), *_cast(result.catalog, options)),
+        "excluded": exclusions(result.whole, subset, excluding_options(options.selection)),
         "cast": result.cast,
         "dequantized": result.dequantized,
         "renamed": result.renamed,
@@ -54,27 +54,27 @@ def rewriting(result: RewriteResult, subset: Catalog, options: RewriteOptions) -
     }
 
 
-def selected(whole: Catalog, selection: Selection) -> list[Matched]:
+def matches_of(whole: Catalog, selection: Selection) -> list[Matched]:
     """Return what each pattern of --select matches, and each of --drop in what these keep."""
     names = names_of(whole) if selection.select or selection.drop else ()
-    matched = [_matched("--select", pattern, whole, names) for pattern in selection.select]
+    matched = [_match("--select", pattern, whole, names) for pattern in selection.select]
     if selection.select:
         names = [*filter(meant_by(selection.select, names), names)]
-    return matched + [_matched("--drop", pattern, whole, names) for pattern in selection.drop]
+    return matched + [_match("--drop", pattern, whole, names) for pattern in selection.drop]
 
 
 def _cast(catalog: Catalog, options: RewriteOptions) -> list[Matched]:
     rules = () if options.casts is None else options.casts.rules
-    return [_matched("--dtype", pattern, catalog, catalog.tensors) for pattern, _ in rules]
+    return [_match("--dtype", pattern, catalog, catalog.tensors) for pattern, _ in rules]
 
 
-def _matched(option: str, pattern: str, catalog: Catalog, names: Any) -> Matched:
+def _match(option: str, pattern: str, catalog: Catalog, names: Any) -> Matched:
     matches = matching_names(names, pattern)
     values = sum(name in catalog.objects for name in matches)
     return Matched(option, pattern, len(matches) - values, values, tuple(matches[:_FEW]))
 
 
-def excluding(selection: Selection) -> str:
+def excluding_options(selection: Selection) -> str:
     """Return the options with which a selection excludes something."""
     values = {
         "--select": selection.select,

@@ -131,7 +131,7 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         return estimate(self.report, self.opened.source, files, workers)
 
     def with_costs(self) -> AnyReport:
-        """Return the report of the plan with what it is worth to compute for a dry run alone."""
+        """Return the report of the plan with the costs that are computed for a dry run alone."""
         return self.report
 
     def require_possible(self, ranks: Ranks) -> None:

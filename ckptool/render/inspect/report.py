@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.commands.inspect.report import InspectReport
-from ckptool.commands.inspect.views import parted
+from ckptool.commands.inspect.views import split_patterns
 from ckptool.commands.options.inspect import OVERVIEW, InspectOptions
 from ckptool.core.selection import select
 from ckptool.errors import UsageError
@@ -46,7 +46,7 @@ def show(
     views = [stats_lines(stats, console)] if len(stats) else []  # a report with NaN is false
     if options.depth is not None:
         views.append(module_lines(report, options.depth, console, sort))
-    of_tensors, of_values = parted(catalog, options.tensors)
+    of_tensors, of_values = split_patterns(catalog, options.tensors)
     if of_tensors:
         views.append(tensor_lines(catalog, of_tensors, console, sort))
     if of_values:

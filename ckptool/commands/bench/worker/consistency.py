@@ -36,7 +36,7 @@ class Differences(Struct):
 
     @property
     def cause(self) -> str | None:
-        """Return what the elements that differ tell of how that came."""
+        """Return how the difference came, as far as the elements tell; None without any."""
         if not self.elements:
             return None
         if self.changed == self.elements:

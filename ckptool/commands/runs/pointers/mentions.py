@@ -87,7 +87,7 @@ class StepNames:
         """Yield the steps that a file names; TransferError if it seems to be cut off."""
         name = file.rpartition("/")[2]
         if name.endswith(tuple(single_file_suffixes())):
-            yield from self._counted(_recorded_step(self._run.path / file), folder)
+            yield from self._by_number(_recorded_step(self._run.path / file), folder)
             return
         text = decode(data)
         if text is None:
@@ -109,35 +109,35 @@ class StepNames:
             if not isinstance(value, int):
                 text += "\n" + "\n".join(_strings(value))
             for number in _numbers(value):
-                yield from self._counted(number, folder)
+                yield from self._by_number(number, folder)
         matches = list(self._pattern.finditer(text))
         for match in matches:
-            yield from self._placed(match, text, folder)
+            yield from self._by_name(match, text, folder)
         for name in () if matches else _PATH.findall(text):  # as with other zeros in front
-            yield from self._counted(parse_name(name, is_folder=True).position.number, folder)
+            yield from self._by_number(parse_name(name, is_folder=True).position.number, folder)
         for key, number in _COUNTED.findall(text):
             if not key.strip() or _counts(key):
-                yield from self._counted(int(number), folder)
+                yield from self._by_number(int(number), folder)
 
-    def _counted(self, number: int | None, folder: str) -> Iterator[Step]:
+    def _by_number(self, number: int | None, folder: str) -> Iterator[Step]:
         """Yield the steps of a number below a folder."""
         below = self._run.path / folder if folder else self._run.path
         for step in self._run.steps:
             if step.number == number is not None and below in step.path.parents:
                 yield step
 
-    def _placed(self, match: re.Match[str], text: str, folder: str) -> Iterable[Step]:
+    def _by_name(self, match: re.Match[str], text: str, folder: str) -> Iterable[Step]:
         """Return the steps that a name in a text may mean, by the path that it is part of."""
         head = re.split(r"[\s\"',;:=()\[\]{}<>]", text[: match.start()])[-1].replace("\\", "/")
         steps = self._steps[match[0]]
         for start in (folder, ""):
-            place = _normal(f"{start}/{head}{match[0]}")
+            place = _normalize(f"{start}/{head}{match[0]}")
             exact = [s for s in steps if self._run.relative(s.path) == place]
             if exact and head:
                 return exact
         if head:
-            tail = _normal(f"{head}{match[0]}").split("/")
-            shared = {s.path: _shared(self._run.relative(s.path).split("/"), tail) for s in steps}
+            tail = _normalize(f"{head}{match[0]}").split("/")
+            shared = {s.path: _overlap(self._run.relative(s.path).split("/"), tail) for s in steps}
             most = max(shared.values())
             return [s for s in steps if shared[s.path] == most]
         below = self._run.path / folder if folder else self._run.path
@@ -166,7 +166,7 @@ def _is_broken_json(name: str, text: str) -> bool:
         return True
 
 
-def _normal(path: str) -> str:
+def _normalize(path: str) -> str:
     parts: list[str] = []
     for part in path.split("/"):
         if part == ".." and parts:
@@ -176,7 +176,7 @@ def _normal(path: str) -> str:
     return "/".join(parts)
 
 
-def _shared(path: Collection[str], tail: Collection[str]) -> int:
+def _overlap(path: Collection[str], tail: Collection[str]) -> int:
     """Return how many of their last parts two paths have in common."""
     count = 0
     for one, other in zip(reversed([*path]), reversed([*tail]), strict=False):

@@ -107,9 +107,9 @@ def _hold_back(
 class _Decision(Struct, dict=True):
     """Decides on the ``steps`` of one training, given oldest first.
 
-    It may have begun ``after`` another of its series, in which so many steps have each of the
-    ``positions``. So many are ``good`` so far, which have these ``parts``, and training ``resumes``
-    from one.
+    It may have begun ``after`` another training of its series, in which ``positions`` count the
+    steps at each. ``good`` counts the good steps so far, ``parts`` are their files, and ``resumes``
+    says that training may go on from one.
     """
 
     run: Run
@@ -147,14 +147,14 @@ class _Decision(Struct, dict=True):
         fate = StepFate(
             step.path, step.number, "leave", "", size_of(self.run, step), beside=step.beside
         )
-        unclear = unclear_reason(self.run, step) or self._ambiguous(step) or self._delta(step)
+        unclear = unclear_reason(self.run, step) or self._ambiguity(step) or self._delta_cause(step)
         reason = None if unclear else self._reason_to_keep(step)
         is_enough = self.good >= self.options.keep_last
         if unclear is not None:
             return replace(fate, reason=unclear)
         need = self._need_for(step)
         if reason is None and is_enough and need is None:
-            return _removed(fate)
+            return _remove(fate)
         self.notify(f"verifying {step.path}")
         # however quick, what other steps go for is read: NaN shows nowhere but in its data
         reads = not self.good or need is not None
@@ -174,7 +174,7 @@ class _Decision(Struct, dict=True):
         need = self._need_for(step)
         if reason is None and is_older:
             if need is None:
-                return _removed(fate)
+                return _remove(fate)
             reason = need
         self.good += 1
         self.parts |= model_parts(step, self.run)
@@ -184,13 +184,13 @@ class _Decision(Struct, dict=True):
         fate = replace(fate, fate="keep", reason=reason or newest + self.after, ok=True)
         return self._strip(step, fate, need) if is_older else fate
 
-    def _delta(self, step: Step) -> str | None:
+    def _delta_cause(self, step: Step) -> str | None:
         """Return why a weight delta stays, unless training goes on from a newer step."""
         is_delta = not self.resumes and self.assessor.contents_of(step).delta
         return "a weight delta, which those after it are applied to" if is_delta else None
 
     def _need_for(self, step: Step) -> str | None:
-        """Return what no newer good step has, and a step has, or may have; None if nothing."""
+        """Return what a step has, or may have, that no newer good step has; None if nothing."""
         contents = None if self.resumes else self.assessor.contents_of(step)
         if contents is not None and contents.may_resume:
             return "no newer good step has an optimizer"
@@ -234,7 +234,7 @@ class _Decision(Struct, dict=True):
             return "its name says that it is no step among many"
         return None
 
-    def _ambiguous(self, step: Step) -> str | None:
+    def _ambiguity(self, step: Step) -> str | None:
         """Return why a step may not be what its name says; None if it is clear."""
         if step.position and self.positions[step.position] > 1:
             return f"{self.positions[step.position]} entries have the step number {step.number}"
@@ -248,7 +248,7 @@ def _difference(number: int | None, recorded: int | None) -> int | None:
     return None if number is None or recorded is None else recorded - number
 
 
-def _removed(fate: StepFate) -> StepFate:
+def _remove(fate: StepFate) -> StepFate:
     return replace(fate, fate="remove", reason="no rule keeps it", freed=fate.nbytes)
 
 

@@ -146,7 +146,7 @@ class _Removal(Struct):
     failed: list[TransferError] = field(default_factory=list)
 
     def run(self) -> PruneReport:
-        """Do it, and return what was done; TransferError, after all else, if a step cannot go."""
+        """Remove and strip, and return what was done; TransferError at the end if a step stays."""
         stuck = self._clear()
         fates = {fate.path: fate for fate in self.report.steps}
         steps = {step.path: step for step in self.opened.steps}
