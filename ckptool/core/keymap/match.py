@@ -60,7 +60,7 @@ class Matcher:
     def __init__(self, key_map: KeyMap, facts: ModelFacts, part: str) -> None:
         self._facts = facts
         self._kept_as = key_map.kept_as
-        self._kept: dict[str, Claim] = {}
+        self._kept_claims: dict[str, Claim] = {}
         self._patterns: dict[str, list[tuple[Rule, Pattern]]] = defaultdict(list)
         for rule in key_map.rules:
             holds = rule.when is None or rule.when in facts.true
@@ -82,10 +82,10 @@ class Matcher:
 
     def _claim_kept(self, name: str) -> Claim | None:
         """Return the claim of a name that the map keeps, by a rule made for it, else None."""
-        if name not in self._kept and (new := self._kept_as(name)):
+        if name not in self._kept_claims and (new := self._kept_as(name)):
             source, target = (Pattern(side, *abstract(side)) for side in (name, new))
-            self._kept[name] = Claim(Rule((source,), (target,)), source, {})
-        return self._kept.get(name)
+            self._kept_claims[name] = Claim(Rule((source,), (target,)), source, {})
+        return self._kept_claims.get(name)
 
     def _match(self, pattern: Pattern, numbers: Sequence[int], text: str) -> Binding | None:
         unknown = pattern.needs - self._facts.sizes.keys()

@@ -122,7 +122,7 @@ class QuantizationConfig:
         self._named = groups | dict(_layer_groups(fields))
         self._patterns = [(pattern, group) for pattern, group in targets if pattern is not None]
         self._of_class = next(iter(classes.values())) if len(classes) == 1 else rest
-        self._found = dict.fromkeys(ignored, NO_GROUP)
+        self._group_cache = dict.fromkeys(ignored, NO_GROUP)
         self.is_of_all = all(map(_is_class, groups)) and not any(map(fields.get, _CHOOSING))
 
     def block_of(self, module: str) -> tuple[int, int] | None:
@@ -139,11 +139,11 @@ class QuantizationConfig:
         class: in that order, and patterns by their text. ModelOpt's ``quantized_layers`` are names.
         NO_GROUP if ``ignore`` matches the module; the group of all modules if no target matches.
         """
-        if module not in self._found:
+        if module not in self._group_cache:
             group = self._match(self._ignored, module) or self._named.get(module)
             group = group or self._match(self._patterns, module)
-            self._found[module] = group or self._of_class
-        return self._found[module]
+            self._group_cache[module] = group or self._of_class
+        return self._group_cache[module]
 
     def leaves_out(self, module: str) -> bool:
         """Return whether the config leaves the weight of a module unquantized.

@@ -32,47 +32,47 @@ class Scales:
     """The scales among some names."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._found: dict[str, list[str]] = defaultdict(list)
-        self._below: dict[str, str] = {}
-        self._listed: dict[str, str] = {}
-        self._of_all: list[tuple[str, str]] = []
+        self._by_parent: dict[str, list[str]] = defaultdict(list)
+        self._in_submodules: dict[str, str] = {}
+        self._in_tables: dict[str, str] = {}
+        self._global: list[tuple[str, str]] = []
         for name in names:
             if _SCALE.search(name):
                 self._add(name)
 
     def _add(self, name: str) -> None:
         parent, _, last = name.rpartition(".")
-        self._found[parent].append(last)
+        self._by_parent[parent].append(last)
         if last in _OF_ALL:
-            self._of_all.append((f"{parent}." if parent else "", name))
+            self._global.append((f"{parent}." if parent else "", name))
         steps = name.split(".")
         for at in range(max(0, len(steps) - MOST_STEPS), len(steps) - 1):
             step = steps[at]
             if _TABLE.fullmatch(step):
-                self._listed[".".join(steps[at + 1 :])] = name
+                self._in_tables[".".join(steps[at + 1 :])] = name
             if at and _OF_WEIGHT.search(step) and _SCALE.search(last):
-                self._below.setdefault(".".join(steps[:at]), name)
+                self._in_submodules.setdefault(".".join(steps[:at]), name)
 
     def of(self, name: str) -> str | None:
         """Return the name of what may be the scale of a tensor, None if nothing may be."""
         parent, _, last = name.rpartition(".")
         grandparent, _, module = parent.rpartition(".")
-        siblings = self._found.get(parent, ())
+        siblings = self._by_parent.get(parent, ())
         scales = [n for n in siblings if n != last and n not in _OF_ALL and _is_of(n, last)]
         if scales:
             return f"{parent}.{scales[0]}" if parent else scales[0]
-        if name in self._found:
-            return f"{name}.{self._found[name][0]}"
-        if last in _WEIGHTS and parent in self._below:
-            return self._below[parent]
+        if name in self._by_parent:
+            return f"{name}.{self._by_parent[name][0]}"
+        if last in _WEIGHTS and parent in self._in_submodules:
+            return self._in_submodules[parent]
         for path in (name, parent):
             for key in (path, path.partition(".")[2]):
-                if key and key in self._listed:
-                    return self._listed[key]
-        for other in self._found.get(grandparent, ()) if module and last in _WEIGHTS else ():
+                if key and key in self._in_tables:
+                    return self._in_tables[key]
+        for other in self._by_parent.get(grandparent, ()) if module and last in _WEIGHTS else ():
             if other.startswith(f"{module}_"):
                 return f"{grandparent}.{other}" if grandparent else other
-        return next((mark for head, mark in self._of_all if name.startswith(head)), None)
+        return next((mark for head, mark in self._global if name.startswith(head)), None)
 
     def require_none(self, entry: TensorEntry) -> None:
         """Raise Unsupported if a tensor of few bits may have a scale, without which it is wrong."""

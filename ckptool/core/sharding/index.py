@@ -46,19 +46,19 @@ class BoxIndex:
         self.boxes, self._order = boxes, solid
         self._starts = [dim_spans[at][0] for at in solid] if dim_spans else []
         self._ends_so_far = list(accumulate((dim_spans[at][1] for at in solid if dim_spans), max))
-        self._known: dict[Box, list[SharedBox]] = {}
+        self._cache: dict[Box, list[SharedBox]] = {}
         self._room = _FEW
 
     def find(self, box: Box) -> Iterable[SharedBox]:
         """Return what each box of the index shares with ``box``; of few boxes it is cached."""
         if len(self.boxes) > _FEW:
             return self._find(box)
-        overlaps = self._known.get(box)
+        overlaps = self._cache.get(box)
         if overlaps is None:
             overlaps = list(self._find(box))
             self._room -= 1 + len(overlaps)
             if self._room >= 0:
-                self._known[box] = overlaps
+                self._cache[box] = overlaps
         return overlaps
 
     def _find(self, box: Box) -> Iterator[SharedBox]:
@@ -106,14 +106,14 @@ class ChunkIndex:
         self._boxes = _shared_index(as_key(boxes)) if is_small else BoxIndex(boxes)
         self.whole_rows = self._boxes.whole_rows
         self._chunks = entry.chunks
-        self._found: dict[int, Chunk] = {}
+        self._opened: dict[int, Chunk] = {}
 
     def find(self, box: Box) -> Iterator[Overlap]:
         """Yield what each chunk that overlaps ``box`` shares with it."""
         for place, common, local, where in self._boxes.find(box):
-            chunk = self._found.get(place)
+            chunk = self._opened.get(place)
             if chunk is None:
-                chunk = self._found[place] = self._chunks[place]
+                chunk = self._opened[place] = self._chunks[place]
             yield Overlap(chunk, common, local, where)
 
     def band(self, box: Box) -> tuple[set[int], Box]:

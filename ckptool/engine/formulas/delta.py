@@ -104,7 +104,7 @@ class ChangedBits:
     """
 
     def __init__(self, steps: Sequence[Step], cache: KeptChanges) -> None:
-        self._steps, self._kept = steps, cache
+        self._steps, self._cache = steps, cache
         self._lock, self._is_checked = threading.Lock(), False
 
     @property
@@ -115,9 +115,9 @@ class ChangedBits:
     def __call__(self, gather: Gather, at: Computed, box: Box, dtype: DType) -> Array:
         """Compute a box of the changed tensor, as bits of a type."""
         self._require_recorded(gather, at)
-        result = self._kept.result
+        result = self._cache.result
         if result is None or result[:2] != (self, box):
-            result = self._kept.result = self, box, self._compute(gather, at, box)
+            result = self._cache.result = self, box, self._compute(gather, at, box)
         return cast(result[2], at.stored[0].source_dtype, dtype)
 
     def _compute(self, gather: Gather, at: Computed, box: Box) -> Array:
@@ -140,7 +140,7 @@ class ChangedBits:
 
     def _changes_from(self, first: int, at: Computed) -> Sequence[Change]:
         """Return the changes of the tensor, which have not passed its byte ``first``."""
-        cache = self._kept
+        cache = self._cache
         if cache.owner is not self or any(change.reached > first for change in cache.changes):
             cache.changes = ()  # two at once would take twice the memory
             cache.owner, cache.changes = self, self._begin(at)
@@ -158,7 +158,7 @@ class ChangedBits:
         """Raise Damaged unless each step has the bytes that its writer had; once for all boxes."""
         with self._lock:
             if not self._is_checked:
-                self._kept.owner, self._kept.changes = None, ()
+                self._cache.owner, self._cache.changes = None, ()
                 self._check(gather, at)
                 self._is_checked = True
 

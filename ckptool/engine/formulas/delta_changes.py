@@ -127,7 +127,7 @@ class OverwriteChange:
     def __init__(self, payload: TensorEntry, nbytes: int, what: str) -> None:
         self.reached = 0
         self._nbytes, self._what, self._last = nbytes, what, -1
-        self._left: int | None = None
+        self._count_left: int | None = None
         self._positions, self._values = _Decoded(payload, what), _Decoded(payload, what)
         self._at: Array = np.empty(0, _POSITION)
         self._new: Array = np.empty(0, "u1")
@@ -152,14 +152,14 @@ class OverwriteChange:
 
     def _read_more(self, gather: Gather) -> bool:
         """Read the next positions and values; return whether there are any."""
-        if self._left is None:
+        if self._count_left is None:
             self._begin(gather)
-        count = min(self._left or 0, _POSITIONS)
+        count = min(self._count_left or 0, _POSITIONS)
         at = self._positions.take(gather, count, _POSITION)
         new = self._values.take(gather, count, np.dtype("u1"))
         if at.size < count or new.size < count:
             raise Damaged(f"{self._what}: ends before its last position and value")
-        self._left = (self._left or 0) - count
+        self._count_left = (self._count_left or 0) - count
         if not count:
             return False
         self._require_order(at)
@@ -171,8 +171,8 @@ class OverwriteChange:
         count = self._positions.take(gather, 1, _POSITION)
         if not count.size:
             raise Damaged(f"{self._what}: ends before its count of positions")
-        self._left = int(count[0])
-        self._values.skip(gather, (self._left + 1) * _POSITION.itemsize)
+        self._count_left = int(count[0])
+        self._values.skip(gather, (self._count_left + 1) * _POSITION.itemsize)
 
     def _require_order(self, at: Array) -> None:
         """Raise Damaged if positions are not in order, come twice, or are beyond the tensor."""

@@ -52,7 +52,7 @@ class ReadSums:
     def __init__(self) -> None:
         self._notes: dict[str, bytearray] = {}
         self._sorted: dict[str, list[array[int]]] = {}
-        self._made: dict[str, bytearray] = {}
+        self._boxes: dict[str, bytearray] = {}
         self._lossy: dict[str, list[MadeBox]] = {}
 
     def note_made(self, name: str, box: Box, data: bytes | memoryview, losses: Losses = ()) -> None:
@@ -61,11 +61,11 @@ class ReadSums:
             self._lossy.setdefault(name, []).append(MadeBox(box, checksum(data), losses))
         else:
             note = _note_of_box(len(box.lo)).pack(*box.lo, *box.hi, checksum(data))
-            self._made.setdefault(name, bytearray()).extend(note)
+            self._boxes.setdefault(name, bytearray()).extend(note)
 
     def made(self, name: str, dims: int) -> list[MadeBox]:
         """Return the boxes that were noted of a tensor of so many dims, each once."""
-        notes = _note_of_box(dims).iter_unpack(self._made.get(name, b""))
+        notes = _note_of_box(dims).iter_unpack(self._boxes.get(name, b""))
         boxes = [MadeBox(Box(note[:dims], note[dims:-1]), note[-1]) for note in notes]
         return list(dict.fromkeys([*boxes, *self._lossy.get(name, ())]))
 

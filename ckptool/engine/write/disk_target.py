@@ -77,7 +77,7 @@ class DiskTarget(Target):
         self._role = options.role
         self._journals = Journals(self.folder)
         self._journal: Journal | None = None
-        self._begun: CommitNote | None = None
+        self._commit_note: CommitNote | None = None
         self._note = NoteFile(path, fsync=options.fsync)
 
     # What is there
@@ -287,12 +287,12 @@ class DiskTarget(Target):
         if self._options.fsync:
             for path, _, _ in os.walk(self.folder):
                 sync_folder(Path(path))
-        commit, self._begun = self._commit(folder=self._layout.folder), self._new_note()
-        remark = commit.replace(self._begun)
+        commit, self._commit_note = self._commit(folder=self._layout.folder), self._new_note()
+        remark = commit.replace(self._commit_note)
         try:
             if self._options.fsync:
                 sync_folder(self.path.parent)
-            commit.clear(self._begun)
+            commit.clear(self._commit_note)
             if self._options.fsync:
                 sync_folder(self.path.parent)
             self._forget()
@@ -303,7 +303,7 @@ class DiskTarget(Target):
     def is_published(self) -> bool:
         """Return whether the output is at the target, whatever is left to be cleaned up."""
         commit = self._commit(folder=self._layout.folder)
-        return self._begun is not None and commit.is_done(self._begun)
+        return self._commit_note is not None and commit.is_done(self._commit_note)
 
     def _commit(self, *, folder: bool) -> Commit:
         if folder:

@@ -176,7 +176,7 @@ class Stage:
         self._role = role = options.role
         self._names = [file.path for file in layout.files] if role.part is None else []
         self._files = layout.files
-        self._noted: Sequence[Sequence[NotedRecord]] = ()
+        self._joined_records: Sequence[Sequence[NotedRecord]] = ()
         self._is_possible = False
         part = role.part
         self.joined = None if part is None else RecordCheck(shared=not part.is_all)
@@ -193,7 +193,7 @@ class Stage:
         target, marker = self.target.path, self.target.marker
         written = [file.path for number, file in enumerate(self._files) if number != marker]
         ended = require_parts(target, self.target.parts(), self.options, written)
-        self._noted = [end.joined for end in ended]
+        self._joined_records = [end.joined for end in ended]
         for number, end in enumerate(ended):
             now = self.target.marks(end.files)
             changed = [name for name, mark in end.files.items() if now.get(name) != mark]
@@ -228,7 +228,7 @@ class Stage:
 
     def require_joined(self, source: Files, workers: int) -> None:
         """Check the records of which each part read a run; Damaged if one differs."""
-        require_joined(self._noted, source, workers)
+        require_joined(self._joined_records, source, workers)
 
     def commit(self) -> str | None:
         """Put the output in place, or note that a part is done; return a remark, if any."""

@@ -68,8 +68,8 @@ class StoreTarget(Target):
         self._finished: frozenset[str] = frozenset()
         self._old: frozenset[str] = frozenset()
         self._existing: dict[str, ObjectInfo] = {}
-        self._seen: StoreNote | None = None
-        self._sent: Mapping[str, ObjectMark] = {}
+        self._note: StoreNote | None = None
+        self._sent_marks: Mapping[str, ObjectMark] = {}
         """The sizes and versions of files that this writer was done with before."""
         self._read_back: dict[str, ObjectInfo] = {}
 
@@ -83,7 +83,7 @@ class StoreTarget(Target):
         """Raise Unsupported if what is there must not be replaced, or nothing can be continued."""
         require_writable(self.path)
         self._existing = self._list_existing()
-        note = self._seen = self._notes.read()
+        note = self._note = self._notes.read()
         if self._role.part is not None:
             self._require_part_possible(self._role.part, note)
         elif self._role.finishes:
@@ -201,7 +201,7 @@ class StoreTarget(Target):
         The note names the old files until they are removed: a resumed run removes them first, as
         one of the size of a new file would pass for it.
         """
-        if self._notes.read() != self._seen:  # another run has begun, or ended
+        if self._notes.read() != self._note:  # another run has begun, or ended
             self.require_possible()
         self._notes.write(old=sorted(self._old))
         if not self._options.resume:
@@ -222,7 +222,7 @@ class StoreTarget(Target):
         claim = notes.read_part()
         self.is_new = claim is None
         if claim is not None and claim.part is not None:
-            self._sent = claim.part.files
+            self._sent_marks = claim.part.files
         notes.writer = this_writer()
         notes.write_part(writer=notes.writer)
 
@@ -250,7 +250,7 @@ class StoreTarget(Target):
         if self._options.resume:
             existing, sizes = self._list_existing(side=False), self._sizes
             infos = {n: i for n, i in existing.items() if sizes.get(n) == i.nbytes}
-            done = {n for n, i in infos.items() if i[:2] == self._sent.get(n, i[:2])}
+            done = {n for n, i in infos.items() if i[:2] == self._sent_marks.get(n, i[:2])}
             self._finished = frozenset(done - {self._layout.files[-1].path})
 
     # Write
