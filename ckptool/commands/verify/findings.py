@@ -227,12 +227,12 @@ class Findings(Struct, frozen=True):
         # The copy of a file that a warning names was not read either.
         ignored = [
             finding
-            for finding in self._joined(rest)
+            for finding in self._join(rest)
             if finding.severity is Severity.ERROR or finding.code == "copy-damaged"
         ]
-        return self._joined(shown), ignored
+        return self._join(shown), ignored
 
-    def _joined(self, problems: list[Problem]) -> list[Finding]:
+    def _join(self, problems: list[Problem]) -> list[Finding]:
         if not problems:
             return []
         findings = [self._finding(group) for group in _by_cause(problems, self.catalog)]
@@ -241,18 +241,18 @@ class Findings(Struct, frozen=True):
     def _finding(self, group: Sequence[Problem]) -> Finding:
         cause = group[0]
         if cause.code in _ABSENT and cause.file:
-            finding = self._of_file(cause.file, group)
+            finding = self._finding_of_file(cause.file, group)
         elif len(group) > 1 and all(p.tensor and _detail(p) == _detail(cause) for p in group):
-            finding = _of_alike(group)
+            finding = _finding_of_names(group)
         elif len(group) > 1:
-            finding = self._of_parts(group)
+            finding = self._finding_of_parts(group)
         else:
             finding = finding_of(cause, () if cause.counts is None else (Affected.by(cause),))
         if cause.code == "not-finite" and self.fail_nonfinite:
             return replace(finding, severity=Severity.ERROR, hint=None)
         return finding
 
-    def _of_parts(self, group: Sequence[Problem]) -> Finding:
+    def _finding_of_parts(self, group: Sequence[Problem]) -> Finding:
         """Return the finding of a file of which several parts, or its tensors, show the cause."""
         cause = group[0]
         affected = [Affected.by(p) for p in group if p.tensor or p is not cause]
@@ -260,10 +260,10 @@ class Findings(Struct, frozen=True):
         count = sum(p.code == cause.code and _detail(p) != _detail(cause) for p in group)
         more = f"; and {count:,} more" if count and count >= len(names) else ""
         tensor = cause.tensor if len(names) == 1 else None
-        message = f"{cause}{more}{self._named(names)}"
+        message = f"{cause}{more}{self._affected_text(names)}"
         return replace(finding_of(cause, tuple(affected)), message=message, tensor=tensor)
 
-    def _of_file(self, file: str, group: Sequence[Problem]) -> Finding:
+    def _finding_of_file(self, file: str, group: Sequence[Problem]) -> Finding:
         """Return the finding of a missing, empty or truncated file, with everything it affects."""
         cause = group[0]
         affected = list(dict.fromkeys(Affected.by(p) for p in group if p.tensor))
@@ -279,9 +279,9 @@ class Findings(Struct, frozen=True):
         if cause.code == "file-truncated" and end and file in self.sizes:
             message = f"{file}: {self.sizes[file]:,} bytes, at least {end:,} expected"
         finding = finding_of(cause, tuple(affected))
-        return replace(finding, message=f"{message}{self._named(names)}", tensor=None)
+        return replace(finding, message=f"{message}{self._affected_text(names)}", tensor=None)
 
-    def _named(self, names: Mapping[str, None]) -> str:
+    def _affected_text(self, names: Mapping[str, None]) -> str:
         """Return text such as ``; 116 tensors affected: a, b, c and 113 more``."""
         if not names:
             return ""
@@ -293,7 +293,7 @@ class Findings(Struct, frozen=True):
         return f"; {nouns} affected: {list_some(list(names), _MOST_NAMED)}"
 
 
-def _of_alike(group: Sequence[Problem]) -> Finding:
+def _finding_of_names(group: Sequence[Problem]) -> Finding:
     """Return the finding of several names with the same problem."""
     finding = finding_of(group[0], tuple(map(Affected.by, group)))
     message = (

@@ -61,7 +61,7 @@ def with_side_state(
     except Unrecognized:
         return report
     left_out = {*_OF_A_FILE, *(_OF_STEPS if has_experts(catalog) else ())}
-    findings = [_of(name, finding) for finding in side.findings if finding.code not in left_out]
+    findings = [_within(name, finding) for finding in side.findings if finding.code not in left_out]
     whole = replace(
         report,
         findings=tuple(sorted([*report.findings, *findings], key=lambda f: f.severity.place)),
@@ -74,6 +74,6 @@ def with_side_state(
     return replace(whole, summary=summarize(whole, options))
 
 
-def _of(name: str, finding: Finding) -> Finding:
+def _within(name: str, finding: Finding) -> Finding:
     """Return a finding of a file, said of the file unless its message begins with it."""
     return finding if finding.message.startswith(name) else finding.within(name)

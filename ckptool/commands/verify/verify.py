@@ -332,7 +332,7 @@ class Verification:
         problems = [
             *changes(source, self._own_files),
             *self.surveyed.problems,
-            *map(self._of_a_copy, [*self._problems, *unchecked, *of_files]),
+            *map(self._as_copy_damage, [*self._problems, *unchecked, *of_files]),
             *more,
         ]
         findings, ignored = Findings(
@@ -351,7 +351,7 @@ class Verification:
         report = replace(report, ok=not report.fails(options.strict))
         return replace(report, summary=summarize(report, options))
 
-    def _of_a_copy(self, problem: Problem) -> Problem:
+    def _as_copy_damage(self, problem: Problem) -> Problem:
         """Return a problem, of an unread copy as one that is no damage of the checkpoint."""
         copies = self._catalog.copies if self._catalog else frozenset()
         is_damaged = problem.file in copies and is_error(problem.code)

@@ -102,7 +102,7 @@ class ArchiveCheck:
 
     def _note_name(self, item: Container, saved_as: str) -> None:
         if self._is_file(item):
-            self.problems += _of_another_name(item.file, saved_as, self._source)
+            self.problems += _check_name(item.file, saved_as, self._source)
 
     def _look_into(
         self, item: Container, region: Region, records: list[ZipRecord], *, has_crc: bool
@@ -162,7 +162,7 @@ def _version_reason(region: Region, records: Sequence[ZipRecord]) -> str | None:
     return None
 
 
-def _of_another_name(file: str, saved_as: str, source: Source) -> Iterator[Problem]:
+def _check_name(file: str, saved_as: str, source: Source) -> Iterator[Problem]:
     """Yield a problem if the records' names say that a file is that of another rank beside it.
 
     torch.save names the records of a file after it, up to the last dot (1.6 to 2.13). Only the

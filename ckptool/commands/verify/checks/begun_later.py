@@ -41,7 +41,8 @@ def code_of_fewer(counters: Mapping[float, Sequence[str]], catalog: Catalog) -> 
     modules = Counter(map(_module_of, values))
     if late and all(modules[_module_of(name)] == 1 for name in behind - late):
         return None
-    return "steps-apart" if behind <= late.union(_alone(values, catalog)) else "steps-differ"
+    late.update(_lone_counters(values, catalog))
+    return "steps-apart" if behind <= late else "steps-differ"
 
 
 def _have_own_files(names: Collection[str], values: Values, catalog: Catalog) -> bool:
@@ -73,7 +74,7 @@ def _parts(values: Values, catalog: Catalog) -> Iterator[Collection[str]]:
     yield from (part for part in groups.values() if len(part) > 1)
 
 
-def _alone(values: Values, catalog: Catalog) -> Iterator[str]:
+def _lone_counters(values: Values, catalog: Catalog) -> Iterator[str]:
     """Yield the counters of what may be frozen alone: a module, or several parameters of a layer.
 
     Among parameters with numbers, these are known by their shape, which an embedding shares with a

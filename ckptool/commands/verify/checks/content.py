@@ -51,16 +51,16 @@ def located(
         return catalog.tensors, []
     locate = partial(format_.reading.locate, source)
     bare = replace(catalog, objects={})
-    tensors = {name: _chosen_of(entry, chosen) for name, entry in catalog.tensors.items()}
+    tensors = {name: _narrow(entry, chosen) for name, entry in catalog.tensors.items()}
     items = (at for entry in tensors.values() for at in places(entry) if isinstance(at, Container))
     expect_items(source, items)
     try:
-        return _opened(locate, bare.with_tensors(tensors))
+        return _open(locate, bare.with_tensors(tensors))
     except CkptoolError:
-        return _opened_each(locate, bare, tensors)
+        return _open_each(locate, bare, tensors)
 
 
-def _opened_each(
+def _open_each(
     locate: _Locate, bare: Catalog, entries: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
     """Return the same as ``located``, of tensors opened one by one, and then chunk by chunk."""
@@ -69,7 +69,7 @@ def _opened_each(
     for name, entry in entries.items():
         one = bare.with_tensors({name: entry})
         try:
-            whole, notes = _opened(locate, one)
+            whole, notes = _open(locate, one)
             tensors |= whole
             problems += notes
         except CkptoolError:
@@ -77,20 +77,20 @@ def _opened_each(
             for chunk in entry.chunks:
                 part = one.with_tensors({name: replace(entry, chunks=(chunk,))})
                 try:
-                    chunks += _opened(locate, part)[0][name].chunks
+                    chunks += _open(locate, part)[0][name].chunks
                 except CkptoolError as error:
                     problems += error.problems
             tensors[name] = replace(entry, chunks=tuple(chunks))
     return tensors, problems
 
 
-def _chosen_of(entry: TensorEntry, chosen: Callable[[Container], bool]) -> TensorEntry:
+def _narrow(entry: TensorEntry, chosen: Callable[[Container], bool]) -> TensorEntry:
     """Return a tensor without the chunks whose containers are not chosen."""
     chunks = tuple(c for c in entry.chunks if not isinstance(c.at, Container) or chosen(c.at))
     return replace(entry, chunks=chunks)
 
 
-def _opened(locate: _Locate, catalog: Catalog) -> tuple[dict[str, TensorEntry], list[Problem]]:
+def _open(locate: _Locate, catalog: Catalog) -> tuple[dict[str, TensorEntry], list[Problem]]:
     """Return the tensors of a catalog, or those that they turn out to wrap, and notes."""
     if not any(map(_has_container, catalog.tensors.values())):
         return catalog.tensors, []
@@ -144,7 +144,7 @@ class Views(Struct):
         """Add a place if its elements fill a run of bytes; return whether they do."""
         where, start, strides = run
         dtype = entry.source_dtype
-        filled = _filled(shape, strides, dtype.itemsize)
+        filled = _fill(shape, strides, dtype.itemsize)
         if filled is None:
             return False
         row = shape[-1] * dtype.itemsize if len(shape) > 1 else 0
@@ -170,7 +170,7 @@ class _Filled(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _filled(shape: Shape, strides: tuple[int, ...], itemsize: int) -> _Filled | None:
+def _fill(shape: Shape, strides: tuple[int, ...], itemsize: int) -> _Filled | None:
     """Return the run that elements fill, None if they fill none; many tensors have one shape."""
     nbytes = span_of(shape, strides, itemsize)
     if math.prod(shape) * itemsize < nbytes:
@@ -275,14 +275,14 @@ def unwritten_ends(
         start = -(-end // _PAGE) * _PAGE
         if sizes[file] - start < _PAGE or last[file].end != sizes[file]:
             continue
-        view = next((v for span in by_file[file] for v in _cut(span, start, end)), None)
+        view = next((v for span in by_file[file] for v in _cut_views(span, start, end)), None)
         if view is not None:
             message = f"{file}: {sizes[file] - start:,} zeros from byte {start:,} to the end,"
             message += f" beginning at a page boundary inside {view.tensor}"
             yield Problem(message, "zeros-at-end", file=file)
 
 
-def _cut(span: ByteSpan, start: int, end: int) -> Iterator[View]:
+def _cut_views(span: ByteSpan, start: int, end: int) -> Iterator[View]:
     """Yield the views of a span that ``start`` cuts within a row, just after a value."""
     for view in span.views:
         nbytes = start - view.start

@@ -86,10 +86,10 @@ def recorded_hashes(
     hashes: list[RecordedHash] = []
     for name in LISTS:
         try:
-            hashes += [*_listed(source, name)] if name in source.files else ()
+            hashes += [*_parse_list(source, name)] if name in source.files else ()
         except CkptoolError as error:
             problems += error.problems
-    return [*hashes, *_sent(path, files)]
+    return [*hashes, *_hub_hashes(path, files)]
 
 
 def hash_problems(
@@ -120,11 +120,11 @@ def hash_problems(
             yield problem
 
 
-def _listed(source: Source, name: str) -> Iterator[RecordedHash]:
+def _parse_list(source: Source, name: str) -> Iterator[RecordedHash]:
     """Yield the hashes in a list; Damaged if it is none, or names an unknown algorithm."""
     data = read_metadata(source, name)
     if name.endswith(".json"):
-        yield from _of_json(data, name)
+        yield from _parse_json(data, name)
         return
     lines = [line.strip() for line in data.decode("utf-8", "replace").splitlines()]
     for match in map(_MD5_LINE.fullmatch, filter(None, lines)):
@@ -133,7 +133,7 @@ def _listed(source: Source, name: str) -> Iterator[RecordedHash]:
         yield RecordedHash(match[2], "md5", match[1].lower(), name)
 
 
-def _of_json(data: bytes, name: str) -> Iterator[RecordedHash]:
+def _parse_json(data: bytes, name: str) -> Iterator[RecordedHash]:
     try:
         content = parse_json_object(data, name)
     except Damaged:
@@ -147,14 +147,14 @@ def _of_json(data: bytes, name: str) -> Iterator[RecordedHash]:
         yield RecordedHash(file, SHA256, str(digits), name)
 
 
-def _sent(path: Location, files: Iterable[str]) -> Iterator[RecordedHash]:
+def _hub_hashes(path: Location, files: Iterable[str]) -> Iterator[RecordedHash]:
     """Yield the hashes that the Hub's client keeps of files of a checkpoint at ``path``."""
     if (disk := on_disk(path)) is None:
         return
     folder = disk if disk.is_dir() else disk.parent
     for file in files:
         try:
-            digits, where = _kept(folder / file)
+            digits, where = _hub_digits(folder / file)
         except (OSError, ValueError, RuntimeError):
             continue  # what cannot be found keeps nothing
         if _HASH.fullmatch(digits):
@@ -162,7 +162,7 @@ def _sent(path: Location, files: Iterable[str]) -> Iterator[RecordedHash]:
             yield RecordedHash(file, algorithm, digits, where, was_sent=True)
 
 
-def _kept(path: Path) -> tuple[str, str]:
+def _hub_digits(path: Path) -> tuple[str, str]:
     """Return the digits of a file's hash that the Hub's client keeps, and where; else nothing."""
     blob = path.resolve(strict=True)
     if blob.parent.name == "blobs" and _REPOSITORY.fullmatch(blob.parents[1].name):

@@ -53,10 +53,10 @@ def optimizer_problems(catalog: Catalog) -> Iterator[Problem]:
     # a buffer, or a frozen or tied parameter, has no state at all
     first_kinds = {name: firsts for name, firsts in by_first.items() if firsts - _WEIGHTS}
     for states in filter(None, (kinds, first_kinds)):
-        yield from _incomplete(states, catalog)
+        yield from _incomplete_states(states, catalog)
 
 
-def _incomplete(states: Mapping[str, set[str]], catalog: Catalog) -> Iterator[Problem]:
+def _incomplete_states(states: Mapping[str, set[str]], catalog: Catalog) -> Iterator[Problem]:
     """Yield incomplete state, compared with other parameters'; state in conflict counts as there.
 
     Other state may be in its place: squares of rows and columns (Adafactor, CAME), a step that is
@@ -70,7 +70,7 @@ def _incomplete(states: Mapping[str, set[str]], catalog: Catalog) -> Iterator[Pr
         larger = [other for other in groups if kinds < other]
         if larger:
             most = max(larger, key=lambda other: len(groups[other]))
-            extras, left_out = _other_state(catalog), _left_out(catalog)
+            extras, left_out = _other_state(catalog), _optional_kinds(catalog)
             reference = extras[groups[most][0]]
             lacking = [head for head in heads if extras[head] <= reference]
             lacking = [head for head in lacking if not most - kinds <= left_out[head]]
@@ -81,7 +81,7 @@ def _incomplete(states: Mapping[str, set[str]], catalog: Catalog) -> Iterator[Pr
                 yield Problem(message, "optimizer-incomplete", tensor=head)
 
 
-def _left_out(catalog: Catalog) -> dict[str, set[str]]:
+def _optional_kinds(catalog: Catalog) -> dict[str, set[str]]:
     """Return the kinds of state that options leave out, by parameter."""
     left_out: dict[str, set[str]] = defaultdict(set)
     for group in groups_of(catalog):
@@ -188,7 +188,7 @@ class StepCounters:
         unused = _without_state(locate(odd), source) if odd else set()
         for value, names in fewer.items():
             self._values[value] = [n for n in names if n in odd and n not in unused]
-        self._values = _of_one_optimizer(self._values)
+        self._values = _differing_counters(self._values)
         code = code_of_fewer(self._values, catalog) if catalog else "steps-differ"
         if len(self._values) < 2 or code is None:
             return
@@ -200,7 +200,7 @@ class StepCounters:
         yield Problem(message, code, tensor=ordered[0][1][0])
 
 
-def _of_one_optimizer(values: Mapping[float, Sequence[str]]) -> dict[float, list[str]]:
+def _differing_counters(values: Mapping[float, Sequence[str]]) -> dict[float, list[str]]:
     """Return the counters of those optimizers that have different ones."""
     optimizers: dict[str, dict[float, list[str]]] = defaultdict(lambda: defaultdict(list))
     for value, names in values.items():

@@ -377,9 +377,9 @@ class Comparison(Struct):
             if part.rest != Amount()
         ]
         but = f"; not compared: {', '.join(rests)}" if rests else ""
-        return f"EQUAL: {self._what()}{but}"
+        return f"EQUAL: {self._equal_text()}{but}"
 
-    def _what(self) -> str:
+    def _equal_text(self) -> str:
         """Return what is equal, and how it was compared."""
         how = "bit by bit" if self.comparing.tolerance is None else "within the tolerance"
         different = {tensor.name for tensor in self.differing}

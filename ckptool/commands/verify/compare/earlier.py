@@ -65,25 +65,25 @@ class History:
                 old_saves[place] for old_saves in reversed(past.values()) if place in old_saves
             ]
             if not save.inside:
-                yield from _problems_of(save, predecessors, earlier[-1]) if predecessors else ()
-            for problem in _moved_strangely(save, predecessors) if predecessors else ():
+                yield from _save_problems(save, predecessors, earlier[-1]) if predecessors else ()
+            for problem in _movement_problems(save, predecessors) if predecessors else ():
                 yield Problem(f"{place}: {problem}", problem.code) if save.inside else problem
 
     def _saves_of(self, step: Step, inner: tuple[PurePath, ...]) -> Mapping[PurePath, Save]:
         saves = self._saves.get((step.path, inner))
-        return saves or saves_in(step, _readable(step, inner, self._options))
+        return saves or saves_in(step, _survey_places(step, inner, self._options))
 
 
-def _problems_of(save: Save, predecessors: Sequence[Save], last: Step) -> Iterator[Problem]:
+def _save_problems(save: Save, predecessors: Sequence[Save], last: Step) -> Iterator[Problem]:
     """Yield what a save lacks or shares of its predecessors; of the ``last`` step, lost state."""
     for predecessor in predecessors:
-        cause = _reset_scheduler(save, predecessor) or _mixed_with(save, predecessor)
+        cause = _scheduler_reset(save, predecessor) or _mixed_with(save, predecessor)
         yield from [Problem(cause, _DIFFER)] if cause else []
         yield from _lost_state(save, predecessor) if predecessor.step is last else ()
-    yield from _emptied(save, predecessors)
+    yield from _zero_momentum(save, predecessors)
 
 
-def _readable(step: Step, inner: Iterable[PurePath], options: ReadOptions) -> Iterator[Found]:
+def _survey_places(step: Step, inner: Iterable[PurePath], options: ReadOptions) -> Iterator[Found]:
     """Yield a step's readable checkpoints, and models at places inside it. Raises NoAnswer."""
     places = [(False, part) for part in step.parts]
     places += [(True, step.path.joinpath(*place.parts)) for place in inner]
@@ -93,7 +93,7 @@ def _readable(step: Step, inner: Iterable[PurePath], options: ReadOptions) -> It
             yield inside, survey
 
 
-def _moved_strangely(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
+def _movement_problems(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
     from ckptool.commands.verify.compare.movement import movement_problems  # numpy
 
     return movement_problems(save, predecessors)
@@ -129,7 +129,7 @@ def _states_by_group(optimizer: Catalog) -> Mapping[Group, set[str]]:
     return {group: heads.intersection(map(group.state_of, group.parameters)) for group in groups}
 
 
-def _emptied(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
+def _zero_momentum(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
     """Yield a problem if momentum that counts no steps is all zero, unlike a predecessor's.
 
     Once there was a gradient it is not, unless none comes for hundreds of steps.
@@ -144,7 +144,7 @@ def _emptied(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
             return
 
 
-def _reset_scheduler(save: Save, predecessor: Save) -> str | None:
+def _scheduler_reset(save: Save, predecessor: Save) -> str | None:
     """Return how a scheduler of accelerate was reset: it has no steps, and had the optimizer's."""
     surveys = save.survey, predecessor.survey
     values, old_values = ({n: e.value for n, e in _values(survey)} for survey in surveys)

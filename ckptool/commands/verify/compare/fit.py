@@ -175,7 +175,7 @@ def find_rewriting(
 
 def _ways(start: Candidate, catalog: Catalog, targets: Collection[str]) -> Iterator[Candidate]:
     selection = start.rewriting.selection
-    yield from _renamed(selection, start.names, targets)
+    yield from _rename(selection, start.names, targets)
     if selection.model_only:
         return
     try:
@@ -184,10 +184,10 @@ def _ways(start: Candidate, catalog: Catalog, targets: Collection[str]) -> Itera
         return
     model_only = replace(selection, model_only=True)
     yield Candidate(names, RewriteOptions(model_only))
-    yield from _renamed(model_only, names, targets)
+    yield from _rename(model_only, names, targets)
 
 
-def _renamed(
+def _rename(
     selection: Selection, names: Sequence[str], targets: Collection[str]
 ) -> Iterator[Candidate]:
     """Yield the names with the targets' prefixes, and without wrappers."""
@@ -205,10 +205,10 @@ def _renamed(
         if len({*renamed}) == len(renamed):
             yield Candidate(renamed, RewriteOptions(changed))
     if prefixes:
-        yield from _renamed_in_steps(selection, names, targets)
+        yield from _rename_in_steps(selection, names, targets)
 
 
-def _renamed_in_steps(
+def _rename_in_steps(
     selection: Selection, names: Sequence[str], targets: Collection[str]
 ) -> Iterator[Candidate]:
     """Yield the names under one rename after another, each the one that gives most targets."""

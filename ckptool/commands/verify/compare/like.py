@@ -58,13 +58,13 @@ def verify_like(
     reference = open_other(comparing.like, ReadOptions(other_format), ())
     verification = examine(path, options, progress)
     report = verification.report()
-    opened = _opened(verification, options)
+    opened = _open_readable(verification, options)
     if opened is None:
         summary = f"FAILED: cannot be read, so not compared with {comparing.like}"
         return replace(report, ok=False, summary=summary)
     lined = line_up(opened, reference, rewriting)
     if lined.is_unlike:
-        return verification.report([_unlike(lined, comparing.like)])
+        return verification.report([_unlike_problem(lined, comparing.like)])
     explained = _explained(report, opened.catalog)
     problems = [
         *_differing_names(lined, explained, comparing.like),
@@ -72,10 +72,10 @@ def verify_like(
     ]
     problems += _unexpected((opened, reference), lined, comparing, options, progress)
     report = verification.report(problems)
-    return replace(report, summary=f"{report.summary}; {_found(lined, comparing.like)}")
+    return replace(report, summary=f"{report.summary}; {_found_text(lined, comparing.like)}")
 
 
-def _opened(verification: Verification, options: VerifyOptions) -> OpenedCheckpoint | None:
+def _open_readable(verification: Verification, options: VerifyOptions) -> OpenedCheckpoint | None:
     """Return what can be read of a checkpoint, damaged or not; None if that is nothing."""
     surveyed = verification.surveyed
     try:
@@ -91,14 +91,14 @@ def _explained(report: VerifyReport, catalog: Catalog) -> set[str]:
     return names | {name.removeprefix(start) for name in names for start in starts}
 
 
-def _unlike(lined: LineUp, other: Location) -> Problem:
+def _unlike_problem(lined: LineUp, other: Location) -> Problem:
     message = f"{len(lined.common):,} of {plural(len(lined.one.tensors), 'tensor')} of the model"
     message += f" have a name of {other}, which has {len(lined.other.tensors):,}"
     message += f", such as {next(iter(lined.other.tensors))}" if lined.other.tensors else ""
     return Problem(message, "like-unnamed")
 
 
-def _found(lined: LineUp, other: Location) -> str:
+def _found_text(lined: LineUp, other: Location) -> str:
     """Return how much of the other model was found, and under which names."""
     names = lined.other.tensors
     counted = count_modules(names)
@@ -112,8 +112,8 @@ def _differing_names(
 ) -> Iterator[Problem]:
     """Yield a problem for each tensor that only one has; nothing twice that is ``explained``."""
     present = {*lined.one.tensors, *lined.one.conflicts, *explained}
-    missing = _lacking(lined.other, present, lined)
-    extra = _lacking(lined.one, lined.other.tensors, lined)
+    missing = _absent_names(lined.other, present, lined)
+    extra = _absent_names(lined.one, lined.other.tensors, lined)
     for names, holder, lacker, code, what in (
         (missing, lined.other, lined.one, "like-missing", f"missing, {other} has it"),
         (extra, lined.one, lined.other, "like-extra", f"not in {other}"),
@@ -125,7 +125,7 @@ def _differing_names(
             yield Problem(f"{name}: {what}{of}", code, tensor=name)
 
 
-def _lacking(catalog: Catalog, names: Collection[str], lined: LineUp) -> list[str]:
+def _absent_names(catalog: Catalog, names: Collection[str], lined: LineUp) -> list[str]:
     """Return a catalog's tensors that are not in ``names``, nor tied to any there, nor computed."""
     return [
         name
@@ -165,7 +165,7 @@ def _unexpected(
     if twice := {*changed} & {*equal}:
         raise UsageError(f"{min(twice)}: expected to be changed, and to be equal")
     names = [name for name in matches if name in {*changed, *equal}]
-    differing, problems = _differing(sides, lined, names, options, progress)
+    differing, problems = _differing_tensors(sides, lined, names, options, progress)
     yield from problems
     unread = {problem.tensor for problem in problems}
     for name in names:
@@ -177,7 +177,7 @@ def _unexpected(
             yield Problem(f"{name}: not equal to {comparing.like}", "like-changed", tensor=name)
 
 
-def _differing(
+def _differing_tensors(
     sides: tuple[OpenedCheckpoint, OpenedCheckpoint],
     lined: LineUp,
     names: Iterable[str],

@@ -82,17 +82,17 @@ def line_up(one: OpenedCheckpoint, other: OpenedCheckpoint, rewriting: RewriteOp
     model = only_model(one.catalog)
     ways = [LineUp(model, target, "", [])]
     if model.tensors.keys() != target.tensors.keys() and all(map(_is_of_megatron, (model, target))):
-        ways.append(_of_megatron(model, target))
+        ways.append(_line_up_layers(model, target))
     if ways[0].is_unlike or ways[0].differs_in_names:
         assets, is_like = config_folder(other) or config_folder(one), not ways[0].is_unlike
-        for rewritten, how in _renamed(other, target, model, assets, is_like=is_like):
+        for rewritten, how in _rename(other, target, model, assets, is_like=is_like):
             ways.append(LineUp(model, rewritten, f"{other.path} with {how}", []))
-        for rewritten, how in _renamed(one, model, target, assets, is_like=is_like):
+        for rewritten, how in _rename(one, model, target, assets, is_like=is_like):
             ways.append(LineUp(rewritten, target, f"{one.path} with {how}", []))
     return _with_ties(max(ways, key=lambda way: way.likeness), one, other)
 
 
-def _renamed(
+def _rename(
     opened: OpenedCheckpoint, model: Catalog, target: Catalog, assets: Path | None, *, is_like: bool
 ) -> Iterator[tuple[Catalog, str]]:
     """Yield a model with names of the ``target``, and the options that rename it, if any do.
@@ -130,13 +130,13 @@ _GATE, _UP = "_w", "_v"
 (``singleton_local_shards``, ``fsdp_dtensor``)."""
 
 
-def _of_megatron(one: Catalog, other: Catalog) -> LineUp:
+def _line_up_layers(one: Catalog, other: Catalog) -> LineUp:
     """Return two models of Megatron-core with a tensor for each layer, expert and ``linear_fc1``.
 
     Norms have the names of Transformer Engine or of Megatron-core's own layers: as in the first.
     """
-    tensors, renamed = _unstacked(one), dict[str, TensorEntry]()
-    split = _unstacked(other)
+    tensors, renamed = _unstack(one), dict[str, TensorEntry]()
+    split = _unstack(other)
     for name, entry in split.items():
         spellings = (name.replace(*pair) for norm in NORMS.items() for pair in (norm, norm[::-1]))
         targets = (s for s in spellings if s in tensors and s not in split)
@@ -145,7 +145,7 @@ def _of_megatron(one: Catalog, other: Catalog) -> LineUp:
     return LineUp(one.with_tensors(tensors), other.with_tensors(renamed), "layer by layer", [])
 
 
-def _unstacked(catalog: Catalog) -> dict[str, TensorEntry]:
+def _unstack(catalog: Catalog) -> dict[str, TensorEntry]:
     with suppress(UsageError):  # nothing is stacked
         catalog = split_stacked(catalog)
     tensors = dict(catalog.tensors)

@@ -47,17 +47,17 @@ def movement_problems(save: Save, predecessors: Sequence[Save]) -> Iterator[Prob
     last, *older = past
     names = [n for n in now.names if all(now.looks(n) == samples.looks(n) for samples in past)]
     moved = [n for n in names if now.count_differing(last, n) >= _MOVED]
-    yield from _emptied(now, past, names)
-    yield from _returned(now, last, older, moved)
+    yield from _check_zeros(now, past, names)
+    yield from _check_returns(now, last, older, moved)
     have_places = now.all_names == last.all_names  # other layers may have other numbers
-    yield from _exchanged(now, last, older, names) if have_places else ()
+    yield from _check_exchanges(now, last, older, names) if have_places else ()
     if older:
         are_trained = not save.weights.are_averages
-        yield from _stood_still(now, last, older[0], names) if are_trained else ()
-        yield from _unrelated(now, last, older[0], moved) if have_places else ()
+        yield from _check_standstill(now, last, older[0], names) if are_trained else ()
+        yield from _check_foreign(now, last, older[0], moved) if have_places else ()
 
 
-def _emptied(now: Samples, past: Sequence[Samples], names: Sequence[str]) -> Iterator[Problem]:
+def _check_zeros(now: Samples, past: Sequence[Samples], names: Sequence[str]) -> Iterator[Problem]:
     """Yield the matrices that are all zero, and were not in an earlier save.
 
     What begins as zeros may begin again, as adapters do that were merged. So may a memory of what a
@@ -76,7 +76,7 @@ def _emptied(now: Samples, past: Sequence[Samples], names: Sequence[str]) -> Ite
             return
 
 
-def _returned(
+def _check_returns(
     now: Samples, last: Samples, older: Iterable[Samples], moved: Sequence[str]
 ) -> Iterator[Problem]:
     """Yield the matrices that are bit for bit those of an older save, unless all that moved are.
@@ -92,7 +92,7 @@ def _returned(
             yield Problem(f"{message}: they are of two saves", _OF_TWO)
 
 
-def _exchanged(
+def _check_exchanges(
     now: Samples, last: Samples, older: Sequence[Samples], names: Sequence[str]
 ) -> Iterator[Problem]:
     """Yield the matrices that are like another one of the last save, and unlike what they were.
@@ -127,7 +127,7 @@ def _are_of_copies(one: str, other: str) -> bool:
     return not {*_in_any_module(one)}.isdisjoint(_in_any_module(other))
 
 
-def _copied(foreign: Iterable[str], now: Samples, last: Samples) -> Iterator[str]:
+def _copies(foreign: Iterable[str], now: Samples, last: Samples) -> Iterator[str]:
     """Yield the matrices that are like their twin in another module, in this or the last save."""
     groups: dict[str, set[str]] = defaultdict(set)
     for name in now.names & last.names:
@@ -140,7 +140,7 @@ def _copied(foreign: Iterable[str], now: Samples, last: Samples) -> Iterator[str
             yield name
 
 
-def _stood_still(
+def _check_standstill(
     now: Samples, last: Samples, older: Samples, names: Sequence[str]
 ) -> Iterator[Problem]:
     """Yield the matrices that were trained before and stand still, though their moments do not."""
@@ -161,7 +161,7 @@ def _stood_still(
         yield Problem(f"{message} keeps of it: they are of two saves", _OF_TWO)
 
 
-def _unrelated(
+def _check_foreign(
     now: Samples, last: Samples, older: Samples, moved: Sequence[str]
 ) -> Iterator[Problem]:
     """Yield the matrices that are like nothing they were before, once they had settled.
@@ -176,7 +176,7 @@ def _unrelated(
         moved = [name for name in moved if name not in adapters]
     foreign = [name for name in moved if now.size(name) >= _ENOUGH]
     foreign = [name for name in foreign if _is_foreign(now, last, older, name)]
-    copied = {*_copied(foreign, now, last)} if foreign else set()
+    copied = {*_copies(foreign, now, last)} if foreign else set()
     foreign = [name for name in foreign if name not in copied]
     for at in OTHER_PLACES if foreign else ():
         one, two, three = (Samples(save, foreign, at) for save in saves)

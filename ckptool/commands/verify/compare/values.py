@@ -58,7 +58,7 @@ def difference(one: object, other: object) -> str:
     """Return how two unequal values differ: of lists and dicts, their first items that differ."""
     texts = list(islice(_differences(one, other, ""), _MOST_SHOWN + 1))
     end = "; and more" if len(texts) > _MOST_SHOWN else ""
-    return f"{'; '.join(texts[:_MOST_SHOWN])}{end}" if texts else _both("", one, other)
+    return f"{'; '.join(texts[:_MOST_SHOWN])}{end}" if texts else _both_texts("", one, other)
 
 
 def _differences(one: object, other: object, at: str) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _differences(one: object, other: object, at: str) -> Iterator[str]:
     items, other_items = _items(one), _items(other)
     if type(one) is not type(other) or items is None or other_items is None:
         if value_text(one, at) != value_text(other, at):
-            yield _both(at, one, other)
+            yield _both_texts(at, one, other)
         return
     if not isinstance(one, dict) and len(items) != len(other_items):
         yield f"{at} A {len(items):,} items, B {len(other_items):,}".lstrip()
@@ -87,7 +87,7 @@ def _items(value: object) -> dict[Any, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _both(at: str, one: object, other: object) -> str:
+def _both_texts(at: str, one: object, other: object) -> str:
     return f"{at} A {short_text(one)}, B {short_text(other)}".lstrip()
 
 

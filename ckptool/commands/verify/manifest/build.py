@@ -66,7 +66,7 @@ def build_manifest(
     verification = examine(path, options, progress, digest=True)
     report, opened = verification.report(), open_unless_damaged(path, options)
     if not report.ok or opened is None:
-        return _not_written(report, target, options)
+        return _failure(report, target, options)
     result = rewrite(opened, rewriting, check=require_sound)
     files: list[str] = []
     hashes: Mapping[str, str] = {}
@@ -80,7 +80,7 @@ def build_manifest(
     problems += excluded_by_rewrite(result, opened.path)
     report = verification.report(problems, compared=result.catalog, nbytes=nbytes)
     if not report.ok or result.catalog.tensors.keys() - manifest.tensors.keys():
-        return _not_written(report, target, options)
+        return _failure(report, target, options)
     write_manifest(manifest, target, overwrite=overwrite)
     rest = rewritten_coverage(result, manifest.tensors, len(manifest.values)).rest
     contents = contents_text(manifest.tensors, manifest.values, manifest.files)
@@ -88,7 +88,7 @@ def build_manifest(
     return replace(report, summary=summary)
 
 
-def _not_written(report: VerifyReport, target: Location, options: VerifyOptions) -> VerifyReport:
+def _failure(report: VerifyReport, target: Location, options: VerifyOptions) -> VerifyReport:
     problems = plural(report.count_failures(options.strict), "problem")
     summary = f"FAILED: {problems}{report.ignored_text}; {target} not written"
     return replace(report, ok=False, summary=summary)

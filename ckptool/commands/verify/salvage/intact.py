@@ -39,12 +39,12 @@ def find_intact(opened: OpenedCheckpoint, problems: Iterable[Problem], workers: 
     several saves are mixed, as nothing is certain then.
     """
     problems, source = list(problems), opened.source
-    losses = _named_by(opened.catalog, problems)
+    losses = _losses_of_problems(opened.catalog, problems)
     suspect = _suspect_files(problems) | _copied_files(problems, opened, workers)
     catalog = _without(opened.catalog, losses, suspect)
     catalog, unreadable = readable(opened, catalog)
     losses |= {name: str(problem) for name, problem in unreadable.items()}
-    losses |= _in_files_of_others(catalog, _suspect_files(unreadable.values()))
+    losses |= _losses_of_files(catalog, _suspect_files(unreadable.values()))
     catalog = _without(catalog, losses, set())
     damage = DamageMap(catalog.tensors.values(), source, workers)
     tensors: dict[str, TensorEntry] = {}
@@ -60,7 +60,7 @@ def find_intact(opened: OpenedCheckpoint, problems: Iterable[Problem], workers: 
     return IntactPart(replace(catalog, tensors=tensors), losses, unproved)
 
 
-def _named_by(catalog: Catalog, problems: list[Problem]) -> dict[str, str]:
+def _losses_of_problems(catalog: Catalog, problems: list[Problem]) -> dict[str, str]:
     """Return why names are lost: problems mention them, or they are contradictory or not read."""
     mixed = [problem for problem in problems if problem.code == "saves-mixed"]
     if mixed:
@@ -92,7 +92,7 @@ def _copied_files(problems: list[Problem], opened: OpenedCheckpoint, workers: in
     return {file for file in files if counts[digests[file]] > 1}
 
 
-def _in_files_of_others(catalog: Catalog, suspect: set[str]) -> dict[str, str]:
+def _losses_of_files(catalog: Catalog, suspect: set[str]) -> dict[str, str]:
     """Return why tensors with a chunk in a suspect file, with other items than expected, are lost.
 
     Such a file may be another rank's or of another save, and an item of the right shape in it

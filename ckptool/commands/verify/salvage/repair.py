@@ -106,7 +106,7 @@ def pad_cut_files(source: Files) -> tuple[ZeroPaddedSource | None, list[Problem]
     padded: dict[str, _PaddedFile] = {}
     for name in source.files:
         error = _error(source, name)
-        file = _padded(source, name) if error is not None else None
+        file = _pad(source, name) if error is not None else None
         if error is not None and file is not None:
             padded[name] = file
             problems += error.problems
@@ -135,7 +135,7 @@ def _is_torch(source: Source, file: str) -> bool:
     return is_zip(head) or is_legacy(head)
 
 
-def _padded(source: Source, file: str) -> _PaddedFile | None:
+def _pad(source: Source, file: str) -> _PaddedFile | None:
     """Return a file padded to the length that it should have, None if that is unknown."""
     try:
         if file.endswith(".safetensors"):
@@ -151,14 +151,14 @@ def _padded(source: Source, file: str) -> _PaddedFile | None:
 def _with_directory(size: int, archive: Recovered) -> _PaddedFile:
     """Return an archive with lost storages, all zeros, and a directory after what is left."""
     padded = _PaddedFile(size)
-    records = [*archive.records, *_appended(padded, archive.lost)]
+    records = [*archive.records, *_append_records(padded, archive.lost)]
     start = padded.size
     padded.append(b"".join(map(_central, records)))
     padded.append(end_records(len(records), padded.size - start, start))
     return padded
 
 
-def _appended(padded: _PaddedFile, sizes: Mapping[str, int]) -> Iterator[ZipRecord]:
+def _append_records(padded: _PaddedFile, sizes: Mapping[str, int]) -> Iterator[ZipRecord]:
     """Yield records that are marked deflated, so that no checksum of them is compared."""
     for name, nbytes in sizes.items():
         text, header = name.encode("utf-8", "replace"), padded.size
@@ -186,7 +186,7 @@ def rebuild(surveyed: Survey, options: ReadOptions) -> Recovery:
     if source is not None and (recovery := _scan(surveyed, source, problems, options)) is not None:
         return recovery
     if surveyed.catalog is not None:
-        unknown = (*_unrecorded(surveyed.catalog), *_unseen(surveyed, surveyed.problems))
+        unknown = (*_unrecorded(surveyed.catalog), *_unknown_contents(surveyed, surveyed.problems))
         return Recovery(surveyed.catalog, surveyed.problems, unknown)
     if surveyed.format.reading.recover is not None:
         recovery = surveyed.format.reading.recover(surveyed.source)
@@ -210,7 +210,7 @@ def _scan(
         return None
     catalog = split_stacked(catalog) if options.split_stacked else catalog
     catalog = replace(catalog, files={n: surveyed.source.files[n] for n in catalog.files})
-    unknown = (*_unrecorded(catalog), *_unseen(surveyed, problems))
+    unknown = (*_unrecorded(catalog), *_unknown_contents(surveyed, problems))
     return Recovery(catalog, (*damage, *problems), unknown)
 
 
@@ -219,7 +219,7 @@ def _unrecorded(catalog: Catalog) -> tuple[str, ...]:
     return tuple(str(note) for note in notes if note.code == "world-size-unrecorded")
 
 
-def _unseen(surveyed: Survey, problems: Iterable[Problem]) -> tuple[str, ...]:
+def _unknown_contents(surveyed: Survey, problems: Iterable[Problem]) -> tuple[str, ...]:
     """Return what unreadable files may have contained, if only they recorded it."""
     committed_by = {rule.committed_by for rule in surveyed.format.detection.files}
     if not committed_by.isdisjoint(surveyed.source.files):

@@ -70,10 +70,10 @@ def argument_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
         for entry in list(odd)[:1]:
             message = f"args say {argument} {size:,}, but {entry.name} is {list(entry.shape)}"
             yield Problem(message, "config-mismatch", tensor=entry.name)
-    yield from _of_layers(arguments, catalog)
+    yield from _check_layers(arguments, catalog)
 
 
-def _of_layers(arguments: Record, catalog: Catalog) -> Iterator[Problem]:
+def _check_layers(arguments: Record, catalog: Catalog) -> Iterator[Problem]:
     """Yield a problem if layers are more or fewer than the arguments say, or one is missing.
 
     The last layers may have been left out on purpose, to make a model smaller.
@@ -133,7 +133,7 @@ def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem
     gaps = (match for match in places if match[0] in missing and match[1] in layers)
     names = [match[0] for match in gaps if lacking[match[2]] <= having[match[2]]]
     says = f"{CONFIG} says {class_of(config)}, but"
-    for name, shape in _misshapen(places, expected, catalog):
+    for name, shape in _odd_shapes(places, expected, catalog):
         message = f"{says} {name} is {shape}, not {list(expected[name])} as in other layers"
         yield Problem(message, "config-mismatch", file=CONFIG, tensor=name)
     if 0 < _PART * len(names) <= len(tensors):
@@ -145,7 +145,7 @@ def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem
         yield Problem(message, "config-mismatch", file=CONFIG)
 
 
-def _misshapen(
+def _odd_shapes(
     places: Sequence[re.Match[str]], expected: Shapes, catalog: Catalog
 ) -> Iterator[tuple[str, list[int]]]:
     """Yield the tensors, but empty ones, that lack the expected shape which other layers' have."""

@@ -56,7 +56,7 @@ def count_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     for trainer, step in trainers_of(surveyed, catalog, values):
         samples = number_in(values, trainer.samples)
         is_set = trainer.is_set and samples is not None and samples < step
-        for problem in _of_step(trainer, values, surveyed.path, step):
+        for problem in _check_step(trainer, values, surveyed.path, step):
             yield problem.recoded("counts-apart") if is_set else problem
 
 
@@ -72,13 +72,13 @@ def optimizer_step_problems(
     if surveyed.catalog is None or optimizer is None:
         return
     if optimizer is surveyed.catalog:
-        yield from _of_rates(optimizer, read)
+        yield from _check_rates(optimizer, read)
     are_several = optimizer is not surveyed.catalog or len(optimizer.files) > 1
     totals = steps_of_each(optimizer, read)
     values = values_of(surveyed.source, surveyed.catalog) if totals else {}
     for trainer, step in trainers_of(surveyed, surveyed.catalog, values) if totals else ():
         if trainer.counts:
-            yield from _of_all(totals, values, step)
+            yield from _check_totals(totals, values, step)
         steps, total = step - (number_in(values, trainer.skipped) or 0), max(totals.values())
         count = number_in(values, trainer.stepped)
         if count is None or not 0 < total < UNCOUNTED:
@@ -109,7 +109,7 @@ def steps_of_each(optimizer: Catalog, read: Mapping[str, float]) -> Mapping[str,
     return steps
 
 
-def _of_all(totals: Mapping[str, float], values: Values, step: int) -> Iterator[Problem]:
+def _check_totals(totals: Mapping[str, float], values: Values, step: int) -> Iterator[Problem]:
     """Yield a problem if all optimizers together have taken fewer steps than the trainer counts.
 
     Steps that loss scaling skips are counted, and so may be one without gradients (SWA).
@@ -136,7 +136,7 @@ def _has_other_rate(trainer: Trainer, values: Values, optimizer: Catalog) -> boo
     return isinstance(rate, float) and isinstance(rates, list) and rate not in rates
 
 
-def _of_rates(catalog: Catalog, read: Mapping[str, float]) -> Iterator[Problem]:
+def _check_rates(catalog: Catalog, read: Mapping[str, float]) -> Iterator[Problem]:
     """Yield a problem if no optimizer has a learning rate that its scheduler has given last.
 
     accelerate saves each in a file of its own. Users may set rates themselves, to warm up before a
@@ -174,27 +174,27 @@ def _is_unused(last_rates: object, rates: Collection[object]) -> bool:
     return bool(scheduled and rates) and are_numbers and has_none
 
 
-def _of_step(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
+def _check_step(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
     """Yield the counts beside a step that contradict it."""
-    yield from _of_counts(trainer, values, path, step)
-    yield from _of_engine(trainer, values, step)
+    yield from _check_counts(trainer, values, path, step)
+    yield from _check_engine(trainer, values, step)
     for schedule in trainer.schedules:
-        yield from _of_schedule(trainer, schedule, values, step)
-    yield from _of_data(trainer, values, step)
+        yield from _check_schedule(trainer, schedule, values, step)
+    yield from _check_samples(trainer, values, step)
 
 
-def _of_counts(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
+def _check_counts(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
     """Yield a problem if the step is none of the trainer's counts, or not that of the name."""
     counts = {name: n for name in trainer.counts if (n := number_in(values, name)) is not None}
     if not counts or step in counts.values():
-        yield from _of_name(trainer, values, path, step)
+        yield from _check_name(trainer, values, path, step)
         return
     name = max(counts, key=counts.__getitem__)
     message = f"{trainer.step} is {step:,}, but {name} is {counts[name]:,}, which a resume goes on"
     yield Problem(f"{message} from", "counts-differ")
 
 
-def _of_name(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
+def _check_name(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
     """Yield a problem if the folder is of another step; a count may begin at zero or at one.
 
     The folder may have been renamed, and the run's pointer changed with it, unless a scheduler
@@ -211,7 +211,7 @@ def _of_name(trainer: Trainer, values: Values, path: Location, step: int) -> Ite
     if count is not None:
         message += f", and {count} is {number:,}: they are of two saves"
         yield Problem(message, "counts-differ")
-    elif trainer.pointer and _pointed(path.parent / trainer.pointer) == number:
+    elif trainer.pointer and _read_pointer(path.parent / trainer.pointer) == number:
         message += f", as {trainer.pointer} says: a resume goes on from {step:,}"
         yield Problem(message, "counts-apart")
     else:
@@ -219,14 +219,14 @@ def _of_name(trainer: Trainer, values: Values, path: Location, step: int) -> Ite
         yield Problem(message, "counts-apart")
 
 
-def _pointed(pointer: Location) -> int | None:
+def _read_pointer(pointer: Location) -> int | None:
     """Return the number in a pointer's file, None if there is none."""
     with suppress(CkptoolError, OSError, ValueError):
         return int(read_metadata(file_at(pointer), pointer.name, _LONGEST))
     return None
 
 
-def _of_engine(trainer: Trainer, values: Values, step: int) -> Iterator[Problem]:
+def _check_engine(trainer: Trainer, values: Values, step: int) -> Iterator[Problem]:
     """Yield a problem if a trainer's engine has counted fewer steps, as of an earlier save.
 
     The engine may take several steps in one of the trainer's, as in TRL's PPO.
@@ -239,7 +239,7 @@ def _of_engine(trainer: Trainer, values: Values, step: int) -> Iterator[Problem]
         yield Problem(f"{message}: they are of two saves", "counts-differ")
 
 
-def _of_schedule(
+def _check_schedule(
     trainer: Trainer, schedule: Schedule, values: Values, step: int
 ) -> Iterator[Problem]:
     """Yield a problem if a scheduler never stepped, or fewer times than training did.
@@ -251,7 +251,7 @@ def _of_schedule(
     head = schedule.name.rpartition(".")[0]
     several = schedule.name.replace(".0.", ".1.")
     if several != schedule.name and several in values:
-        yield from _of_schedules(schedule, values, step)
+        yield from _check_schedulers(schedule, values, step)
         return
     if count is None or f"{head}.num_bad_epochs" in values:
         return
@@ -274,7 +274,7 @@ def _of_schedule(
         yield Problem(f"{message} were begun again, or left out of a load", "counts-apart")
 
 
-def _of_schedules(schedule: Schedule, values: Values, step: int) -> Iterator[Problem]:
+def _check_schedulers(schedule: Schedule, values: Values, step: int) -> Iterator[Problem]:
     """Yield a problem if several schedulers together have stepped fewer times than training."""
     pattern = re.compile(rf"({re.escape(schedule.name.partition('.0.')[0])}\.\d+)\..+")
     heads = dict.fromkeys(match[1] for match in map(pattern.fullmatch, values) if match)
@@ -301,7 +301,7 @@ def _is_in_second(epochs: object) -> bool:
     return isinstance(epochs, int | float) and epochs > 1
 
 
-def _of_data(trainer: Trainer, values: Values, step: int) -> Iterator[Problem]:
+def _check_samples(trainer: Trainer, values: Values, step: int) -> Iterator[Problem]:
     """Yield a problem if samples are fewer than steps, or not a constant batch for each step."""
     samples, batch = number_in(values, trainer.samples), number_in(values, trainer.batch)
     if not samples or samples < 0:

@@ -65,9 +65,9 @@ def unfit_state_problems(catalog: Catalog) -> Iterator[Problem]:
             by_name[of.parameter].append(entry)
     if by_name:
         models = models_by_tail(catalog.tensors)
-        weights = {parameter: _of_model(parameter, models) for parameter in by_name}
-        yield from _problem(_foreign_states(catalog, by_name, models, weights), "the model does")
-        yield from _lacking(catalog, models, weights)
+        weights = {parameter: _weights_of(parameter, models) for parameter in by_name}
+        yield from _check_extra(_foreign_state(catalog, by_name, models, weights), "the model does")
+        yield from _layer_gaps(catalog, models, weights)
     groups: dict[str, list[Group]] = defaultdict(list)
     for group in groups_of(catalog) if by_number else ():
         groups[group.optimizer].append(group)
@@ -75,12 +75,12 @@ def unfit_state_problems(catalog: Catalog) -> Iterator[Problem]:
         numbers = {str(n) for g in groups[optimizer] for n in g.parameters if type(n) is int}
         if numbers:
             extra = {number: moments for number, moments in states.items() if number not in numbers}
-            yield from _problem(extra, "the optimizer's groups do")
+            yield from _check_extra(extra, "the optimizer's groups do")
         if len(gaps := numbers - states.keys()) == 1 and not has_experts(catalog):
-            yield from _gap_among_twins(gaps.pop(), groups[optimizer], states)
+            yield from _numbered_gaps(gaps.pop(), groups[optimizer], states)
 
 
-def _gap_among_twins(number: str, groups: Iterable[Group], states: States) -> Iterator[Problem]:
+def _numbered_gaps(number: str, groups: Iterable[Group], states: States) -> Iterator[Problem]:
     """Yield a problem if the one parameter without state has twins with state around it.
 
     Numbers are in the order of a model, so the shapes before and after a parameter tell what it is.
@@ -106,7 +106,7 @@ def _around(shapes: Sequence[object], at: int) -> Sequence[object]:
     return [*shapes[at - _BESIDE : at], *shapes[at + 1 : at + _BESIDE + 1]]
 
 
-def _problem(extra: States, who: str) -> Iterator[Problem]:
+def _check_extra(extra: States, who: str) -> Iterator[Problem]:
     names = [entry.name for states in extra.values() for entry in states]
     if names:
         message = f"{list_some(names, _FEW)}: optimizer state of"
@@ -114,7 +114,7 @@ def _problem(extra: States, who: str) -> Iterator[Problem]:
         yield Problem(message, "optimizer-extra", tensor=names[0])
 
 
-def _foreign_states(catalog: Catalog, states: States, models: Models, weights: Weights) -> States:
+def _foreign_state(catalog: Catalog, states: States, models: Models, weights: Weights) -> States:
     """Return the state of layers and experts that the model lacks, unless it lacks most of them.
 
     Names that differ from the model's by more than numbers may be right: torchtitan 0.3 saves parts
@@ -134,7 +134,7 @@ def _foreign_states(catalog: Catalog, states: States, models: Models, weights: W
     }
 
 
-def _of_model(parameter: str, models: Models) -> set[str]:
+def _weights_of(parameter: str, models: Models) -> set[str]:
     """Return the names of the model's tensors that may be a parameter."""
     keys = (key for key, _ in keys_of(parameter))
     return {models[key].name for key in keys if key in models}
@@ -171,7 +171,7 @@ def _optimizer_of(source: Files, catalog: Catalog) -> tuple[str | None, Sequence
     return None, [*catalog.objects]
 
 
-def _lacking(catalog: Catalog, models: Models, weights: Weights) -> Iterator[Problem]:
+def _layer_gaps(catalog: Catalog, models: Models, weights: Weights) -> Iterator[Problem]:
     """Yield the weights without state of one layer in the middle, if all other layers have it.
 
     Layers are frozen as a whole; of the first, the last, and a branch of one, parts may be unused.

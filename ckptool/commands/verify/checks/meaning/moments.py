@@ -97,19 +97,19 @@ class Moments:
             if moment.elements == math.prod(shape_of(name, located))
         }
         entries = Entries(self._slices, located)
-        yield from _negative(moments, entries)
+        yield from _negative_squares(moments, entries)
         if moments and all(moment.is_zero for moment in moments.values()):
             yield from self._all_zero(elements, len(moments)) if elements.is_all else ()
             return
         layers = Layers(self._names, moments, self._slices, entries, elements)
-        yield from self._squares_lost(moments, entries, elements)
-        yield from self._cut(moments, entries, layers.weight_of, elements.source)
+        yield from self._lost_squares(moments, entries, elements)
+        yield from self._check_cuts(moments, entries, layers.weight_of, elements.source)
         yield from _lost_ranks(moments, entries) if elements.is_all else ()
         steps = self._steps_taken(elements)
-        yield from layers.lost() if steps is None or steps >= _STEPS else ()
-        yield from layers.copied()
+        yield from layers.lost_moments() if steps is None or steps >= _STEPS else ()
+        yield from layers.copied_moments()
         if elements.is_all and steps is not None and steps >= _STEPS:
-            yield from self._halves_lost(moments, entries, elements.of_model)
+            yield from self._lost_halves(moments, entries, elements.of_model)
 
     def _all_zero(self, elements: Elements, count: int) -> Iterator[Problem]:
         steps = self._steps_taken(elements)
@@ -129,7 +129,7 @@ class Moments:
         counts = (e.value for name, e in objects if name.endswith(_KEPT) and _GROUPS in name)
         return steps is not None and any(type(n) is int and n >= steps for n in counts)
 
-    def _squares_lost(
+    def _lost_squares(
         self, moments: ByName, entries: Located, elements: Elements
     ) -> Iterator[Problem]:
         """Yield squares that are all zero where the mean is large enough not to be."""
@@ -155,7 +155,7 @@ class Moments:
                 message = f"{entries[square].name}: all values are zero, but {entries[mean].name}"
                 yield Problem(f"{message} is up to {size:g}", "moments-zero", tensor=square)
 
-    def _halves_lost(self, moments: ByName, entries: Located, model: Elements) -> Iterator[Problem]:
+    def _lost_halves(self, moments: ByName, entries: Located, model: Elements) -> Iterator[Problem]:
         """Yield halves of LoRA that are zero, as before the first step, but have had gradients.
 
         Parameters may have numbers, so those of one shape are counted. No group may be frozen.
@@ -182,7 +182,7 @@ class Moments:
                 message += f" {count:,} tensors of this shape have had gradients"
                 yield Problem(message, "weight-zero")
 
-    def _cut(
+    def _check_cuts(
         self, moments: ByName, entries: Located, weight_of: WeightOf, source: Files
     ) -> Iterator[Problem]:
         """Yield ranges of zeros that end at the border of a rank's part, in all its moments.
@@ -269,7 +269,7 @@ def _groups_in(value: object) -> Iterator[Mapping[str, object]]:
         yield from (group for group in groups if isinstance(group, dict))
 
 
-def _negative(moments: ByName, located: Located) -> Iterator[Problem]:
+def _negative_squares(moments: ByName, located: Located) -> Iterator[Problem]:
     """Yield means of squares with values below zero, unless many of all their values are.
 
     Then no optimizer made them, such as a test's random numbers.

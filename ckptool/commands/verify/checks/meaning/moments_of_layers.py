@@ -90,7 +90,7 @@ class Layers(Struct, dict=True):
                 return whole, at
         return None
 
-    def lost(self) -> Iterator[Problem]:
+    def lost_moments(self) -> Iterator[Problem]:
         """Yield the moments of one layer's matrices that are zero, though the weights are not.
 
         Where weights are zero, too, they are padding of a stack.
@@ -104,7 +104,7 @@ class Layers(Struct, dict=True):
             return
         from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
 
-        for parameter in self._lost(zero):
+        for parameter in self._lost_matrices(zero):
             mean = self.names[parameter]["exp_avg"]
             entry, weight = self.entries[mean], self.weight_of(mean)
             if weight is None or entry.source_dtype.name == _NARROW:
@@ -114,7 +114,7 @@ class Layers(Struct, dict=True):
                 message = f"{entry.name}: all values are zero, and all squares, but of no other"
                 yield Problem(f"{message} layer", "moments-zero", tensor=mean)
 
-    def _lost(self, zero: Mapping[str, bool]) -> Iterator[str]:
+    def _lost_matrices(self, zero: Mapping[str, bool]) -> Iterator[str]:
         """Yield the matrices of a layer that are ``zero``, unlike those of all other layers."""
         shape_of, located = self.slices.shape, self.elements.located
         means = {parameter: self.names[parameter]["exp_avg"] for parameter in zero}
@@ -146,7 +146,7 @@ class Layers(Struct, dict=True):
         mask = f"{weight.name.removesuffix(_PRUNED)}_mask" if weight else None
         return mask in self._weights.located
 
-    def copied(self) -> Iterator[Problem]:
+    def copied_moments(self) -> Iterator[Problem]:
         """Yield moments of matrices that equal another layer's, though the weights do not.
 
         Layers are what differs by numbers alone. Equal weights, such as those of experts copied
@@ -155,14 +155,14 @@ class Layers(Struct, dict=True):
         """
         pairs: dict[tuple[Numbers, Numbers], list[Pair]] = defaultdict(list)
         matrices: dict[tuple[Numbers, Numbers], set[str]] = defaultdict(set)
-        copies = dict.fromkeys(pair for pair in self._alike() if self._are_copies(*pair))
+        copies = dict.fromkeys(pair for pair in self._equal_heads() if self._are_copies(*pair))
         neighbors = (pair for pair in self._neighbors_of(copies) if self._are_copies(*pair))
         for one, other in [*copies, *neighbors]:
-            (_, kind), numbers = _spot(one)
-            pairs[numbers, _spot(other)[1]].append((one, other))
-            matrices[numbers, _spot(other)[1]].add(kind)
+            (_, kind), numbers = _kind_and_layer(one)
+            pairs[numbers, _kind_and_layer(other)[1]].append((one, other))
+            matrices[numbers, _kind_and_layer(other)[1]].add(kind)
         pairs_of = Counter(kind for kinds in matrices.values() for kind in kinds)
-        of_many = self._of_many() if pairs else set()
+        of_many = self._frequent_matrices() if pairs else set()
         for (layer, other_layer), matches in pairs.items():
             kinds = matrices[layer, other_layer]
             is_one = all(pairs_of[kind] == 1 and (kind, layer) in of_many for kind in kinds)
@@ -171,7 +171,7 @@ class Layers(Struct, dict=True):
                 message += " bit for bit, but the weights differ"
                 yield Problem(message, "moments-copied", tensor=other)
 
-    def _of_many(self) -> set[tuple[str, Numbers]]:
+    def _frequent_matrices(self) -> set[tuple[str, Numbers]]:
         """Return the kinds and numbers of matrices of which there are many, beside any one pair.
 
         There are others of the same kind, and others in the same layer.
@@ -187,7 +187,7 @@ class Layers(Struct, dict=True):
             if of_kind[kind] > _PAIR and of_layer[kind.partition("#")[0], numbers] > 1
         }
 
-    def _alike(self) -> Iterator[Pair]:
+    def _equal_heads(self) -> Iterator[Pair]:
         """Yield pairs of moments that begin with the same bytes."""
         groups: dict[object, list[str]] = defaultdict(list)
         for name, moment in self.moments.items():
@@ -198,8 +198,8 @@ class Layers(Struct, dict=True):
 
     def _neighbors_of(self, copies: Collection[Pair]) -> Iterator[Pair]:
         """Yield the other moments of the layers of copies: a rank's part may begin inside one."""
-        layers = {(_spot(one)[1], _spot(other)[1]) for one, other in copies}
-        names = {_spot(name): name for name in self.moments} if layers else {}
+        layers = {(_kind_and_layer(one)[1], _kind_and_layer(other)[1]) for one, other in copies}
+        names = {_kind_and_layer(name): name for name in self.moments} if layers else {}
         for (kind, numbers), one in names.items():
             for layer, other_layer in layers:
                 other = names.get((kind, other_layer)) if numbers == layer else None
@@ -221,7 +221,7 @@ class Layers(Struct, dict=True):
         return is_copy and not are_equal(weights[0], weights[1], source)
 
 
-def _spot(moment: str) -> tuple[tuple[str, str], Numbers]:
+def _kind_and_layer(moment: str) -> tuple[tuple[str, str], Numbers]:
     """Return the kind of a moment and of its parameter, and the numbers in the parameter's name."""
     of = StateName.of(moment)
     of_parameter, numbers = abstract(of.parameter)

@@ -46,7 +46,7 @@ def states_by_name(states: Tensors, models: Tensors) -> Iterator[Slice]:
     for optimizer, shapes in optimizers.items():
         groups = _by_shape(((optimizer, number), shapes[number]) for number in sorted(shapes))
         other_weights = {*names.values()}
-        pairings = [_paired(groups, matrices, other_weights) for matrices in candidates]
+        pairings = [_pair_names(groups, matrices, other_weights) for matrices in candidates]
         best: dict[tuple[str, int], str] = max(pairings, key=len, default={})
         names |= best
     for name, key in numbered.items():
@@ -100,7 +100,7 @@ def _by_shape(shapes: Iterable[tuple[_T, Shape]]) -> dict[Shape, list[_T]]:
     return groups
 
 
-def _paired(
+def _pair_names(
     numbered: Mapping[Shape, Sequence[_T]],
     models: Mapping[Shape, Sequence[str]],
     other_weights: Collection[str],

@@ -70,15 +70,15 @@ def shape_problems(catalog: Catalog) -> Iterator[Problem]:
     pairs = list(_pairs(catalog))
     odd = [pair for pair in pairs if pair.state.shape != pair.shape]
     odd = [pair for pair in odd if not (pair.is_shared or pair.is_chosen)]
-    ranks = _projected(pairs) if odd else set()
+    ranks = _projection_ranks(pairs) if odd else set()
     for pair in (pair for pair in odd if pair.rank not in ranks):
         name = pair.state.name
         message = f"{name}: {list(pair.state.shape)}, but {pair.reference} is {list(pair.shape)}"
         yield Problem(message, "optimizer-shape", tensor=name)
-    yield from _of_another_model(catalog)
+    yield from _check_model(catalog)
 
 
-def _of_another_model(catalog: Catalog) -> Iterator[Problem]:
+def _check_model(catalog: Catalog) -> Iterator[Problem]:
     """Yield a problem if no state of numbered parameters has the shape of any of the model's.
 
     State of matrices alone may be projected, or of adapters that were merged into the model (LoRA),
@@ -155,7 +155,7 @@ def _flat(shape: Shape) -> Shape:
     return (math.prod(shape),)
 
 
-def _projected(pairs: Sequence[_Pair]) -> set[int | None]:
+def _projection_ranks(pairs: Sequence[_Pair]) -> set[int | None]:
     """Return the ranks that GaLore and APOLLO project gradients to: of a kind, all or none.
 
     Matrices outside layers are of one kind. No rank is larger than the smaller dim.

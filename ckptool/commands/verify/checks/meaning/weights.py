@@ -94,7 +94,7 @@ class Weights:
         weights = {name: self._weights[name] for name in shapes}
         model = without_averages(weights)
         if len(model) >= _SEVERAL and all(weight.first == 0 for weight in model.values()):
-            yield from self._of_zeros(elements, {name: shapes[name] for name in model})
+            yield from self._check_zeros(elements, {name: shapes[name] for name in model})
             return
         kinds: dict[tuple[str, Shape], list[str]] = defaultdict(list)
         for name, shape in shapes.items():
@@ -104,7 +104,7 @@ class Weights:
         with_moments = _with_moments(elements.located)
         trained = {name for name in weights if self._slices[name].name in with_moments}
         stacked = {name: weight for name, weight in weights.items() if self._slices[name].at}
-        exempt = _may_be_zero(weights, trained) | _padding(stacked) | _beside_zeros(weights)
+        exempt = _may_be_zero(weights, trained) | _padding_layers(stacked) | _unused_halves(weights)
         odd = [(kind, *o) for (kind, _), n in kinds.items() for o in _odd(n, weights, exempt)]
         zero = [self._slices[name].name for _, name, code, _ in odd if code == _ZERO]
         is_difference = bool(zero) and _is_difference(zero, elements)
@@ -115,7 +115,7 @@ class Weights:
                 yield Problem(message, code, tensor=part.name)
         not_finite = elements.content.read.not_finite
         entries = Entries(self._slices, elements.located)
-        for one, other, pairs in _alike_layers(shapes, weights):
+        for one, other, pairs in _twin_layers(shapes, weights):
             if any(self._slices.tensor(name) in not_finite for _, name in pairs):
                 continue  # that has a finding of its own
             entry_pairs = ((entries[name], entries[twin]) for name, twin in pairs)
@@ -124,7 +124,7 @@ class Weights:
                 message += f" {one[0]}{one[1]}, bit for bit"
                 yield Problem(message, "layers-equal", tensor=self._slices.tensor(pairs[0][1]))
 
-    def _of_zeros(self, elements: Elements, shapes: Mapping[str, Shape]) -> Iterator[Problem]:
+    def _check_zeros(self, elements: Elements, shapes: Mapping[str, Shape]) -> Iterator[Problem]:
         """Yield a problem for a model that is all zero, unless a name calls it a difference.
 
         An adapter of PEFT's MiSS begins as zeros, and only its file is called an adapter.
@@ -238,7 +238,7 @@ def _may_be_zero(weights: ByName, trained: Collection[str]) -> set[str]:
     goes through it, as in blocks added to a model, or those of attention, if they are not trained.
     """
     layers = layers_of(weights)
-    zero = _zero_of(layers, weights)
+    zero = _zero_kinds(layers, weights)
     counts = Counter(kinds for layer, kinds in zero.items() if kinds != layers[layer].keys())
     explained = {layer for layer, kinds in zero.items() if counts[kinds] > 1}
     for layer, kinds in zero.items():
@@ -248,10 +248,10 @@ def _may_be_zero(weights: ByName, trained: Collection[str]) -> set[str]:
         if (len(kinds) > 1 and kinds == outputs) or (kinds <= added and is_frozen):
             explained.add(layer)
     exempt = {layers[layer][kind] for layer in explained for kind in zero[layer]}
-    return exempt | _filling(weights)
+    return exempt | _padding_experts(weights)
 
 
-def _beside_zeros(weights: ByName) -> set[str]:
+def _unused_halves(weights: ByName) -> set[str]:
     """Return the first halves of LoRA whose second half is zero or missing: no adapter is there."""
     halves = (match for match in map(_FIRST_HALF.search, weights) if match)
     return {half.string for half in halves if _is_zero(_second_half(half), weights)}
@@ -266,7 +266,7 @@ def _is_zero(name: str, weights: ByName) -> bool:
     return name not in weights or weights[name].first == 0
 
 
-def _zero_of(
+def _zero_kinds(
     layers: Mapping[_Layer, Mapping[str, str]], weights: ByName
 ) -> dict[_Layer, frozenset[str]]:
     """Return the kinds of each layer's matrices that are all zero."""
@@ -276,10 +276,10 @@ def _zero_of(
     }
 
 
-def _padding(stacked: ByName) -> set[str]:
+def _padding_layers(stacked: ByName) -> set[str]:
     """Return the matrices of the last layers of stacks that are all zero: padding of stages."""
     layers = layers_of(stacked)
-    zero = _zero_of(layers, stacked)
+    zero = _zero_kinds(layers, stacked)
     last: list[str] = []
     for head, ordered in groupby(sorted(layers), key=itemgetter(0)):
         whole = takewhile(lambda at: zero[at] == layers[at].keys(), reversed(list(ordered)))
@@ -287,7 +287,7 @@ def _padding(stacked: ByName) -> set[str]:
     return {name for name in stacked if last and name.startswith(tuple(last))}
 
 
-def _filling(weights: ByName) -> set[str]:
+def _padding_experts(weights: ByName) -> set[str]:
     """Return the experts that are zero in each of several layers: padding of ranks."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in weights:
@@ -299,7 +299,7 @@ def _filling(weights: ByName) -> set[str]:
     return {name for names in zero if len(names) > 1 for name in names}
 
 
-def _alike_layers(
+def _twin_layers(
     shapes: Mapping[str, Shape], weights: ByName
 ) -> Iterator[tuple[_Layer, _Layer, list[tuple[str, str]]]]:
     """Yield two layers that begin with the same bytes, and their pairs of matrices, if few do."""
