@@ -187,9 +187,9 @@ def _group_names(mesh: Mesh, rank: int, how: MeshRecord) -> list[str]:
     names, first = [], 1
     for dim, size in enumerate(mesh.shape):
         strides = row_major_strides(mesh.shape[:dim] + mesh.shape[dim + 1 :], 1)
-        others = coordinate[:dim] + coordinate[dim + 1 :]
+        rest = coordinate[:dim] + coordinate[dim + 1 :]
         is_first = takes_first and size == mesh.size
-        group = first + sum(at * step for at, step in zip(others, strides, strict=True))
+        group = first + sum(at * step for at, step in zip(rest, strides, strict=True))
         names.append("0" if is_first else str(group))
         first += 0 if is_first else mesh.size // size
     return names
