@@ -25,7 +25,8 @@ from ckptool.formats.deepspeed.experts import (
     read_experts,
     require_experts,
 )
-from ckptool.formats.deepspeed.flat_runs import MASTER, RankContents
+from ckptool.formats.deepspeed.flat_runs import MASTER, RankContents, Shapes
+from ckptool.formats.deepspeed.slice_mappings import read_mapped_groups
 from ckptool.formats.deepspeed.states import (
     State,
     dict_or_empty,
@@ -241,6 +242,15 @@ def _add_stage_3(contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: in
     return {name for group in shapes for name in group}
 
 
+def _add_partitions(
+    contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: int, groups: Sequence[Shapes]
+) -> set[str]:
+    """Add what the optimizer's files of ZeRO 1 and 2 hold; return the trained parameters."""
+    groups = groups or read_mapped_groups(checkpoint, mp)
+    add_flat_groups(contents, checkpoint, mp, groups)
+    return {name for group in groups for name in group}
+
+
 def _add_module_and_optimizer(
     contents: RankContents, checkpoint: DeepSpeedCheckpoint, mp: int
 ) -> set[str] | None:
@@ -249,7 +259,7 @@ def _add_module_and_optimizer(
     groups = read_shape_groups(state)
     trained: set[str] | None = {name for group in groups for name in group} or None
     if checkpoint.optimizers:
-        contents.attempt(add_flat_groups, checkpoint, mp, groups)
+        trained = contents.attempt(_add_partitions, checkpoint, mp, groups) or trained
     elif not groups:
         trained = contents.attempt(add_whole_optimizers, checkpoint, mp)
         for of_expert in checkpoint.select(checkpoint.expert_optimizers, mp):

@@ -15,7 +15,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptool.errors import Damaged
 from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint, RankState
@@ -41,6 +41,7 @@ from ckptool.serialization.state_dict.leaves import PlainLeaf
 
 _ANY = 1 << 62
 _Member = tuple[RankState, FlatSlot]
+_Each = TypeVar("_Each")
 
 
 def add_flat_groups(
@@ -51,13 +52,12 @@ def add_flat_groups(
     A group of experts has fewer partitions than there are ranks; if data parallelism comes before
     expert parallelism, the ranks of one expert are consecutive.
     """
-    config = checkpoint.models[0, mp].inner("ds_config")
-    data_first = config.get("use_data_before_expert_parallelism") is True
     ranks = checkpoint.partitions(mp)
+    data_first = is_set(checkpoint, mp, "use_data_before_expert_parallelism")
     first = ranks[0].state
-    order = _list_group_names(first)
+    order = list_group_names(first)
     slots = [
-        _sort_groups(_read_flat_slots(rank.state), _list_group_names(rank.state), order)
+        sort_groups(_read_flat_slots(rank.state), list_group_names(rank.state), order)
         for rank in ranks
     ]
     if any(len(rank_slots) != len(groups) for rank_slots in slots):
@@ -67,7 +67,7 @@ def add_flat_groups(
             "tensor-record",
         )
     require_distinct_ranks(ranks, slots)
-    counts = _read_partition_counts(first, len(groups), len(ranks))
+    counts = read_partition_counts(first, len(groups), len(ranks))
     paddings = _read_paddings(first, groups)
     for number, shapes in enumerate(groups):
         group = [rank_slots[number] for rank_slots in slots]
@@ -76,14 +76,26 @@ def add_flat_groups(
         global_names = [name for names in experts for name in names.values()]
         refuse_kinds(contents, group, global_names, ranks[0].rank)
         for expert_rank, names in enumerate(experts):
-            chosen = _select_members(len(ranks), parts, expert_rank, data_first)
+            chosen = select_members(len(ranks), parts, expert_rank, data_first)
             members = [(ranks[dp], group[dp]) for dp in chosen]
             keep_own_scalars(checkpoint.source, [slot for _, slot in members])
             _add_group(contents, members, shapes, names, paddings[number])
         add_other(contents, checkpoint.source, ranks, group, number)
 
 
-def _list_group_names(state: State) -> list[tuple[Any, int]]:
+def is_set(checkpoint: DeepSpeedCheckpoint, mp: int, *path: str) -> bool:
+    """Return whether a setting is on, which beside experts the optimizer's files alone may have."""
+    *sections, key = path
+    for state in (checkpoint.models[0, mp], checkpoint.optimizers[0, mp]):
+        settings = state.inner("ds_config")
+        for section in sections:
+            settings = settings.inner(section)
+        if settings.get(key) is True:
+            return True
+    return False
+
+
+def list_group_names(state: State) -> list[tuple[Any, int]]:
     """Return each group's name, which only those of experts have, and how many had it before."""
     if not isinstance(state.stored.get("base_optimizer_state"), dict):
         return []
@@ -91,23 +103,24 @@ def _list_group_names(state: State) -> list[tuple[Any, int]]:
     return [(name, names[:at].count(name)) for at, name in enumerate(names)]
 
 
-def _sort_groups(
-    slots: list[FlatSlot], names: list[tuple[Any, int]], order: list[tuple[Any, int]]
-) -> list[FlatSlot]:
+def sort_groups(
+    slots: list[_Each], names: list[tuple[Any, int]], order: list[tuple[Any, int]]
+) -> list[_Each]:
     """Sort groups as the first rank has them: DeepSpeed sorts those of experts by random hashes."""
     if len(order) != len(slots) or set(names) != set(order):
         return slots
     return [slots[names.index(name)] for name in order]
 
 
-def _select_members(ranks: int, parts: int, expert_rank: int, data_first: bool) -> list[int]:
+def select_members(ranks: int, parts: int, expert_rank: int, data_first: bool) -> list[int]:
     """Return the data-parallel ranks of one expert-parallel rank's partitions, in order."""
     experts = ranks // parts
     first, step = (expert_rank * parts, 1) if data_first else (expert_rank, experts)
     return [first + step * part for part in range(parts)]
 
 
-def _read_partition_counts(state: State, groups: int, ranks: int) -> list[int]:
+def read_partition_counts(state: State, groups: int, ranks: int) -> list[int]:
+    """Return into how many partitions each group is cut: those of experts, into fewer."""
     stored = state.get("partition_count")
     counts = list(
         map(read_natural, stored if isinstance(stored, list | tuple) else [stored] * groups)
