@@ -24,6 +24,7 @@ from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.engine.share import ALL, Share
 from ckptool.engine.write.disk_target import DiskTarget, was_to_replace
+from ckptool.engine.write.room import room_left
 from ckptool.engine.write.run import fetched_ahead, workers_within_budget
 from ckptool.engine.write.stage import FINISH, WHOLE, Stage, StageOptions, part_role
 from ckptool.engine.write.work import Work
@@ -216,10 +217,12 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
 
     def _failure(self, error: OSError | TransferError, stage: Stage) -> TransferError:
         """Return the error with the target's path and, if that helps, a hint at ``--resume``."""
-        head = f"{self.target}: "
+        head, path = f"{self.target}: ", on_disk(self.target)
+        cause = error if isinstance(error, OSError) else error.__cause__
+        room = "" if path is None else room_left(path.parent, cause)
         if isinstance(error, OSError):
             error = failure_of(error, head)
-        message = Problem(head + error.message.removeprefix(head), error.message.code)
+        message = Problem(head + error.message.removeprefix(head) + room, error.message.code)
         hints = (error.hint, self._next_step(stage), stage.target.remains())
         return TransferError(message, hint="; ".join(filter(None, hints)) or None)
 

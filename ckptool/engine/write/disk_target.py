@@ -19,8 +19,6 @@ from ckptool.engine.write.existing import (
     remove_own,
     remove_staged,
     require_no_foreign,
-    require_short_names,
-    require_space,
     require_whole,
     staged_files,
     stamps,
@@ -28,6 +26,7 @@ from ckptool.engine.write.existing import (
 )
 from ckptool.engine.write.journal import Journal, Journals
 from ckptool.engine.write.parts import PartState, run_head, unfinished_parts
+from ckptool.engine.write.room import require_short_names, require_space
 from ckptool.engine.write.run import run
 from ckptool.engine.write.schemas import (
     FileMark,
@@ -94,7 +93,7 @@ class DiskTarget(Target):
                 if head.parts:
                     raise unfinished_parts(self.path, head.parts)
         if role.part is not None or not options.resume:
-            require_space(self.path.parent, self._layout.nbytes, self.folder, self._sizes)
+            require_space(self.path.parent, self.folder, self._sizes)
         elif not self.is_partial():
             raise nothing_to_resume(self.path)
         elif options.overwrite and self._note.read() is None:  # else a commit was begun

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +20,6 @@ from ckptool.storage.commit_note import Stamp, side_name
 from ckptool.storage.disk import (
     folder_identity,
     is_real_folder,
-    nearest_folder,
     open_folder,
     rename_new,
 )
@@ -83,7 +81,7 @@ def remove_staged(folder: Path, sizes: Mapping[str, int]) -> None:
     Raises Unsupported if something else is in it: then all of it stays.
     """
     require_no_foreign(folder, sizes)
-    remove_own(folder, _written_files(folder, sizes))
+    remove_own(folder, written_files(folder, sizes))
     folder.rmdir()
 
 
@@ -92,7 +90,7 @@ def require_no_foreign(folder: Path, sizes: Mapping[str, int]) -> None:
 
     ``sizes`` are the bytes of each of its complete files.
     """
-    foreign = kept_entries(folder, _written_files(folder, sizes))
+    foreign = kept_entries(folder, written_files(folder, sizes))
     if foreign:
         raise Unsupported(
             f"{folder}: holds {list_some(foreign)}, which ckptool did not write or did not record;"
@@ -109,37 +107,7 @@ def require_whole(folder: Path, sizes: Mapping[str, int]) -> None:
         raise TransferError(f"{list_some(missing)}: removed or cut short after it was written")
 
 
-def require_space(folder: Path, nbytes: int, staged: Path, sizes: Mapping[str, int]) -> None:
-    """Raise Unsupported if the disk of a folder lacks room for what is to be written into it.
-
-    Files with these ``sizes`` that are already ``staged`` need none.
-    """
-    free = shutil.disk_usage(nearest_folder(folder)).free
-    free += sum(512 * status.st_blocks for status in _written_files(staged, sizes).values())
-    if nbytes > free:
-        raise Unsupported(
-            f"{folder}: {nbytes:,} bytes are needed, {free:,} are free",
-            hint=f"free {nbytes - free:,} bytes, or write to another disk",
-        )
-
-
-def require_short_names(folder: Path, names: Collection[str], hint: str) -> None:
-    """Raise Unsupported if the file system of a folder does not allow names as long as these.
-
-    Not every file system knows its limit: some report 0, or none.
-    """
-    nearest, parts = nearest_folder(folder), {part for path in names for part in path.split("/")}
-    paths = {f"{folder}/{path}" for path in names}
-    for what, limit, texts in (("file names", "NAME", parts), ("paths", "PATH", paths)):
-        most = os.pathconf(nearest, f"PC_{limit}_MAX")
-        for text in texts if most > 0 else ():
-            nbytes = len(text.encode(errors="replace"))
-            if nbytes > most:
-                message = f"{folder}: {what} have at most {most:,} bytes, {text} has {nbytes:,}"
-                raise Unsupported(message, hint=hint)
-
-
-def _written_files(folder: Path, sizes: Mapping[str, int]) -> dict[str, os.stat_result]:
+def written_files(folder: Path, sizes: Mapping[str, int]) -> dict[str, os.stat_result]:
     """Return the statuses of files in a folder that a run has written, complete or not."""
     return {
         name: status

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptool.core.layout import Data, Literal, Part, Verbatim
 from ckptool.engine.checksum import CrcPiece, crc32, crc32_combine, join_crcs
 from ckptool.engine.read.planned import PlannedPiece
-from ckptool.errors import TransferError
+from ckptool.errors import TransferError, refused_hint
 from ckptool.storage.disk import begin_sync, open_unfollowed
 
 WRITE = 1 << 20
@@ -169,7 +169,8 @@ def write_at(descriptor: int, path: str, offset: int, data: memoryview) -> None:
         try:
             done += os.pwrite(descriptor, data[done : done + WRITE], offset + done)
         except OSError as error:
-            raise TransferError(f"{path}: {error.strerror} at byte {offset + done:,}") from None
+            message = f"{path}: {error.strerror} at byte {offset + done:,}"
+            raise TransferError(message, hint=refused_hint(error)) from error
 
 
 def _close_all(descriptors: dict[str, int]) -> None:

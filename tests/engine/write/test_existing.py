@@ -30,14 +30,13 @@ from ckptool.engine.write.existing import (
     remove_staged,
     require_no_conflict,
     require_no_foreign,
-    require_short_names,
-    require_space,
     require_whole,
     staged_files,
     stamps,
     stands_whole,
     statuses,
 )
+from ckptool.engine.write.room import require_short_names, require_space
 from ckptool.engine.write.stage import StageOptions
 from ckptool.errors import Committed, TransferError, Unsupported
 
@@ -144,14 +143,34 @@ def test_what_was_written_must_still_be_there_whole(folder: Path) -> None:
 
 def test_a_disk_needs_room_for_what_is_not_staged_yet(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "not" / "there" / "yet"
-    require_space(target, 1, folder, SIZES)
-    with pytest.raises(Unsupported, match=r"yet: 4,611,686,018,427,387,904 bytes are needed, .*"):
-        require_space(target, 1 << 62, folder, SIZES)
+    require_space(target, folder, SIZES)
+    with pytest.raises(Unsupported, match=r"yet: 4,611,686,018,427,404,288 bytes are needed, .*"):
+        require_space(target, folder, {"large": 1 << 62})
+
+
+@pytest.mark.parametrize(
+    ("blocks", "files", "why"),
+    [
+        (6, 100, "28,672 bytes are needed, 24,576 are free"),
+        (100, 6, "7 files are to be written, and the disk has room for 6 more"),
+    ],
+)
+def test_each_file_takes_whole_blocks_and_a_place_of_its_own(
+    blocks: int, files: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three files, and four notes of the run."""
+    free = os.statvfs_result((4096, 4096, 100, blocks, blocks, 100, files, files, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda folder: free)
+    sizes = {"a": 1, "b": 4096, "c": 4095}
+    with pytest.raises(Unsupported, match=why):
+        require_space(tmp_path, tmp_path / "staged", sizes)
+    free = os.statvfs_result((4096, 4096, 100, 7, 7, 100, 7, 7, 0, 255))
+    require_space(tmp_path, tmp_path / "staged", sizes)
 
 
 def test_a_file_is_in_the_way_of_a_folder_to_write_into(folder: Path) -> None:
     with pytest.raises(Unsupported, match="a: not a folder to write into"):
-        require_space(folder / "a" / "target", 1, folder, SIZES)
+        require_space(folder / "a" / "target", folder, SIZES)
 
 
 def test_names_are_as_long_as_the_disk_allows(folder: Path) -> None:
