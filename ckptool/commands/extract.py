@@ -115,8 +115,8 @@ def open_slices(source: Location, texts: Sequence[str], options: ExtractOptions)
     casts = options.rewrite.casts
     if casts is not None and casts.model is not None:  # an exact name is meant, weight or not
         casts = Casts(None, (*casts.rules, ("*", casts.model)))
-    chosen = RewriteOptions(selection=names, casts=casts, dequantize=options.rewrite.dequantize)
-    catalog = rewrite(opened, chosen, check=require_agreement).catalog
+    rewriting = RewriteOptions(selection=names, casts=casts, dequantize=options.rewrite.dequantize)
+    catalog = rewrite(opened, rewriting, check=require_agreement).catalog
     whole = catalog.tensors
     problems = [gap for name in subscripts if (gap := coverage_problem(whole[name])) is not None]
     if problems:

@@ -258,10 +258,10 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
     problems = [problem] if (problem := unfinished_problem(source)) is not None else []
     problems += unlisted_problems(candidate.unlisted)
     headers = dict[str, SafetensorsFile]()
-    scanning = replace(scan_options(options, candidate.format, problems), headers=headers)
+    scan = replace(scan_options(options, candidate.format, problems), headers=headers)
     catalog = None
     try:
-        catalog = _scan(candidate, scanning)
+        catalog = _scan(candidate, scan)
     except (Unrecognized, UsageError):
         raise
     except CkptoolError as error:

@@ -207,19 +207,19 @@ def select_entries(catalog: Catalog, selection: Selection) -> Selected:
 
 def _rename(catalog: Catalog, selection: Selection) -> tuple[Catalog, RenamedCounts]:
     """Return a catalog renamed as requested, and how much was; UsageError for invalid requests."""
-    renamed = catalog
+    result = catalog
     if selection.strip_prefix is not None:
-        renamed = strip_prefix(renamed, selection.strip_prefix)
+        result = strip_prefix(result, selection.strip_prefix)
     for rule in selection.rename:
-        renamed = rename_by(renamed, rule)
+        result = rename_by(result, rule)
     counts = (
         sum(before != after for before, after in zip(*names, strict=True))
         for names in (
-            (catalog.tensors, renamed.tensors),
-            (catalog.objects, renamed.objects),
+            (catalog.tensors, result.tensors),
+            (catalog.objects, result.objects),
         )
     )
-    return renamed, RenamedCounts(*counts)
+    return result, RenamedCounts(*counts)
 
 
 def _may_be_of_model(name: str, why: str) -> bool:

@@ -52,8 +52,7 @@ def unread_files(
     unfinished = [problem for name in unread if (problem := unfinished_file(name))]
     unread = [name for name in unread if unfinished_file(name) is None]
     folders = dict(_checkpoints(candidate, catalog.files, unread))
-    heads = tuple(f"{folder}/" for folder in folders)
-    files = [name for name in unread if not name.startswith(heads)]
+    files = [name for name in unread if not name.startswith(tuple(f"{f}/" for f in folders))]
     notes = _file_notes(files, is_of_trainer=TRAINER_STATE in sizes)
     return [*unfinished, *_folder_notes(candidate, folders), *notes]
 
@@ -62,21 +61,21 @@ def _checkpoints(
     candidate: Candidate, used: Iterable[str], unread: Iterable[str]
 ) -> Iterator[tuple[str, str]]:
     """Yield the folders of unread files that are checkpoints by themselves, and their formats."""
-    occupied = {str(parent) for name in used for parent in PurePosixPath(name).parents}
+    used_folders = {str(parent) for name in used for parent in PurePosixPath(name).parents}
     neighbours = set(candidate.beside)
     inside = (PurePosixPath(name).parents for name in unread if name not in neighbours)
     folders = dict.fromkeys(str(folder) for parents in inside for folder in reversed(parents))
-    free = [folder for folder in folders if folder not in occupied and folder != "."]
-    covered: list[str] = []
-    for folder in free[:_MOST_FOLDERS]:
-        if any(folder.startswith(f"{around}/") for around in covered):
+    candidates = [folder for folder in folders if folder not in used_folders and folder != "."]
+    checkpoints: list[str] = []
+    for folder in candidates[:_MOST_FOLDERS]:
+        if any(folder.startswith(f"{around}/") for around in checkpoints):
             continue
         try:
             row = candidate.detect_below(folder)
         except CkptoolError:
             continue
         if row is not None:
-            covered.append(folder)
+            checkpoints.append(folder)
             yield folder, row.name
 
 

@@ -124,11 +124,11 @@ def _fold_states(lines: list[TensorLine], looks: Looks) -> list[TensorLine]:
         head, _, state = line.name.rpartition(".")
         is_state = line.part == "optimizer" and head and not re.search(r"[{}*]", state)
         groups.setdefault((head, looks(line.entry)) if is_state else (line,), []).append(line)
-    joined = []
+    result = []
     for first, *rest in groups.values():
         head, _, state = first.name.rpartition(".")
         states = ",".join([state, *(line.name.rpartition(".")[2] for line in rest)])
         name = f"{head}.{{{states}}}" if rest else first.name
         count = sum(line.count for line in (first, *rest))
-        joined.append(replace(first, name=name, count=count))
-    return joined
+        result.append(replace(first, name=name, count=count))
+    return result

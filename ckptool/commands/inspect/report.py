@@ -149,9 +149,9 @@ def inspect_readable(path: Location, options: ReadOptions = AS_DETECTED) -> Insp
         opened = remains.opened
         if opened is None or not (opened.catalog.tensors or opened.catalog.objects):
             raise
-        described = report(opened)
-        problems = dict.fromkeys((*error.problems, *remains.problems, *described.problems))
-        return replace(described, problems=tuple(problems), error=error)
+        result = report(opened)
+        problems = dict.fromkeys((*error.problems, *remains.problems, *result.problems))
+        return replace(result, problems=tuple(problems), error=error)
 
 
 def _release(error: BaseException) -> None:

@@ -71,20 +71,20 @@ def check_map(path: Location, options: MapOptions) -> MapCheck:
     configs = [*records(opened.source, opened.catalog, options.assets)]
     configs += records_around(opened.path, opened.catalog).values()
     matcher = Matcher(key_map, facts(key_map, configs, options.dims).of(catalog, key_map), "model")
-    frames, left = find_frames(catalog, matcher.knows, matcher.knows)
-    problem, hint = None, dequantizing_hint(catalog, left) or unwrapping_hint(left, matcher.knows)
-    if not left:
+    frames, rest = find_frames(catalog, matcher.knows, matcher.knows)
+    problem, hint = None, dequantizing_hint(catalog, rest) or unwrapping_hint(rest, matcher.knows)
+    if not rest:
         try:
             map_checkpoint(opened, opened.open_containers(catalog), options)
         except CkptoolError as error:
             problem, hint = error.message, error.hint
-    names = tuple(_unmatched_names(left, key_map))
+    names = tuple(_unmatched_names(rest, key_map))
     return MapCheck(
         key_map.name,
         key_map.source,
         key_map.target,
         len(catalog.tensors),
-        len(catalog.tensors) - len(left),
+        len(catalog.tensors) - len(rest),
         names,
         tuple(_unused_patterns(key_map, frames, matcher, [unmatched.name for unmatched in names])),
         problem,

@@ -111,8 +111,8 @@ def _map_of_experts(
         raise UsageError(f"--map and {flag} cannot be combined", hint="use one after the other")
     if not any("experts." in name for name in catalog.tensors):
         raise UsageError(f"{flag}: no tensor of the model has `experts.` in its name")
-    separating = [key_map for key_map in builtin_maps().values() if key_map.source == PACKED]
-    ways, reverse_ways = separating, [key_map.inverse for key_map in separating]
+    maps = [key_map for key_map in builtin_maps().values() if key_map.source == PACKED]
+    ways, reverse_ways = maps, [key_map.inverse for key_map in maps]
     if options.experts == EXPERTS[0]:
         ways, reverse_ways = reverse_ways, ways
     if candidates := _fitting(catalog, records, ways):

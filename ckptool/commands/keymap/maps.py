@@ -134,25 +134,25 @@ def _map_by(
     records = [*inside, *around.values()]
     key_map, reason = choose_map(catalog, records, options)
     types = model_types(records)
-    if grouped := fused_otherwise(key_map.rules, types):
+    if tensor := fused_otherwise(key_map.rules, types):
         raise Unsupported(
-            f"map {key_map.name}: {grouped!r} stores rows by group, but {types[0]} stores them"
+            f"map {key_map.name}: {tensor!r} stores rows by group, but {types[0]} stores them"
             " in consecutive blocks",
             hint="blocks are written [(head dim | kv dim | kv dim) hidden]",
         )
     recorded = merge(records)
-    differs = "" if not types or is_for(key_map, types) else _other_model(key_map, recorded, types)
+    warning = "" if not types or is_for(key_map, types) else _other_model(key_map, recorded, types)
     facts_known = facts(key_map, records, options.dims)
     if facts_known != facts(key_map, inside, options.dims):
         reason += f", with sizes from {', '.join(around)}"
     try:
-        mapped = apply_map(catalog, key_map, facts_known)
+        result = apply_map(catalog, key_map, facts_known)
     except UnknownSizes as error:
         raise _unknown_sizes(error, key_map) from None
-    counted = _compare_counts(key_map, catalog, mapped.catalog, recorded, whole=whole)
+    warnings = _compare_counts(key_map, catalog, result.catalog, recorded, whole=whole)
     config, lacks = (None, "")
     if key_map.target == HUGGING_FACE:
-        config, lacks = recorded_config(inside, mapped.catalog)
+        config, lacks = recorded_config(inside, result.catalog)
         folders = [place.removesuffix(f"/{CONFIG}") for place in around if place.endswith(CONFIG)]
         if config is None and folders and options.assets is None:
             lacks += f" ({folders[0]} has one)"
@@ -161,14 +161,14 @@ def _map_by(
         key_map.source,
         key_map.target,
         reason,
-        mapped.moves,
-        mapped.excluded,
-        mapped.computed,
-        tuple(filter(None, [differs, *counted, *_unusual(key_map)])),
+        result.moves,
+        result.excluded,
+        result.computed,
+        tuple(filter(None, [warning, *warnings, *_unusual(key_map)])),
         config,
         lacks,
     )
-    return replace(mapped.catalog, notes=(*mapped.catalog.notes, *report.notes)), report
+    return replace(result.catalog, notes=(*result.catalog.notes, *report.notes)), report
 
 
 def _unusual(key_map: KeyMap) -> list[str]:

@@ -88,13 +88,13 @@ def prepare_merge(
     recipe = read_recipe(sources, options.expression)
     writer = named_writer(how.to, target) if options.mesh is None else None
     merged = open_merged(recipe, how.read, how.rewrite, target)
-    planned: Transfer[Any]
+    transfer: Transfer[Any]
     if options.mesh is None:
         writer = writer or own_writer(merged.opened, target)
-        planned = plan_conversion(merged.opened, merged.rewritten, writer, target, how)
+        transfer = plan_conversion(merged.opened, merged.rewritten, writer, target, how)
     else:
-        planned = _plan_for_mesh(merged, target, options)
-    common = {name: getattr(planned.report, name) for name in RewrittenReport.__struct_fields__}
+        transfer = _plan_for_mesh(merged, target, options)
+    common = {name: getattr(transfer.report, name) for name in RewrittenReport.__struct_fields__}
     casts = [match for match in common["matched"] if match.option == "--dtype"]
     common |= {"matched": (*merged.matched, *casts), "excluded": merged.excluded}
     report = MergeReport(
@@ -102,8 +102,8 @@ def prepare_merge(
         sources=merged.sources,
         expressions=merged.expressions,
     )
-    decided = planned.decided, recipe, merged.decided
-    return Transfer(merged.opened, planned.plan, target, how.transfer, report, decided)
+    decided = transfer.decided, recipe, merged.decided
+    return Transfer(merged.opened, transfer.plan, target, how.transfer, report, decided)
 
 
 def _plan_for_mesh(merged: Merged, target: Location, options: MergeOptions) -> Transfer[Any]:

@@ -56,8 +56,7 @@ def apply_deltas(base: Operand, deltas: Sequence[Operand]) -> Computation:
     for link in chain:
         _require_known(link)
         _require_tensors(base, link)
-    tensors, expressions = dict[str, TensorEntry](), list[Expression]()
-    changes = KeptChanges()
+    tensors, expressions, changes = dict[str, TensorEntry](), list[Expression](), KeptChanges()
     for name, entry in base.catalog.tensors.items():
         links = [link for link in chain if name in link.operand.catalog.tensors]
         tensors[name] = _change(entry, links, changes) if links else entry
@@ -106,9 +105,9 @@ def _change(entry: TensorEntry, chain: Sequence[_Link], changes: KeptChanges) ->
 
 def _without_digests(catalog: Catalog, chain: Sequence[_Link]) -> Catalog:
     """Return a catalog without the checksums of tensors that change, as ModelExpress has them."""
-    changed = {name for link in chain for name in link.operand.catalog.tensors}
+    names = {name for link in chain for name in link.operand.catalog.tensors}
     metadata = {
-        file: {key: text for key, text in texts.items() if key not in changed}
+        file: {key: text for key, text in texts.items() if key not in names}
         for file, texts in catalog.metadata.items()
     }
     return replace(catalog, metadata={file: texts for file, texts in metadata.items() if texts})
@@ -158,9 +157,9 @@ def _require_order(base: Operand, chain: Sequence[_Link]) -> None:
 
 def _next_step(chain: Sequence[_Link], version: str, link: _Link) -> str:
     """Return the order in which deltas are a chain, or what is missing before one of them."""
-    ordered = list(_in_order(chain))
-    if len(ordered) == len(chain) and ordered != list(chain):
-        return f"in order they are {' '.join(other.path for other in ordered)}"
+    order = list(_in_order(chain))
+    if len(order) == len(chain) and order != list(chain):
+        return f"in order they are {' '.join(other.path for other in order)}"
     return f"give what leads from version {version} to {link.delta.base_version} before it"
 
 

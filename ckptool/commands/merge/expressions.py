@@ -100,16 +100,16 @@ def computed(
     type, and are whole in memory: nothing is computed ``in_pieces`` of them.
     """
     wide = BY_NAME["float32"]
-    stored = tuple(replace(entry, dtype=wide) if is_computed(entry) else entry for entry in parts)
+    inputs = tuple(replace(entry, dtype=wide) if is_computed(entry) else entry for entry in parts)
     part = StridedPart(template.shape, 0, row_major_strides(template.shape, 1))
     at = Computed(
-        stored,
+        inputs,
         part,
         compute,
         reads=reads,
         kept=memory,
         exceeds=exceeds,
-        in_pieces=in_pieces and not any(map(is_computed, stored)),
+        in_pieces=in_pieces and not any(map(is_computed, inputs)),
     )
     chunk = Chunk(Box.whole(template.shape), at)
     return replace(template, chunks=(chunk,), placements=None, mesh=None, stored=None)

@@ -127,10 +127,10 @@ class _Folding:
                     f" {list(old.shape)} that {self._adapter.settings.place} names"
                 )
             formula = ReplacedRows(rows)
-            changed = computed(old, [old, entry], formula, formula.reads)
+            new = computed(old, [old, entry], formula, formula.reads)
             label = self._adapter.operand.label
             text = f"{self._base.label} with {plural(len(rows), 'row')} of {label}"
-            self.changes[name] = Change(changed, text)
+            self.changes[name] = Change(new, text)
 
     def require_biases(self) -> None:
         """Raise Unsupported if biases were trained that the adapter does not have."""
@@ -216,9 +216,9 @@ class _Folding:
     def _without_lora(self) -> list[str]:
         """Return the base's modules that target_modules names without a LoRA: PEFT only warns."""
         ends = tuple(f".{target}" for target in self._adapter.settings.target_modules)
-        adapted = {f"{self._name(lora.module)}.weight" for lora in self._adapter.loras}
+        lora_weights = {f"{self._name(lora.module)}.weight" for lora in self._adapter.loras}
         weights = (name for name in self._tensors if name.endswith(".weight"))
-        modules = [name.removesuffix(".weight") for name in weights if name not in adapted]
+        modules = [name.removesuffix(".weight") for name in weights if name not in lora_weights]
         return [module for module in modules if f".{module}".endswith(ends)]
 
     def _require_new(self, key: str, entry: TensorEntry) -> None:

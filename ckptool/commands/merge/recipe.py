@@ -223,8 +223,8 @@ def _sum_terms(sources: Sequence[Location], options: ExpressionOptions) -> tuple
             f"{sources[0]}: --add and --minus take no SRC beside their own",
             hint="--onto BASE names what they are added to",
         )
-    signed = ((options.onto, 1.0), (options.add, options.scale), (options.minus, -options.scale))
-    terms = tuple(Term(place, weight) for place, weight in signed if place is not None)
+    pairs = ((options.onto, 1.0), (options.add, options.scale), (options.minus, -options.scale))
+    terms = tuple(Term(place, weight) for place, weight in pairs if place is not None)
     if len(terms) == 1 and (options.minus is not None or options.scale == 1):
         way, what = ("--add", "added to") if options.minus is None else ("--minus", "taken from")
         raise UsageError(

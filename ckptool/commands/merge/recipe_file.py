@@ -67,12 +67,12 @@ def _read(
         elif option is None:
             raise _unknown(key, [_SOURCES, *declared])
         else:
-            typed = _parse(key, value, option.kind.line)
+            argument = _parse(key, value, option.kind.line)
             if key in _PLACES:
-                typed = _place(typed, key, folder)
+                argument = _place(argument, key, folder)
             elif key == "take":
-                typed = {name: _place(text, key, folder) for name, text in typed.items()}
-            values[option.field] = option.parse(typed, key)
+                argument = {name: _place(text, key, folder) for name, text in argument.items()}
+            values[option.field] = option.parse(argument, key)
     return sources, ExpressionOptions(**values)
 
 

@@ -157,24 +157,24 @@ def _of_parameters(
     loras: list[Matrices], keys: list[str], naming: Naming, tensors: Tensors
 ) -> Iterator[Target]:
     """Yield the LoRAs of a module's parameters: the deepest was put on the first parameter."""
-    deepest = sorted(loras, key=lambda lora: -lora.depth)
+    loras = sorted(loras, key=lambda lora: -lora.depth)
     entries = {key: tensors[naming(key)] for key in keys}
     orders = [
         order
         for order in permutations(keys, len(loras))
-        if all(map(_fits, deepest, (entries[key] for key in order)))
+        if all(map(_fits, loras, (entries[key] for key in order)))
     ]
     if not orders:
         shapes = [f"{key} {list(entry.shape)}" for key, entry in entries.items()]
-        matrices = [f"{part.name} {list(part.shape)}" for part in deepest[0].both]
+        matrices = [f"{part.name} {list(part.shape)}" for part in loras[0].both]
         raise Unsupported(f"{' and '.join(matrices)} fit none of {list_some(shapes, _FEW)}")
     usual = {key.rpartition(".")[2] for key in keys} <= {*_NESTED}
     if len(orders) > 1 and not (usual and len(keys) == len(loras)):
         raise Undetermined(
-            f"{deepest[0].both[0].name}: fits several of {list_some(keys, _FEW)}, and PEFT does not"
+            f"{loras[0].both[0].name}: fits several of {list_some(keys, _FEW)}, and PEFT does not"
             " record which it is for"
         )
-    for lora, key in zip(deepest, orders[0], strict=True):
+    for lora, key in zip(loras, orders[0], strict=True):
         shape = entries[key].shape
         yield Target(lora, naming(key), key, shape[0] if len(shape) == 3 else 0)
 

@@ -66,13 +66,13 @@ class Ties:
         """
         copies = dict[str, Change]()
         for group in self._groups:
-            changed = [name for name in group if name in changes]
-            if len(changed) > 1:
+            names = [name for name in group if name in changes]
+            if len(names) > 1:
                 raise Unsupported(
-                    f"{list_some(changed, _FEW)} are one tensor in {self._base.opened.path}, and"
+                    f"{list_some(names, _FEW)} are one tensor in {self._base.opened.path}, and"
                     " the adapter changes each"
                 )
-            for name in changed:
+            for name in names:
                 self._require_tied(name, changes[name], tied=tied)
                 twins = [twin for twin in group if twin != name]
                 self._note(name, list_some(twins, _FEW))

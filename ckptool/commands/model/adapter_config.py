@@ -85,7 +85,7 @@ def _wrong_ranks(
     config: Record, tensors: Mapping[str, TensorEntry], place: str
 ) -> Iterator[Problem]:
     """Yield one problem for all matrices of other ranks than the config's."""
-    wrong = []
+    mismatches = []
     ranks = _Ranks(config)
     for where, value in ranks.unusable.items():
         message = f"{place} says {where} {value!r}, which is no rank: a number from 1 on"
@@ -97,10 +97,10 @@ def _wrong_ranks(
         is_parameter = ranks.is_parameter(matrix.module)
         fits = {rank for rank in expected if rank > 0 and matrix.rank % rank == 0}
         if matrix.rank not in expected and not (is_parameter and fits):
-            wrong.append((matrix, " or ".join(map(str, sorted(expected)))))
-    if wrong:
-        matrix, expected_text = wrong[0]
-        total = f" ({plural(len(wrong), 'tensor')} in all)" if len(wrong) > 1 else ""
+            mismatches.append((matrix, " or ".join(map(str, sorted(expected)))))
+    if mismatches:
+        matrix, expected_text = mismatches[0]
+        total = f" ({plural(len(mismatches), 'tensor')} in all)" if len(mismatches) > 1 else ""
         message = f"{place} says r {expected_text}, but {matrix.name} has rank {matrix.rank}{total}"
         yield Problem(message, "config-mismatch", file=place, tensor=matrix.name)
 
@@ -175,8 +175,8 @@ class _Ranks:
             if type(rank) is not int or rank < 1
         }
         parameters: Any = config.get("target_parameters")
-        listed = parameters if isinstance(parameters, list) else ()
-        self._parameters = [str(name).rpartition(".") for name in listed]
+        names = parameters if isinstance(parameters, list) else ()
+        self._parameters = [str(name).rpartition(".") for name in names]
 
     def of(self, module: str) -> set[int]:
         """Return the ranks that a module may have: one, unless patterns cannot be told.

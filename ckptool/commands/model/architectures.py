@@ -207,9 +207,9 @@ def _sizes(config: Record) -> dict[str, int] | None:
         return None
     sizes = {"layers": layers, "head": head, "q": heads * head, "kv": groups * head, "one": 1}
     for size, keys in _STATED.items():
-        stated = next((config[key] for key in keys if config.get(key) is not None), None)
-        if _are_counts(stated):
-            sizes[size] = stated
+        count = next((config[key] for key in keys if config.get(key) is not None), None)
+        if _are_counts(count):
+            sizes[size] = count
     return sizes if max(layers, sizes.get("experts", 0)) <= _MOST else None
 
 
@@ -221,10 +221,10 @@ def _tensors(kind: _Architecture, config: Record, sizes: Mapping[str, int]) -> I
     """Yield the name and dims of each tensor. Raises KeyError if experts are not counted."""
     yield from (*_FIRST, _LAST)
     flags = [flag for flag in kind.more if config.get(flag, flag in _ON)]
-    added = [text for flag in flags for text in kind.more[flag]]
+    extras = [text for flag in flags for text in kind.more[flag]]
     for layer in range(sizes["layers"]):
         parts = kind.experts if kind.experts and _has_experts(config, layer) else kind.dense
-        for text in (*kind.layer, *added, *parts):
+        for text in (*kind.layer, *extras, *parts):
             numbers = range(sizes["experts"]) if "{expert}" in text else (0,)
             for expert in numbers:
                 yield f"model.layers.{layer}.{text.replace('{expert}', str(expert))}"

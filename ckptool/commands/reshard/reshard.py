@@ -180,10 +180,10 @@ def plan_reshard(
     placer = placer or _placer(options)
     writer = _writer(options.to, opened)
     same_ranks = writer.loading.has_rank_state and opened.catalog.world_size == placer.mesh.size
-    selected = select_entries(opened.catalog, options.rewrite.selection)
-    rest, dropped = resolve_rank_state(selected.catalog, options.rank_state, same_ranks=same_ranks)
+    selection = select_entries(opened.catalog, options.rewrite.selection)
+    rest, dropped = resolve_rank_state(selection.catalog, options.rank_state, same_ranks=same_ranks)
     of_ranks = rank_state_notes(dropped, rest, placer.mesh, opened.catalog)
-    rewritten = _rewrite(opened, selected._replace(catalog=rest), target, options, ranks)
+    rewritten = _rewrite(opened, selection._replace(catalog=rest), target, options, ranks)
     assets = options.rewrite.map.assets
     catalog = in_families(rewritten.catalog, writer.writing.families)
     holdings = hold(catalog, placer, writer)
@@ -205,7 +205,7 @@ def plan_reshard(
             plan, opened.source, options.transfer.run, local=on_disk(target) is not None
         ),
         budget=options.transfer.run.budget,
-        **fields_of(rewritten, selected.catalog, options.rewrite),
+        **fields_of(rewritten, selection.catalog, options.rewrite),
         dropped=dropped,
         notes=(*catalog.notes, *of_ranks, *layout.notes),
     )
@@ -316,18 +316,18 @@ def load_costs(entries: Iterable[TensorEntry], placed: PlacedTensors) -> tuple[L
     nbytes = [0] * placed.mesh.size
     groups: dict[object, list[TensorEntry]] = defaultdict(list)
     for entry in entries:
-        stored = chunks_of(entry).cut
+        cut = chunks_of(entry).cut
         placements = placed.placements[entry.name]
-        groups[entry.shape, placements, entry.source_dtype, stored].append(entry)
+        groups[entry.shape, placements, entry.source_dtype, cut].append(entry)
     for entry, *rest in groups.values():
         index = ChunkIndex(entry)
         for position, shard in enumerate(placed.shards(entry)):
-            touched = {
+            chunks = {
                 id(overlap.chunk): overlap.chunk
                 for piece in shard.pieces
                 for overlap in index.find(piece.box)
             }
-            for chunk in touched.values():
+            for chunk in chunks.values():
                 files[position].add(chunk.at.file)
                 once = chunk.box.volume * entry.source_dtype.itemsize
                 nbytes[position] += once * (1 + len(rest))

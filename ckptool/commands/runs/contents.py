@@ -58,10 +58,7 @@ def model_parts(step: Step, run: Run) -> frozenset[str]:
 
 @lru_cache(1 << 14)
 def _key(file: str, number: int | None) -> str | None:
-    """Return what a file is in each step, without its format, shard and the step's number.
-
-    None if training does not need it.
-    """
+    """Return a file's name without format, shard and step number; None if training needs it not."""
     folder, _, name = file.rpartition("/")
     if _STATE.fullmatch(name) is None or (name.startswith(".") and name != ".metadata"):
         return None
@@ -188,36 +185,34 @@ class Completeness:
     def _compare(self, step: Step) -> Mapping[object, frozenset[str]]:
         series = [s for s in self._run.steps if s.series == step.series and s.parts]
         files_in = {s.path: files_of(s, self._run) for s in series}
-        finished = {s.path for s in series if unfinished_reason(s, self._run) is None}
-        holders = Counter(file for path in finished for file in files_in[path])
+        finished_paths = {s.path for s in series if unfinished_reason(s, self._run) is None}
+        holders = Counter(file for path in finished_paths for file in files_in[path])
         lacks: dict[object, frozenset[str]] = {}
-        file_sets: list[frozenset[str]] = []  # of the whole steps so far
+        earlier: list[frozenset[str]] = []  # the files of the whole steps so far
         for other in series:
             files = files_in[other.path]
-            missing = self._missing(other, files, file_sets)
+            missing = self._missing(other, files, earlier)
             lacks[other.path] = frozenset(
-                file for file in missing if _is_usual(file, holders[file], len(finished))
+                file for file in missing if _is_usual(file, holders[file], len(finished_paths))
             )
-            if not lacks[other.path] and other.path in finished:
-                file_sets.append(files)
+            if not lacks[other.path] and other.path in finished_paths:
+                earlier.append(files)
         return lacks
 
-    def _missing(
-        self, step: Step, files: Set[str], file_sets: Sequence[frozenset[str]]
-    ) -> Iterator[str]:
-        """Yield which of the files that each whole step before has are missing in a step."""
-        if not file_sets:
+    def _missing(self, step: Step, files: Set[str], earlier: list[frozenset[str]]) -> Iterator[str]:
+        """Yield which of the files that all earlier whole steps have are missing in a step."""
+        if not earlier:
             return
-        common = frozenset.intersection(*file_sets)
+        common = frozenset.intersection(*earlier)
         roles = {key: "model" if key == _DCP_FILES else role_of(key) for key in common}
-        new_roles = {role_of(key) for key in files - frozenset().union(*file_sets)}
+        new_roles = {role_of(key) for key in files - frozenset().union(*earlier)}
         models = {key for key, role in roles.items() if role == "model"}
         if None in new_roles and models and models.isdisjoint(files):
             return  # saved otherwise: all may be in files of which no name says what they have
         for key in common - files:
             least = _CORE if roles[key] is not None else 2
             if (
-                len(file_sets) >= least
+                len(earlier) >= least
                 and roles[key] not in new_roles - {None}
                 and not self._has_fewer_ranks(key, files, step)
             ):

@@ -189,22 +189,22 @@ class _Conversion(Struct):
         if how.dry_run:
             reason = "there already: it would be compared" if target.exists() else ""
             return result("planned", nbytes=nbytes, reason=reason)
-        differs: str | None = ""
+        difference: str | None = ""
         if target.exists():
             self.notify(f"comparing {source} with {target}")
-            differs = self._difference(source, target)
-        if differs is None:
+            difference = self._difference(source, target)
+        if difference is None:
             return result("equal", nbytes=nbytes)
-        self._write(transfer, differs)
+        self._write(transfer, difference)
         return result("written", nbytes=nbytes)
 
-    def _write(self, transfer: Transfer[ConvertReport], differs: str) -> None:
+    def _write(self, transfer: Transfer[ConvertReport], difference: str) -> None:
         """Write a target, with ``resume`` or ``overwrite`` from where a run ended, if one did."""
         how, target = transfer.options, transfer.target
         self.notify(f"writing {target}")
         for resume in (True, False) if how.resume or how.overwrite else (False,):
-            if differs and not (resume or how.overwrite):
-                raise Unsupported(f"{target}: there already, and {differs}", hint="--overwrite")
+            if difference and not (resume or how.overwrite):
+                raise Unsupported(f"{target}: there already, and {difference}", hint="--overwrite")
             options = replace(how, resume=resume, overwrite=how.overwrite and not resume)
             try:
                 report = replace(transfer, options=options).run(self.progress)

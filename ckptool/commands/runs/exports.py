@@ -121,8 +121,8 @@ class Exports:
         folder = step.path.parent.name if step.path.parent != self._run.path else ""
         rest = re.sub(_COPY, "", without_words(folder)).strip("-_.")
         if re.search(_COPY, folder) is not None and not rest:
-            around = step.home.parent
-            return [s for s in other_steps if around in (s.home, *s.home.parents)]
+            parent = step.home.parent
+            return [s for s in other_steps if parent in (s.home, *s.home.parents)]
         if re.search(_COPY, step.path.name) is not None:
             return [other for other in other_steps if other.home == step.home]
         return None

@@ -142,12 +142,12 @@ class Models:
         if earlier[0].path not in self._first:
             self._first[earlier[0].path] = self._find_first(earlier)
         firsts, models = self._first[earlier[0].path], _models_of(step, surveys)
-        moved = {n for place, model in models.items() for n in model.new_since(firsts.get(place))}
+        gains = {n for place, model in models.items() for n in model.new_since(firsts.get(place))}
         for place, model in models.items():
             first = firsts.get(place)
             if first is None or model.is_another_than(first):
                 continue
-            if names := [name for name in model.lost_since(first) if name not in moved]:
+            if names := [name for name in model.lost_since(first) if name not in gains]:
                 where = f"{place}: " if place else ""
                 return f"{where}{list_some(names, _SHOWN)}: missing, {first.step} has it"
         return None

@@ -169,11 +169,11 @@ def _by_time_or_number(run: Run, steps: list[Step]) -> list[Place]:
     if len(steps) < 2 or not all(step.name.bare is not None for step in steps):
         return places
     by_number = sorted(places, key=lambda place: (place[2].name.bare or 0, *place[0]))
-    latest = 0.0
+    latest_time = 0.0
     for (time,), _, _ in by_number:
-        if time < latest - AT_ONCE:
+        if time < latest_time - AT_ONCE:
             return places
-        latest = max(latest, time)
+        latest_time = max(latest_time, time)
     return [(key, 0, replace(step, placed=_BY_NUMBER)) for key, _, step in by_number]
 
 

@@ -87,8 +87,8 @@ def separate_trainings(run: Location, entries: Sequence[Step]) -> Iterator[Step]
     for series, steps in steps_of.items():
         groups: list[set[str]] = []
         for parts in steps.values():
-            joined = parts.union(*(group for group in groups if group & parts))
-            groups = [joined, *(group for group in groups if not group & parts)]
+            union = parts.union(*(group for group in groups if group & parts))
+            groups = [union, *(group for group in groups if not group & parts)]
         for parts in groups if len(groups) > 1 else ():
             families |= {(series, part): f"{min(parts)}: " for part in parts}
     for entry in entries:

@@ -119,13 +119,13 @@ def _may_hold_run(path: Location, run: Location, source: Files) -> bool:
     """
     head = "/".join(within(path, run).parts) + "/"
     files = [file[len(head) :].split("/") for file in source.files if file.startswith(head)]
-    parsed = (parse_name(n, is_folder=n != names[-1]) for names in files for n in names)
-    if any(name.position and name.tells for name in parsed):
+    entry_names = (parse_name(n, is_folder=n != names[-1]) for names in files for n in names)
+    if any(name.position and name.tells for name in entry_names):
         return True
     top_files = (parse_name(names[0], is_folder=False) for names in files if len(names) == 1)
     saves = {(name.family, name.position, name.bare) for name in top_files if name.has_rank}
-    counting = [family for family, position, bare in saves if position or bare is not None]
-    return len(counting) > len({*counting})
+    families = [family for family, position, bare in saves if position or bare is not None]
+    return len(families) > len({*families})
 
 
 def _has_no_tensors(path: Location) -> bool:
@@ -291,8 +291,8 @@ def _without_checkpoint(steps: Sequence[Step]) -> Iterator[Step]:
 
 def _inside(run: Location, steps: Iterable[Step], source: Files) -> Iterator[Step]:
     """Yield the steps in another step's folder that are not read as part of it."""
-    outer = (step for step in steps if step.parts == (step.path,) != (run,) and step.position)
-    folders = {"/".join(within(step.path, run).parts): step for step in outer}
+    candidates = (step for step in steps if step.parts == (step.path,) != (run,) and step.position)
+    folders = {"/".join(within(step.path, run).parts): step for step in candidates}
     holders: dict[Location, Step] = {}
     fixed = fixed_in(source)
     for file in source.files if folders else ():

@@ -53,9 +53,9 @@ def estimate(
     except (CkptoolError, OSError):
         return None  # the transfer itself says what is wrong
     again = report.write_bytes + report.reread_bytes if report.verify else 0
-    moved = share * (report.read_bytes + report.write_bytes + again)
-    overlapped = share * (max(report.read_bytes, report.write_bytes) + again)
-    return Estimate(overlapped / rate, _SLOWER * moved / rate, int(moved), rate)
+    nbytes = share * (report.read_bytes + report.write_bytes + again)
+    least_bytes = share * (max(report.read_bytes, report.write_bytes) + again)
+    return Estimate(least_bytes / rate, _SLOWER * nbytes / rate, int(nbytes), rate)
 
 
 def _spread(files: Mapping[str, int], piece: int, count: int) -> Iterator[ReadSpan]:

@@ -106,8 +106,8 @@ def require_unmixed(target: Path, staged: Path, old_files: Iterable[str]) -> Non
 def _read_with(target: Path, output: LocalSource, rest: LocalSource) -> list[str]:
     """Return the files beside the new checkpoint that would be read with it, or instead of it."""
     places = places_in(rest) | places_in(output)
-    mixed, new = PlacedFiles(rest.root, dict(sorted(places.items()))), detect(output)
-    if new is not detect(mixed):
+    union, new = PlacedFiles(rest.root, dict(sorted(places.items()))), detect(output)
+    if new is not detect(union):
         return sorted(rest.files)
     if new is None:
         return []
@@ -116,7 +116,7 @@ def _read_with(target: Path, output: LocalSource, rest: LocalSource) -> list[str
     except CkptoolError:
         return []
     try:
-        read = run_bounded(target, lambda: new.reading.scan(mixed, _SCAN))
+        read = run_bounded(target, lambda: new.reading.scan(union, _SCAN))
     except CkptoolError:
         return sorted(rest.files)
     return sorted(read.files.keys() - expected.files.keys())
@@ -220,9 +220,9 @@ def _files_of_release(target: Location, source: Files, layout: Layout) -> frozen
 def _drop_linked(target: Path, names: frozenset[str]) -> frozenset[str]:
     """Drop the files behind a link that leads out of the folder."""
     folders = {parent for name in names for parent in PurePosixPath(name).parents}
-    linked = {str(folder) for folder in folders if (target / folder).is_symlink() and folder.name}
+    links = {str(folder) for folder in folders if (target / folder).is_symlink() and folder.name}
     return frozenset(
-        name for name in names if linked.isdisjoint(map(str, PurePosixPath(name).parents))
+        name for name in names if links.isdisjoint(map(str, PurePosixPath(name).parents))
     )
 
 

@@ -258,9 +258,9 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
                 problems, subject="the replicas", hint="use --drop NAME to exclude a tensor"
             )
         if share.position == 0 and not self.options.finish:
-            copied = list(copied_files(self.plan.catalog, self.opened.source))
-            if copied:
-                raise damaged(copied, subject="the ranks' files")
+            copies = list(copied_files(self.plan.catalog, self.opened.source))
+            if copies:
+                raise damaged(copies, subject="the ranks' files")
 
     def _write_unchanged(self, stage: Stage, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
         """Write; raise Changed if apparent damage is a source that was changed."""
@@ -370,9 +370,9 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             return Counter()
         from ckptool.engine.check.written import require_written
 
-        source, staged = self.opened.source, stage.target.written
-        workers = workers_within_budget(self.plan, self.options.run, source, staged)
-        staged.keep(fetched_ahead(staged, self.options.run))
-        sides, last_files = (source, staged), stage.target.last_files
+        source, output = self.opened.source, stage.target.written
+        workers = workers_within_budget(self.plan, self.options.run, source, output)
+        output.keep(fetched_ahead(output, self.options.run))
+        sides, last_files = (source, output), stage.target.last_files
         how = workers, progress
         return require_written(self.plan, numbers, sides, how, sums, later=last_files).counts

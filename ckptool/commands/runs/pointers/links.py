@@ -77,12 +77,12 @@ def _links(base: str) -> Iterator[str]:
         yield from (entry.path for entry in entries if entry.is_symlink())
         inner = (entry for entry in entries if entry.is_dir(follow_symlinks=False))
         todo += [entry.path for entry in inner if not is_leftover(entry.name)]
-    around = os.path.dirname(base)
+    parent = os.path.dirname(base)
     try:
-        names = sorted(os.listdir(around))
+        names = sorted(os.listdir(parent))
     except OSError:
         return
-    paths = (os.path.join(around, name) for name in names)
+    paths = (os.path.join(parent, name) for name in names)
     yield from (path for path in paths if os.path.islink(path))
 
 
@@ -92,7 +92,7 @@ def _hops(link: str) -> Iterator[str]:
     Raises TransferError if a place cannot be looked at.
     """
     at, _, name = link.rpartition("/")
-    todo, followed = [name], 0
+    todo, count = [name], 0
     while todo:
         name = todo.pop()
         if name == "..":
@@ -107,8 +107,8 @@ def _hops(link: str) -> Iterator[str]:
             at = place
             continue
         yield place
-        followed += 1
-        if followed > _MOST_HOPS:
+        count += 1
+        if count > _MOST_HOPS:
             return
         at = "" if target.startswith("/") else at
         todo.extend(part for part in reversed(target.split("/")) if part not in ("", "."))

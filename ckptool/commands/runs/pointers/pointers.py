@@ -89,7 +89,7 @@ def _named_by_files(run: Run, names: StepNames) -> Iterator[tuple[str, Step]]:
 def _pointer_files(run: Run) -> Iterator[tuple[str, int]]:
     """Yield the files that may name a step, relative to the run, with their sizes in bytes."""
     entries = {run.relative(entry) for step in run.steps for entry in step.entries}
-    around = {place for entry in entries for place in upwards(entry.rpartition("/")[0])} | {""}
+    homes = {place for entry in entries for place in upwards(entry.rpartition("/")[0])} | {""}
     is_inside = cache(lambda place: any(folder in entries for folder in upwards(place)))
     binary = tuple(single_file_suffixes())
     for file, size in run.source.files.items() if "" not in entries else ():
@@ -99,7 +99,7 @@ def _pointer_files(run: Run) -> Iterator[tuple[str, int]]:
         elif re.fullmatch(POINTERS, name) is not None or name.endswith(_READ_WITH):
             may_point = name != TRAINER_STATE
         else:
-            may_name = folder in around or SAYS_POINTER.fullmatch(name) is not None
+            may_name = folder in homes or SAYS_POINTER.fullmatch(name) is not None
             may_point = may_name and size <= _SMALL and not name.endswith(binary)
         if may_point and size <= _LARGEST:
             yield file, size

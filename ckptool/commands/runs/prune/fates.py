@@ -86,9 +86,9 @@ def _hold_back(
     As an optimizer that stays needs its model, or the other way around, whatever they are called.
     """
     step = steps[fate.path]
-    around = next((path for path in step.path.parents if path in steps and path != run), None)
-    if around is not None and fate.fate in ("remove", "strip"):
-        reason = f"lies in {around.name}, which is a checkpoint itself"
+    holder = next((path for path in step.path.parents if path in steps and path != run), None)
+    if holder is not None and fate.fate in ("remove", "strip"):
+        reason = f"lies in {holder.name}, which is a checkpoint itself"
         return replace(fate, fate="leave", reason=reason, freed=0)
     if fate.fate != "remove":
         return fate

@@ -79,9 +79,9 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
     names = catalog.tensors.keys() - rest.tensors.keys()
     if not names:
         return _plan_removal(opened)
-    unsure = sorted(name for name in names if not is_state_of_optimizer(name))
-    if unsure:
-        raise Unsupported(f"{list_some(unsure)} may be the model's")
+    suspects = sorted(name for name in names if not is_state_of_optimizer(name))
+    if suspects:
+        raise Unsupported(f"{list_some(suspects)} may be the model's")
     if on_disk(opened.path) is None:
         raise Unsupported("stores cannot replace a checkpoint in one step")
     if isinstance(opened.source, PlacedFiles):
