@@ -210,6 +210,6 @@ def test_a_section_is_shown_with_the_sentence_that_has_the_word() -> None:
     lines = [line.strip() for line in run("infinite").splitlines()]
     assert "--fail-nonfinite  Report NaN and infinite values as errors." in lines
     assert (
-        "its model, masters and optimizer have no NaN or infinite values, unless"
+        "Its model, masters and optimizer have no NaN or infinite values, unless"
         " --allow-nonfinite accepts them." in lines
     )

@@ -118,7 +118,7 @@ def _is_whole(entry: TensorEntry) -> bool:
 
 
 class Sense(Protocol):
-    """A check of what sound bytes mean, which shares the one pass over the data."""
+    """A check of what intact bytes mean, which shares the one pass over the data."""
 
     @property
     def probes(self) -> Mapping[str, Probe]:

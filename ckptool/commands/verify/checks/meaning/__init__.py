@@ -1,1 +1,1 @@
-"""What sound bytes can hide: checks of what they mean."""
+"""What intact bytes can hide: checks of what they mean."""

@@ -1,4 +1,4 @@
-"""The checks of what sound bytes mean: those of metadata, and those of all data."""
+"""The checks of what intact bytes mean: those of metadata, and those of all data."""
 
 from __future__ import annotations
 
