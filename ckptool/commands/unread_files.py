@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some
 from ckptool.errors import Changed, CkptoolError, Damaged, NotFound, Problem
-from ckptool.formats.companions import TRAINER_STATE
+from ckptool.formats.companions import RANDOM_STATES, TRAINER_STATE
 from ckptool.serialization.file_kinds import FileKind, detect_placeholder, read_head
 from ckptool.storage.file_status import NO_FILE
 from ckptool.storage.files import Files
@@ -28,8 +28,23 @@ _ADAPTER = re.compile(
     r"pytorch_lora_weights\.safetensors|adapter_(?:model|\d+)\.(?:safetensors|pt|bin)"
 )
 """What diffusers' scripts save beside accelerate's state, and torchtune beside merged weights."""
-_OF_TRAINER = re.compile(r"(?:optimizer|scheduler|scaler)\.(?:pt|bin)|rng_state(?:_\d+)?\.pth")
-"""What transformers' Trainer (4.20 to 5.24) goes on from, beside a model and its record."""
+_TRAINERS = {
+    "transformers' Trainer": (
+        re.compile(re.escape(TRAINER_STATE)),
+        re.compile(r"(?:optimizer|scheduler|scaler)\.(?:pt|bin)|rng_state(?:_\d+)?\.pth"),
+    ),
+    "accelerate": (
+        RANDOM_STATES,
+        re.compile(
+            r"(?:random_states|custom_checkpoint)_\d+\.pkl|scaler\.pt"
+            r"|(?:scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin"
+        ),
+    ),
+}
+"""What trainers go on from beside a model, and the file that each always saves with it.
+
+transformers 4.20 to 5.24, accelerate 1.6 to 1.15; the latter saves it beside DeepSpeed's folder.
+"""
 _MOST_FOLDERS = 200
 _MOST_SHOWN = 8
 
@@ -53,7 +68,7 @@ def unread_files(
     unread = [name for name in unread if unfinished_file(name) is None]
     folders = dict(_checkpoints(candidate, catalog.files, unread))
     files = [name for name in unread if not name.startswith(tuple(f"{f}/" for f in folders))]
-    notes = _file_notes(files, is_of_trainer=TRAINER_STATE in sizes)
+    notes = _file_notes(files, sizes)
     return [*unfinished, *_folder_notes(candidate, folders), *notes]
 
 
@@ -94,7 +109,12 @@ def _folder_notes(candidate: Candidate, folders: Mapping[str, str]) -> Iterator[
         yield Problem(message, "checkpoint-nested", file=first)
 
 
-def _file_notes(names: list[str], *, is_of_trainer: bool) -> Iterator[Problem]:
+def _file_notes(names: list[str], beside: Iterable[str]) -> Iterator[Problem]:
+    trainers = {
+        trainer: files
+        for trainer, (mark, files) in _TRAINERS.items()
+        if any(map(mark.fullmatch, beside))
+    }
     for group in _group_numbered(names):
         first, text = group[0], list_some(group, 1)
         if tensorless := _TENSORLESS.get(first.rpartition("/")[2]):
@@ -102,8 +122,8 @@ def _file_notes(names: list[str], *, is_of_trainer: bool) -> Iterator[Problem]:
         elif _ADAPTER.fullmatch(first):
             message = f"not read: {text}: an adapter, a separate checkpoint"
             yield Problem(message, "checkpoint-nested", file=first)
-        elif is_of_trainer and _OF_TRAINER.fullmatch(first):
-            message = f"beside the model: {text}: transformers' Trainer goes on from it"
+        elif trainer := next((t for t, own in trainers.items() if own.fullmatch(first)), None):
+            message = f"beside the model: {text}: {trainer} goes on from it"
             yield Problem(message, "note", file=first)
         else:
             message = f"not read: {text}: looks like part of a checkpoint"

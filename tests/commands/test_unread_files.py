@@ -196,6 +196,20 @@ def test_what_the_trainer_goes_on_from_is_no_warning(tmp_path: Path) -> None:
     assert notes_of(tmp_path).keys() == {*known, "file-unused ema.pt"}
 
 
+def test_what_accelerate_goes_on_from_beside_deepspeed_is_no_warning(
+    copy_of: Callable[[str], Path],
+) -> None:
+    folder = copy_of("deepspeed_zero_2")
+    for name in ("random_states_0.pkl", "random_states_1.pkl", "scheduler.bin", "ema.bin"):
+        torch.save({"state": {}}, folder / name)
+    known = {"note random_states_0.pkl", "note scheduler.bin"}
+    assert known | {"file-unused ema.bin"} <= notes_of(folder).keys()
+    assert "file-unused scheduler.bin" not in notes_of(folder)
+    assert verify(folder, VerifyOptions(strict=True)).ok is False
+    (folder / "ema.bin").unlink()
+    assert verify(folder, VerifyOptions(strict=True)).ok
+
+
 def test_a_file_that_was_never_finished(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("hf_shards")
     (folder / "model-00009-of-00009.safetensors.incomplete").write_bytes(b"x")
