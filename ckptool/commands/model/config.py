@@ -240,7 +240,7 @@ def _compare_experts(config: Record, catalog: Catalog) -> Iterator[Difference]:
 
 def _compare_attention(config: Record, tensors: Mapping[str, TensorEntry]) -> Iterator[Difference]:
     """Compare heads times head size, and the width of a plain MLP, with projections' rows."""
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type not in _PLAIN:
         return
     width = _numbers(config, ("intermediate_size",))
@@ -263,7 +263,9 @@ def _compare_ties(config: Record, catalog: Catalog) -> Iterator[Difference]:
     """Yield a difference if the config has the head as a separate tensor, and it is missing."""
     if config.get("tie_word_embeddings") is not False or not is_causal(config):
         return
-    is_model = config.get("model_type") in _PLAIN and "model.embed_tokens.weight" in catalog.tensors
+    is_model = (
+        str(config.get("model_type")) in _PLAIN and "model.embed_tokens.weight" in catalog.tensors
+    )
     if is_model and not any(map(_HEAD.fullmatch, catalog.tensors)):
         yield "tie_word_embeddings false, but lm_head.weight not found", None
 

@@ -192,6 +192,13 @@ def test_what_is_not_there_is_reported(out: Path) -> None:
     assert ckptool.verify(adapter, strict=True).ok
 
 
+@pytest.mark.parametrize("value", [{}, [], ["llama"], {"llama": 1}, True, 1e308, None])
+def test_a_config_of_odd_values_is_no_fault_of_ckptool(value: Any, out: Path) -> None:
+    odd = [dict.fromkeys(["text_config", "vision_config", name], value) for name in CONFIG]
+    for at, said in enumerate([{"model_type": value}, dict.fromkeys(CONFIG, value), *odd]):
+        codes(folder(out / str(at), CONFIG | said))
+
+
 def test_a_config_that_cannot_be_read(out: Path) -> None:
     source = folder(out / "m", CONFIG)
     (source / "config.json").write_text("{")
