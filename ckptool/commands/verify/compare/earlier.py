@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import PurePath
 
-from ckptool.commands.open import Survey, survey_readable
+from ckptool.commands.open import Survey
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.runs.models import Found, as_read
+from ckptool.commands.runs.models import Found, survey_models
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import located
 from ckptool.commands.verify.checks.meaning.counts import steps_of_each
@@ -32,8 +32,6 @@ _DIFFER = "counts-differ"
 _BEFORE = 3
 """How many of the steps before it a step is compared with."""
 _FEW = 2
-_Place = tuple[Location, tuple[PurePath, ...]]
-"""Where a step is, and the models inside it that are compared."""
 _COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
 """What accelerate saves of a scheduler."""
 
@@ -46,7 +44,7 @@ class History:
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
-        self._saves: dict[_Place, Mapping[PurePath, Save]] = {}
+        self._saves: dict[Location, Mapping[PurePath, Save]] = {}
 
     def problems(
         self, step: Step, checkpoints: Iterable[Found], earlier: Sequence[Step]
@@ -55,10 +53,8 @@ class History:
 
         The checkpoints are those of the step and the models inside them. Raises NoAnswer.
         """
-        saves = saves_in(step, checkpoints)
-        inner = tuple(place for place, save in saves.items() if save.inside)
-        saves = self._saves.get((step.path, inner), saves)
-        past = {(old.path, inner): self._saves_of(old, inner) for old in earlier[-_BEFORE:]}
+        saves = self._saves.get(step.path) or saves_in(step, checkpoints)
+        past = {old.path: self._saves_of(old) for old in earlier[-_BEFORE:]}
         self._saves = past
         for place, save in saves.items():
             predecessors = [
@@ -69,9 +65,8 @@ class History:
             for problem in _movement_problems(save, predecessors) if predecessors else ():
                 yield Problem(f"{place}: {problem}", problem.code) if save.inside else problem
 
-    def _saves_of(self, step: Step, inner: tuple[PurePath, ...]) -> Mapping[PurePath, Save]:
-        saves = self._saves.get((step.path, inner))
-        return saves or saves_in(step, _survey_places(step, inner, self._options))
+    def _saves_of(self, step: Step) -> Mapping[PurePath, Save]:
+        return self._saves.get(step.path) or saves_in(step, survey_models(step, self._options))
 
 
 def _save_problems(save: Save, predecessors: Sequence[Save], last: Step) -> Iterator[Problem]:
@@ -81,16 +76,6 @@ def _save_problems(save: Save, predecessors: Sequence[Save], last: Step) -> Iter
         yield from [Problem(cause, _DIFFER)] if cause else []
         yield from _lost_state(save, predecessor) if predecessor.step is last else ()
     yield from _zero_momentum(save, predecessors)
-
-
-def _survey_places(step: Step, inner: Iterable[PurePath], options: ReadOptions) -> Iterator[Found]:
-    """Yield a step's readable checkpoints, and models at places inside it. Raises NoAnswer."""
-    places = [(False, part) for part in step.parts]
-    places += [(True, step.path.joinpath(*place.parts)) for place in inner]
-    for inside, place in places:
-        survey = survey_readable(place, as_read(options, inside))
-        if survey is not None:
-            yield inside, survey
 
 
 def _movement_problems(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
