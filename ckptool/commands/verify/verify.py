@@ -23,6 +23,7 @@ from ckptool.commands.verify.checks.consistency import (
 from ckptool.commands.verify.checks.content import (
     Views,
     attach,
+    locate_whole,
     located,
     scattered_not_finite,
     unchecked_problems,
@@ -246,15 +247,8 @@ class Verification:
     def _counters(self) -> Mapping[str, TensorEntry]:
         """Return the tensors of one element of the whole checkpoint."""
         tensors = self._catalog.tensors if self._catalog else {}
-        return self._locate(name for name, entry in tensors.items() if entry.elements == 1)
-
-    def _locate(self, names: Iterable[str]) -> dict[str, TensorEntry]:
-        """Return whole tensors with their containers opened, whatever part of them is read here."""
-        row, source, catalog = self.surveyed.format, self.surveyed.source, self._catalog
-        if catalog is None:
-            return {}
-        chosen = catalog.with_tensors({name: catalog.tensors[name] for name in names})
-        return located(row, source, chosen, lambda item: True)[0]
+        names = (name for name, entry in tensors.items() if entry.elements == 1)
+        return locate_whole(self.surveyed, names)
 
     def _check_elements(self, content: Content) -> None:
         """Note oddities in the elements that were read, or are read again."""
@@ -266,7 +260,8 @@ class Verification:
         names -= packed_names(self._catalog) if names and self._catalog else set()
         tensors = content.trimmed
         if isinstance(self._sample, DataPart):
-            trim, whole = self.surveyed.format.reading.trim, self._locate(sorted(names))
+            trim = self.surveyed.format.reading.trim
+            whole = locate_whole(self.surveyed, sorted(names))
             tensors = {name: trim(entry) for name, entry in whole.items()} if trim else whole
         if names:
             from ckptool.commands.verify.checks.nonfinite import not_finite_problems
@@ -304,7 +299,7 @@ class Verification:
         tensors = self._catalog.tensors if self._catalog else {}
         names = [n for n in tensors if n.rpartition(".")[0] in counter_of]
         states: dict[str, list[TensorEntry]] = {name: [] for name in counters}
-        for name, entry in self._locate(names).items():
+        for name, entry in locate_whole(self.surveyed, names).items():
             if (counter := counter_of.get(name.rpartition(".")[0])) and name != counter:
                 states[counter].append(entry)
         return states

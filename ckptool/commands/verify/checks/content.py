@@ -12,6 +12,7 @@ from typing import NamedTuple
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ckptool.commands.open import Survey
 from ckptool.core.box import Box, contiguous
 from ckptool.core.catalog import (
     Catalog,
@@ -58,6 +59,15 @@ def located(
         return _open(locate, bare.with_tensors(tensors))
     except CkptoolError:
         return _open_each(locate, bare, tensors)
+
+
+def locate_whole(surveyed: Survey, names: Iterable[str]) -> dict[str, TensorEntry]:
+    """Return whole tensors of a survey with their containers opened, as far as they can be."""
+    if surveyed.catalog is None:
+        return {}
+    tensors = surveyed.catalog.tensors
+    chosen = surveyed.catalog.with_tensors({name: tensors[name] for name in names})
+    return located(surveyed.format, surveyed.source, chosen, lambda item: True)[0]
 
 
 def _open_each(

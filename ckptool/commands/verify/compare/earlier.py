@@ -17,7 +17,7 @@ from ckptool.commands.open import Survey
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.models import Found, survey_models
 from ckptool.commands.runs.steps import Step
-from ckptool.commands.verify.checks.content import located
+from ckptool.commands.verify.checks.content import locate_whole
 from ckptool.commands.verify.checks.meaning.counts import steps_of_each
 from ckptool.commands.verify.checks.meaning.trainer_counts import number_in
 from ckptool.commands.verify.checks.optimizer_names import Group, groups_of
@@ -154,10 +154,9 @@ def _steps_taken(save: Survey) -> Mapping[str, float]:
     counters, catalog = StepCounters(), save.catalog
     if catalog is None:
         return {}
-    numbers = catalog.with_tensors({n: e for n, e in catalog.tensors.items() if e.elements == 1})
+    numbers = (name for name, entry in catalog.tensors.items() if entry.elements == 1)
     with suppress(CkptoolError):  # said by the check of the save by itself
-        opened = located(save.format, save.source, numbers, lambda item: True)[0]
-        counters.read(opened.values(), save.source, announced=False)
+        counters.read(locate_whole(save, numbers).values(), save.source, announced=False)
     return steps_of_each(catalog, counters.taken)
 
 

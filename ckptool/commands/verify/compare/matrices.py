@@ -15,7 +15,7 @@ from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.models import Found
 from ckptool.commands.runs.steps import Step
-from ckptool.commands.verify.checks.content import located
+from ckptool.commands.verify.checks.content import locate_whole
 from ckptool.commands.verify.checks.meaning.masters import AVERAGE, without_averages
 from ckptool.commands.verify.checks.meaning.numbered import states_by_name
 from ckptool.commands.verify.checks.meaning.stacks import is_matrix
@@ -221,11 +221,8 @@ class Matrices(Struct, frozen=True):
 
     def opened(self, name: str) -> TensorEntry | None:
         """Return the entry of a matrix with its containers opened, None if they cannot be."""
-        if self.save.catalog is None:
-            return None
         with suppress(CkptoolError):  # said by the check of the save by itself
-            catalog = self.save.catalog.with_tensors({name: self.entries[name]})
-            return located(self.save.format, self.save.source, catalog, lambda item: True)[0][name]
+            return locate_whole(self.save, [name]).get(name)
         return None
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckptool.commands.verify.checks.content import located
+from ckptool.commands.verify.checks.content import locate_whole
 from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slices, is_matrix
 from ckptool.commands.verify.compare.matrices import Save
@@ -51,10 +51,7 @@ class Samples:
         self.all_names = frozenset(slices.names)
         self.chosen = chosen or _choose(slices, tensors, survey.source)
         stacks = {slices.tensor(name) for name in self.chosen if name in self.all_names}
-        opened = {name: tensors[name] for name in stacks}
-        if survey.catalog is not None:
-            catalog = survey.catalog.with_tensors(opened)
-            opened = located(survey.format, survey.source, catalog, lambda item: True)[0]
+        opened = locate_whole(survey, stacks)
         names = [n for n in self.chosen if n in self.all_names and slices.tensor(n) in opened]
         self.entries = Entries(slices, opened)
         longest = min(_LONGEST, _TOGETHER // max(1, len(self.chosen)))
