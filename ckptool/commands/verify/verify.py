@@ -6,7 +6,7 @@ then the content is read once, or the requested share of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 
@@ -290,19 +290,8 @@ class Verification:
             self._problems += differing_step_values(self._catalog)
             with suppress(CkptoolError):  # the reader of all data reports on these
                 self._problems += copied_files(self._catalog, source)
-        self._problems += content.counters.problems(self._state_beside, source, self._catalog)
+        self._problems += content.counters.problems(self.surveyed)
         return names
-
-    def _state_beside(self, counters: Sequence[str]) -> dict[str, list[TensorEntry]]:
-        """Return the other state of the parameters that step counters are of."""
-        counter_of = {name.rpartition(".")[0]: name for name in counters}
-        tensors = self._catalog.tensors if self._catalog else {}
-        names = [n for n in tensors if n.rpartition(".")[0] in counter_of]
-        states: dict[str, list[TensorEntry]] = {name: [] for name in counters}
-        for name, entry in locate_whole(self.surveyed, names).items():
-            if (counter := counter_of.get(name.rpartition(".")[0])) and name != counter:
-                states[counter].append(entry)
-        return states
 
     def join(self, ranks: Ranks) -> None:
         """Merge the findings of other ranks' shares."""

@@ -12,12 +12,9 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.state_category import state_category
 from ckptool.engine.read.numbers import decode
-from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
-from ckptool.engine.read.tiles import read_tiles
-from ckptool.errors import CkptoolError, Problem
+from ckptool.engine.read.tensors import TensorTile, measure_each
+from ckptool.errors import Problem
 from ckptool.storage.files import Files
-
-_TILE_ELEMENTS = 1 << 20
 
 
 class _Count(Struct):
@@ -30,6 +27,13 @@ class _Count(Struct):
     below: int = 0
     first: tuple[int, ...] | None = None
     value: float = 0.0
+
+    @classmethod
+    def of(cls, entry: TensorEntry, tiles: Iterator[TensorTile]) -> _Count:
+        count = cls()
+        for tile in tiles:
+            count.add(tile, entry)
+        return count
 
     def add(self, tile: TensorTile, entry: TensorEntry) -> None:
         """Count the values of a tile, which follows those before in row-major order."""
@@ -59,19 +63,7 @@ def not_finite_problems(
     """
     odd = [entry for name, entry in located.items() if name in names]
     entries = [entry for part in _PARTS for entry in odd if state_category(entry) == part]
-    counts: dict[str, _Count] = {}
-
-    def look(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
-        count = _Count()
-        try:
-            for tile in tiles:
-                count.add(tile, entry)
-        except CkptoolError:
-            return  # the reader of all data reports on it
-        counts[entry.name] = count
-
-    jobs = (tensor_job(e, _TILE_ELEMENTS * e.source_dtype.itemsize, stored=True) for e in entries)
-    read_tiles(TensorSource(source), jobs, look, source.policy.workers)
+    counts = measure_each(entries, source, _Count.of)
     return [_problem(entry, counts.get(entry.name)) for entry in entries]
 
 

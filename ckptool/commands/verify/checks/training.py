@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 
+from ckptool.commands.open import Survey
 from ckptool.commands.verify.checks.begun_later import code_of_fewer
+from ckptool.commands.verify.checks.content import locate_whole
 from ckptool.commands.verify.checks.optimizer_names import StateName, groups_of
 from ckptool.core.catalog import Catalog, Container, Place, RankStep, TensorEntry
 from ckptool.core.state_category import is_of_data, state_category
@@ -16,8 +18,8 @@ from ckptool.engine.read.tensors import (
     TensorReader,
     TensorSource,
     TensorTile,
+    measure_each,
     place_job,
-    tensor_job,
 )
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import CkptoolError, Problem
@@ -129,10 +131,6 @@ def differing_step_values(catalog: Catalog) -> Iterator[Problem]:
         yield Problem(f"{name}: {', '.join(counters[:_SHOWN])}", "steps-differ", tensor=name)
 
 
-Locate = Callable[[Sequence[str]], Mapping[str, Sequence[TensorEntry]]]
-"""Finds the other state of the parameters that counters are of, in whatever part it is."""
-
-
 class StepCounters:
     """The step counters of an optimizer's parameters: tensors of one element each.
 
@@ -164,9 +162,7 @@ class StepCounters:
                 if entry.name.endswith(_COUNTER):
                     self._values.setdefault(value, []).append(entry.name)
 
-    def problems(
-        self, locate: Locate, source: Files, catalog: Catalog | None = None
-    ) -> Iterator[Problem]:
+    def problems(self, surveyed: Survey) -> Iterator[Problem]:
         """Yield a problem if the counters differ.
 
         Each optimizer counts for itself (a GAN has two). Experts may have been chosen less often:
@@ -176,7 +172,7 @@ class StepCounters:
         """
         if len(self._values) < 2:
             return
-        most = max(self._values)
+        most, catalog = max(self._values), surveyed.catalog
         fewer = {value: names for value, names in self._values.items() if value < most}
         of_experts = has_experts(catalog)
         odd = [
@@ -185,7 +181,7 @@ class StepCounters:
             for name in names
             if _EXPERT not in name and not (of_experts and name.split(".")[-2].isdigit())
         ]
-        unused = _without_state(locate(odd), source) if odd else set()
+        unused = _without_state(odd, surveyed) if odd else set()
         for value, names in fewer.items():
             self._values[value] = [n for n in names if n in odd and n not in unused]
         self._values = _differing_counters(self._values)
@@ -218,21 +214,21 @@ def has_experts(catalog: Catalog | None) -> bool:
     return catalog is not None and any(_EXPERT in name for name in catalog.tensors)
 
 
-def _without_state(states: Mapping[str, Sequence[TensorEntry]], source: Files) -> set[str]:
+def _without_state(counters: Sequence[str], surveyed: Survey) -> set[str]:
     """Return the counters of parameters whose other state is all zero, or missing."""
-    counter_of = {id(entry): name for name, state in states.items() for entry in state}
-    used = set[str]()
+    counter_of = {name.rpartition(".")[0]: name for name in counters}
+    tensors = surveyed.catalog.tensors if surveyed.catalog else {}
+    heads = ((name, counter_of.get(name.rpartition(".")[0])) for name in tensors)
+    states = locate_whole(
+        surveyed, (name for name, counter in heads if counter not in (None, name))
+    )
+    found = measure_each(states.values(), surveyed.source, _has_values)
+    used = {counter_of[name.rpartition(".")[0]] for name in states if found.get(name, True)}
+    return {*counters} - used
 
-    def look(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
-        try:
-            if counter_of[id(entry)] not in used and any(tile.values.any() for tile in tiles):
-                used.add(counter_of[id(entry)])
-        except CkptoolError:  # the reader of all data reports on it
-            used.add(counter_of[id(entry)])
 
-    jobs = (tensor_job(entry, stored=True) for state in states.values() for entry in state)
-    read_tiles(TensorSource(source), jobs, look, source.policy.workers)
-    return states.keys() - used
+def _has_values(entry: TensorEntry, tiles: Iterator[TensorTile]) -> bool:
+    return any(tile.values.any() for tile in tiles)
 
 
 def _counter_jobs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from ckptool.engine.check.fingerprint import head_in
 from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, pair_jobs, same_bits
 from ckptool.engine.check.spans import Part
 from ckptool.engine.read.numbers import decode
-from ckptool.engine.read.tensors import TensorReader, TensorSource, TensorTile, tensor_job
+from ckptool.engine.read.tensors import TensorReader, TensorSource, TensorTile, measure_each
 from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import CkptoolError
 from ckptool.storage.files import Files
@@ -91,8 +91,12 @@ class Moment:
 
 def largest_sizes(entries: Iterable[TensorEntry], source: Files) -> dict[str, float]:
     """Return the largest number without sign of each tensor that can be read."""
-    maxima = _measure_tiles(entries, source, lambda sizes, entry: float(sizes.max(initial=0)))
-    return {name: max(of_tiles, default=0.0) for name, of_tiles in maxima.items()}
+
+    def largest(entry: TensorEntry, tiles: Iterator[TensorTile]) -> float:
+        maxima = (float(_sizes(tile, entry).max(initial=0)) for tile in tiles)
+        return max(maxima, default=0.0)
+
+    return measure_each(_numeric(entries), source, largest)
 
 
 def count_moved(entries: Iterable[TensorEntry], source: Files, step: float) -> float:
@@ -101,33 +105,21 @@ def count_moved(entries: Iterable[TensorEntry], source: Files, step: float) -> f
     Zeros do not count: a row of an embedding may never be used.
     """
 
-    def count(sizes: Array, entry: TensorEntry) -> float:
+    def count(entry: TensorEntry, tiles: Iterator[TensorTile]) -> int:
         reach = step * 2.0 ** (entry.source_dtype.mantissa - 1)
-        return float(np.count_nonzero((sizes > 0) & (sizes < reach)))
+        sizes = (_sizes(tile, entry) for tile in tiles)
+        return sum(int(np.count_nonzero((of > 0) & (of < reach))) for of in sizes)
 
-    return sum(sum(counts) for counts in _measure_tiles(entries, source, count).values())
+    return sum(measure_each(_numeric(entries), source, count).values())
 
 
-def _measure_tiles(
-    entries: Iterable[TensorEntry], source: Files, measure: Callable[[Array, TensorEntry], float]
-) -> dict[str, list[float]]:
-    """Return the measures of each tile's numbers without sign, by tensor, of all readable ones."""
-    results: dict[str, list[float]] = {}
+def _numeric(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
+    return (entry for entry in entries if entry.source_dtype.is_numeric)
 
-    def look(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
-        measures: list[float] = []
-        try:
-            for tile in tiles:
-                values = decode(tile.values.reshape(-1), entry.source_dtype)
-                measures.append(measure(np.abs(values), entry))
-        except CkptoolError:
-            return  # the reader of all data reports on it
-        results[entry.name] = measures
 
-    numeric = (entry for entry in entries if entry.source_dtype.is_numeric)
-    jobs = (tensor_job(entry, stored=True) for entry in numeric)
-    read_tiles(TensorSource(source), jobs, look, source.policy.workers)
-    return results
+def _sizes(tile: TensorTile, entry: TensorEntry) -> Array:
+    """Return the numbers of a tile without sign."""
+    return np.abs(decode(tile.values.reshape(-1), entry.source_dtype))
 
 
 def are_equal(
