@@ -24,7 +24,7 @@ from ckptool.commands.runs.contents import (
 from ckptool.commands.runs.exports import Exports, is_export
 from ckptool.commands.runs.models import Found, Models, as_read, survey_models, walk_models
 from ckptool.commands.runs.records import Contents, read_alone
-from ckptool.commands.runs.side_files import ANOTHER, damaged_side_files, spoiling
+from ckptool.commands.runs.side_files import damaged_side_files, faults_in
 from ckptool.commands.runs.steps import Run, Step, is_unfinished_name
 from ckptool.commands.runs.trainers import SPARED
 from ckptool.commands.verify.compare.earlier import History
@@ -225,16 +225,8 @@ class Assessor:
             more = f" (and {len(failures) - 1:,} more)" if len(failures) > 1 else ""
             yield f"{_text_of(failures[0], report)}{more}" if failures else report.summary
         else:
-            yield from islice(self._warnings(report, catalog), 1)
-
-    def _warnings(self, report: VerifyReport, catalog: Catalog | None) -> Iterator[str]:
-        """Yield what no training should go on from, with the option that accepts it."""
-        for finding in report.findings:
-            fault = None if self._options.allow_nonfinite else spoiling(finding, catalog)
-            if fault:
-                yield f"{_text_of(fault, report)} (--allow-nonfinite counts it as good)"
-            elif finding.code in ANOTHER:
-                yield f"{_text_of(finding, report)} (--ignore {finding.code} counts it as good)"
+            for fault, accepted in islice(faults_in(report.findings, catalog, self._options), 1):
+                yield f"{_text_of(fault, report)}{accepted}"
 
     def _by_contents(self, step: Step, surveys: Sequence[Found]) -> Iterator[str]:
         """Yield what a whole checkpoint lacks that training needs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
 
@@ -27,7 +27,7 @@ _NOT_WHOLE = frozenset(
     " crc-mismatch legacy-stream storage-mismatch".split()
 )
 """Codes of a file that is not all there; what else is in it is its trainer's own."""
-ANOTHER = frozenset(
+_ANOTHER = frozenset(
     "weights-differ-from-masters moments-negative moments-zero moments-copied counts-differ"
     " optimizer-incomplete optimizer-extra optimizer-shape weight-zero".split()
 )
@@ -78,19 +78,26 @@ def _broken_archive(
         return
     for finding in report.findings:
         is_state = role_of(name) == "optimizer" and finding.code not in options.ignore
-        fault = spoiling(finding, catalog) if is_state and not options.allow_nonfinite else None
-        hint = ""
-        if fault:
-            hint = " (--allow-nonfinite counts it as good)"
-        elif is_state and finding.code in ANOTHER:
-            hint = f" (--ignore {finding.code} counts it as good)"
-        if hint or finding.code in _NOT_WHOLE:
-            text = (fault or finding).first_line(f"{name.rpartition('/')[2]}: ")
-            yield f"{finding.code}: {name}: {text}{hint}"
+        faults = faults_in([finding] if is_state else [], catalog, options)
+        fault, accepted = next(faults, (finding, ""))
+        if accepted or finding.code in _NOT_WHOLE:
+            text = fault.first_line(f"{name.rpartition('/')[2]}: ")
+            yield f"{finding.code}: {name}: {text}{accepted}"
             return
 
 
-def spoiling(finding: Finding, catalog: Catalog | None) -> Finding | None:
+def faults_in(
+    findings: Iterable[Finding], catalog: Catalog | None, options: VerifyOptions
+) -> Iterator[tuple[Finding, str]]:
+    """Yield what no training should go on from, and the words on the option that accepts it."""
+    for finding in findings:
+        if not options.allow_nonfinite and (fault := _spoiling(finding, catalog)):
+            yield fault, " (--allow-nonfinite counts it as good)"
+        elif finding.code in _ANOTHER:
+            yield finding, f" (--ignore {finding.code} counts it as good)"
+
+
+def _spoiling(finding: Finding, catalog: Catalog | None) -> Finding | None:
     """Return a finding of values, NaN or infinite, that are in the model, or will be after a step.
 
     It is of the first such tensor; None if there is none. An optimizer makes its parameters so, and
