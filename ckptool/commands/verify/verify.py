@@ -229,13 +229,11 @@ class Verification:
             tensors = self._sample.narrow(tensors)
             content.problems += problems
             self._files.look_at_items(part.archives)
-        trim = row.reading.trim
-        trimmed = {name: trim(entry) for name, entry in tensors.items()} if trim else tensors
-        views = Views.of(trimmed.values(), content.probes)
+        views = Views.of(tensors.values(), content.probes)
         inner = {item.file for item in part.archives} if part else set()
         stored, archives.spans = archives.spans, []
         spans = self._sample.of([*stored, *attach(views, stored)], inner)
-        content.add(tensors, trimmed, views, spans)
+        content.add(tensors, views, spans)
         if not begun:
             progress.begin(_bytes_to_read(spans, whole or {}))
         workers = self._options.workers or source.policy.workers
@@ -258,11 +256,9 @@ class Verification:
         if self._sample.leaves_none:
             names |= self._read_again(content)
         names -= packed_names(self._catalog) if names and self._catalog else set()
-        tensors = content.trimmed
+        tensors = content.tensors
         if isinstance(self._sample, DataPart):
-            trim = self.surveyed.format.reading.trim
-            whole = locate_whole(self.surveyed, sorted(names))
-            tensors = {name: trim(entry) for name, entry in whole.items()} if trim else whole
+            tensors = locate_whole(self.surveyed, sorted(names))
         if names:
             from ckptool.commands.verify.checks.nonfinite import not_finite_problems
 

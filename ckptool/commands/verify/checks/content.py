@@ -47,7 +47,12 @@ _Locate = Callable[[Catalog], Catalog]
 def located(
     format_: Format, source: Files, catalog: Catalog, chosen: Callable[[Container], bool]
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:
-    """Return the tensors with their chosen containers opened, and why some cannot be opened."""
+    """Return the tensors with their chosen containers opened, and why some cannot be opened.
+
+    They are without padding, which may have any values.
+    """
+    if (trim := format_.reading.trim) is not None:
+        catalog = catalog.with_tensors({n: trim(entry) for n, entry in catalog.tensors.items()})
     if format_.reading.locate is None:
         return catalog.tensors, []
     locate = partial(format_.reading.locate, source)

@@ -20,14 +20,13 @@ from ckptool.storage.files import Files
 
 
 class Content(Struct):
-    """What was read: tensors as they are and without padding, and ``problems`` of their places.
+    """What was read: tensors without padding, and ``problems`` of their places.
 
     ``senses`` look at the elements while they are read.
     """
 
     senses: Sequence[Sense] = ()
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    trimmed: dict[str, TensorEntry] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     views: Views = field(default_factory=Views)
     spans: list[ByteSpan] = field(default_factory=list)
@@ -44,18 +43,13 @@ class Content(Struct):
         return by_name
 
     def add(
-        self,
-        tensors: Mapping[str, TensorEntry],
-        trimmed: Mapping[str, TensorEntry],
-        views: Views,
-        spans: Iterable[ByteSpan],
+        self, tensors: Mapping[str, TensorEntry], views: Views, spans: Iterable[ByteSpan]
     ) -> None:
         """Add the content of another part of the checkpoint, and what to read of it."""
-        for entries, additions in ((self.tensors, tensors), (self.trimmed, trimmed)):
-            for name, entry in additions.items():
-                previous = entries.setdefault(name, entry)
-                if previous is not entry:
-                    entries[name] = replace(entry, chunks=(*previous.chunks, *entry.chunks))
+        for name, entry in tensors.items():
+            previous = self.tensors.setdefault(name, entry)
+            if previous is not entry:
+                self.tensors[name] = replace(entry, chunks=(*previous.chunks, *entry.chunks))
         self.views.scattered += views.scattered
         self.spans += spans
 
@@ -93,7 +87,7 @@ class Elements(Struct, frozen=True):
     @property
     def located(self) -> Mapping[str, TensorEntry]:
         """The tensors, without padding, with their containers opened."""
-        return self.content.trimmed
+        return self.content.tensors
 
     def are_sound(self, *names: str) -> bool:
         """Return whether tensors are there, in no damaged file, and whole in this part."""
