@@ -17,10 +17,9 @@ from ckptool.commands.runs.models import Found
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import locate_whole
 from ckptool.commands.verify.checks.meaning.masters import AVERAGE, without_averages
-from ckptool.commands.verify.checks.meaning.numbered import states_by_name
+from ckptool.commands.verify.checks.meaning.numbered import weight_of_each
 from ckptool.commands.verify.checks.meaning.stacks import is_matrix
 from ckptool.commands.verify.checks.optimizer_names import MOMENTUM, RATE, StateName
-from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.state_category import lone_masters, state_category
 from ckptool.errors import CkptoolError
@@ -105,11 +104,8 @@ class Save(Struct, frozen=True, dict=True):
     @cached_property
     def _means(self) -> Mapping[str, str]:
         """The names of the means of gradients, by the names of their weights."""
-        models, states = models_by_tail(self.weights.entries), self.state.entries
-        numbered = {state.name: state.numbered for state in states_by_name(states, models)}
-        state_names = ((name, StateName.of(numbered.get(name, name))) for name in states)
-        means = ((models.get(of.parameter), name) for name, of in state_names if of.kind in _MEANS)
-        return {weight.name: name for weight, name in means if weight is not None}
+        weights = weight_of_each(self.state.entries, self.weights.entries)
+        return {of: name for name, of in weights.items() if StateName.of(name).kind in _MEANS}
 
     def may_be_trained(self, weight: str) -> bool:
         """Return whether the optimizer has state of a weight, or names none, so that it may."""

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from ckptool.commands.verify.checks.meaning.stacks import Slice, is_matrix
 from ckptool.commands.verify.checks.optimizer_names import MOMENTS, MOMENTUM, StateName
+from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import natural_key
@@ -53,6 +54,14 @@ def states_by_name(states: Tensors, models: Tensors) -> Iterator[Slice]:
         if key in names:
             kind = name.rpartition(".")[2]
             yield Slice(f"{key[0]}.{names[key]}.{kind}", name)
+
+
+def weight_of_each(states: Tensors, models: Tensors) -> dict[str, str]:
+    """Return the weight that each state is of, by their names, as far as it is known."""
+    by_tail = models_by_tail(models)
+    numbered = {state.name: state.numbered for state in states_by_name(states, models)}
+    parameters = {name: StateName.of(numbered.get(name, name)).parameter for name in states}
+    return {name: by_tail[of].name for name, of in parameters.items() if of in by_tail}
 
 
 def _number_of(name: str) -> tuple[str, int] | None:

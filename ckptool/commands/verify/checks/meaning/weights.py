@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.checks.elements import Elements
 from ckptool.commands.verify.checks.meaning.masters import without_averages
-from ckptool.commands.verify.checks.meaning.numbered import states_by_name
+from ckptool.commands.verify.checks.meaning.numbered import weight_of_each
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slice, Slices, is_matrix
-from ckptool.commands.verify.checks.optimizer_names import StateName, moments_in
-from ckptool.commands.verify.checks.training import models_by_tail
+from ckptool.commands.verify.checks.optimizer_names import moments_in
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.keymap.model import abstract
@@ -101,7 +100,8 @@ class Weights:
             kind = abstract(name)[0]
             if kind and (not BEGINS_ZERO.search(name) or _FIRST_HALF.search(name)):
                 kinds[kind, shape].append(name)
-        with_moments = _with_moments(elements.located)
+        moments = {name: elements.located[name] for name, _ in moments_in(elements.located)}
+        with_moments = {*weight_of_each(moments, elements.located).values()}
         trained = {name for name in weights if self._slices[name].name in with_moments}
         stacked = {name: weight for name, weight in weights.items() if self._slices[name].at}
         exempt = _may_be_zero(weights, trained) | _padding_layers(stacked) | _unused_halves(weights)
@@ -220,15 +220,6 @@ def _is_difference(zero: Iterable[str], elements: Elements) -> bool:
     norms = (entry for entry in entries if is_weight(entry) and not entry.name.endswith("bias"))
     sizes = largest_sizes(norms, elements.source)
     return bool(sizes) and max(sizes.values()) < _SMALL
-
-
-def _with_moments(located: Mapping[str, TensorEntry]) -> set[str]:
-    """Return the weights that an optimizer has moments of."""
-    moments = {name: located[name] for name, _ in moments_in(located)}
-    states = (state.numbered for state in states_by_name(moments, located))
-    parameters = {StateName.of(name).parameter for name in (*moments, *states)}
-    models = models_by_tail(located) if parameters else {}
-    return {models[parameter].name for parameter in parameters if parameter in models}
 
 
 def _may_be_zero(weights: ByName, trained: Collection[str]) -> set[str]:
