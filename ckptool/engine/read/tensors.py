@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -30,14 +30,12 @@ from ckptool.engine.read.containers import Need, open_chunk
 from ckptool.engine.read.segments import NotePiece, entry_needs, place_needs
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import Job, read_tiles
-from ckptool.errors import CkptoolError, Problem
+from ckptool.errors import Problem
 from ckptool.storage.files import TILE, Files
 
 if TYPE_CHECKING:
     from ckptool.engine.read.gather import Array, Gatherer
     from ckptool.engine.read.range_check import RangeCheck
-
-_Measure = TypeVar("_Measure")
 
 
 class TensorTile(Struct, frozen=True):
@@ -136,23 +134,6 @@ def tensor_job(
 
     nbytes = entry.elements * entry.source_dtype.itemsize
     return Job(entry, partial(_read_tensor, entry, limit, stored), [runs], _PASSES * nbytes)
-
-
-def measure_each(
-    entries: Iterable[TensorEntry],
-    source: Files,
-    measure: Callable[[TensorEntry, Iterator[TensorTile]], _Measure],
-) -> dict[str, _Measure]:
-    """Return a measure of the elements of each tensor, as stored, that can be read, by name."""
-    measures: dict[str, _Measure] = {}
-
-    def look(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
-        with suppress(CkptoolError):  # the reader of all data reports on it
-            measures[entry.name] = measure(entry, tiles)
-
-    jobs = (tensor_job(entry, stored=True) for entry in entries)
-    read_tiles(TensorSource(source), jobs, look, source.policy.workers)
-    return measures
 
 
 def _tiles_of(entry: TensorEntry, limit: int) -> Iterator[Box]:

@@ -24,8 +24,9 @@ from verify.verify_runs import checked
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.verify.checks.meaning.moment_bits import Moment, are_equal
+from ckptool.commands.verify.checks.meaning.moment_bits import Moment
 from ckptool.commands.verify.checks.meaning.moments import _lost_ranks, _steps_of_values
+from ckptool.commands.verify.checks.measures import are_equal
 from ckptool.commands.verify.findings import Finding
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, TensorEntry

@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterator, Mapping
 import numpy as np
 from msgspec import Struct
 
+from ckptool.commands.verify.checks.measures import measure_each
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.core.state_category import state_category
 from ckptool.engine.read.numbers import decode
-from ckptool.engine.read.tensors import TensorTile, measure_each
+from ckptool.engine.read.tensors import TensorTile
 from ckptool.errors import Problem
 from ckptool.storage.files import Files
 

@@ -10,6 +10,7 @@ from itertools import islice
 from ckptool.commands.open import Survey
 from ckptool.commands.verify.checks.begun_later import code_of_fewer
 from ckptool.commands.verify.checks.content import locate_whole
+from ckptool.commands.verify.checks.measures import measure_each
 from ckptool.commands.verify.checks.optimizer_names import StateName, groups_of
 from ckptool.core.catalog import Catalog, Container, Place, RankStep, TensorEntry
 from ckptool.core.state_category import is_of_data, state_category
@@ -18,7 +19,6 @@ from ckptool.engine.read.tensors import (
     TensorReader,
     TensorSource,
     TensorTile,
-    measure_each,
     place_job,
 )
 from ckptool.engine.read.tiles import Job, read_tiles

@@ -19,6 +19,7 @@ from ckptool.commands.verify.checks.content import locate_whole
 from ckptool.commands.verify.checks.meaning.masters import AVERAGE, without_averages
 from ckptool.commands.verify.checks.meaning.numbered import weight_of_each
 from ckptool.commands.verify.checks.meaning.stacks import is_matrix
+from ckptool.commands.verify.checks.measures import are_equal, count_moved, largest_sizes
 from ckptool.commands.verify.checks.optimizer_names import MOMENTUM, RATE, StateName
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.state_category import lone_masters, state_category
@@ -182,8 +183,6 @@ class Matrices(Struct, frozen=True):
     @property
     def are_zero(self) -> bool:
         """Return whether all elements are, as far as matrices can be read; the smallest first."""
-        from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
-
         source, ordered = self.save.source, self._smallest_first()
         opened = (entry for entry in map(self.opened, ordered) if entry is not None)
         return not any(any(largest_sizes([entry], source).values()) for entry in opened)
@@ -193,8 +192,6 @@ class Matrices(Struct, frozen=True):
 
     def are_moved_by(self, step: float) -> bool:
         """Return whether a step of this size changes elements, once rounded to their types."""
-        from ckptool.commands.verify.checks.meaning.moment_bits import count_moved
-
         opened = filter(None, map(self.opened, self.entries))
         return count_moved(opened, self.save.source, step) >= _SEEN
 
@@ -206,8 +203,6 @@ class Matrices(Struct, frozen=True):
 
     def are_equal_to(self, other: Matrices) -> bool:
         """Return whether all are bit for bit those of their names in another save."""
-        from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
-
         for name in self._smallest_first():
             entry, other_entry = self.opened(name), other.opened(name)
             sources = self.save.source, other.save.source

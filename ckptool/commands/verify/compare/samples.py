@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckptool.commands.verify.checks.content import locate_whole
-from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slices, is_matrix
+from ckptool.commands.verify.checks.measures import are_equal
 from ckptool.commands.verify.compare.matrices import Save
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
@@ -20,11 +20,8 @@ from ckptool.commands.verify.checks.meaning.zero_runs import (
 from ckptool.core.box import Box, start_of_run
 from ckptool.core.catalog import TensorEntry
 from ckptool.engine.check.fingerprint import head_in
-from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, pair_jobs, same_bits
 from ckptool.engine.check.spans import Part
-from ckptool.engine.read.numbers import decode
-from ckptool.engine.read.tensors import TensorReader, TensorSource, TensorTile, measure_each
-from ckptool.engine.read.tiles import read_tiles
+from ckptool.engine.read.tensors import TensorReader
 from ckptool.errors import CkptoolError
 from ckptool.storage.files import Files
 
@@ -87,61 +84,6 @@ class Moment:
         index = tuple(int(at) + low for at, low in zip(inside, box.lo, strict=True))
         self.negative += negative.size
         self.first = index if self.first is None else min(self.first, index)
-
-
-def largest_sizes(entries: Iterable[TensorEntry], source: Files) -> dict[str, float]:
-    """Return the largest number without sign of each tensor that can be read."""
-
-    def largest(entry: TensorEntry, tiles: Iterator[TensorTile]) -> float:
-        maxima = (float(_sizes(tile, entry).max(initial=0)) for tile in tiles)
-        return max(maxima, default=0.0)
-
-    return measure_each(_numeric(entries), source, largest)
-
-
-def count_moved(entries: Iterable[TensorEntry], source: Files, step: float) -> float:
-    """Return how many numbers differ after a quarter of a ``step``, as their types round them.
-
-    Zeros do not count: a row of an embedding may never be used.
-    """
-
-    def count(entry: TensorEntry, tiles: Iterator[TensorTile]) -> int:
-        reach = step * 2.0 ** (entry.source_dtype.mantissa - 1)
-        sizes = (_sizes(tile, entry) for tile in tiles)
-        return sum(int(np.count_nonzero((of > 0) & (of < reach))) for of in sizes)
-
-    return sum(measure_each(_numeric(entries), source, count).values())
-
-
-def _numeric(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
-    return (entry for entry in entries if entry.source_dtype.is_numeric)
-
-
-def _sizes(tile: TensorTile, entry: TensorEntry) -> Array:
-    """Return the numbers of a tile without sign."""
-    return np.abs(decode(tile.values.reshape(-1), entry.source_dtype))
-
-
-def are_equal(
-    one: TensorEntry, other: TensorEntry, source: Files, other_source: Files | None = None
-) -> bool:
-    """Return whether two tensors of one type and shape can be read and have the same bits.
-
-    The other may be in ``other_source``. Reading ends at the first difference: most weights differ
-    in their first bytes.
-    """
-    equal: list[bool] = []
-
-    def compare(subject: None, tiles: Iterator[PairTile]) -> None:
-        try:
-            equal.append(all(same_bits(*tile.require()[1:]) for tile in tiles))
-        except CkptoolError:
-            equal.append(False)
-
-    elements, jobs = TensorSource(source), pair_jobs([TensorPair(one, other)])
-    sides = PairSource(elements, elements if other_source is None else TensorSource(other_source))
-    read_tiles(sides, jobs, compare, source.policy.workers)
-    return all(equal)
 
 
 def cut_ranges(

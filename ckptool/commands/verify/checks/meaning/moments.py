@@ -18,6 +18,7 @@ from ckptool.commands.verify.checks.meaning.moments_of_layers import Layers, Wei
 from ckptool.commands.verify.checks.meaning.numbered import states_by_name
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slices
 from ckptool.commands.verify.checks.meaning.weights import SECOND_HALF, is_weight
+from ckptool.commands.verify.checks.measures import largest_sizes
 from ckptool.commands.verify.checks.optimizer_names import RATE, StateName, moments_in
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.keymap.model import abstract
@@ -141,13 +142,9 @@ class Moments:
             if moments[square].is_zero and not moments[mean].is_zero
             if entries[square].source_dtype.name in _WHOLE
         }
-        if not squares:
-            return
         is_empty = all(moment.is_zero for moment in moments.values() if moment.is_square)
         if is_empty and self._begins_later(self._steps_taken(elements)):
             return
-        from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
-
         sizes = largest_sizes([entries[name] for name in squares], elements.source)
         for mean, square in squares.items():
             size = sizes.get(entries[mean].name, 0.0)
@@ -169,8 +166,6 @@ class Moments:
         shapes = {e.shape for e in weights if SECOND_HALF.search(e.name)}
         if not shapes or (0 in rates and rates != {0}):
             return
-        from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
-
         candidates = [e for e in weights if e.shape in shapes and model.are_sound(e.name)]
         sizes = largest_sizes(candidates, model.source)
         for shape in shapes:

@@ -21,6 +21,7 @@ from msgspec import Struct
 from ckptool.commands.verify.checks.elements import Elements
 from ckptool.commands.verify.checks.meaning.stacks import Slices, is_matrix
 from ckptool.commands.verify.checks.meaning.weights import are_of_a_branch, layers_of
+from ckptool.commands.verify.checks.measures import are_equal, largest_sizes
 from ckptool.commands.verify.checks.optimizer_names import MOMENTS, StateName
 from ckptool.commands.verify.checks.training import models_by_tail
 from ckptool.core.catalog import TensorEntry
@@ -102,8 +103,6 @@ class Layers(Struct, dict=True):
         }
         if not any(zero.values()):
             return
-        from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
-
         for parameter in self._lost_matrices(zero):
             mean = self.names[parameter]["exp_avg"]
             entry, weight = self.entries[mean], self.weight_of(mean)
@@ -208,8 +207,6 @@ class Layers(Struct, dict=True):
 
     def _are_copies(self, one: str, other: str) -> bool:
         """Return whether moments of matrices are equal, and the weights are not."""
-        from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
-
         moments = self.entries[one], self.entries[other]
         if not is_matrix(moments[0].shape) or not _are_alike(*moments):
             return False

@@ -19,6 +19,7 @@ from ckptool.commands.verify.checks.elements import Elements
 from ckptool.commands.verify.checks.meaning.masters import without_averages
 from ckptool.commands.verify.checks.meaning.numbered import weight_of_each
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slice, Slices, is_matrix
+from ckptool.commands.verify.checks.measures import are_equal, largest_sizes
 from ckptool.commands.verify.checks.optimizer_names import moments_in
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import DType
@@ -161,8 +162,6 @@ class Weights:
 
 def _are_equal(one: TensorEntry, other: TensorEntry, source: Files) -> bool:
     """Return whether two tensors have the same bits, but not in one place, as of tied layers."""
-    from ckptool.commands.verify.checks.meaning.moment_bits import are_equal
-
     places = [[(chunk.box, chunk.at) for chunk in entry.chunks] for entry in (one, other)]
     return places[0] != places[1] and are_equal(one, other, source)
 
@@ -214,8 +213,6 @@ def _is_difference(zero: Iterable[str], elements: Elements) -> bool:
     located = elements.located
     if elements.place_named(_DIFFERENCE, (located[name] for name in zero)):
         return True
-    from ckptool.commands.verify.checks.meaning.moment_bits import largest_sizes
-
     entries = (entry for name, entry in located.items() if _NORM.search(name))
     norms = (entry for entry in entries if is_weight(entry) and not entry.name.endswith("bias"))
     sizes = largest_sizes(norms, elements.source)
