@@ -18,7 +18,6 @@ from ckptool.commands.verify.checks.meaning.trainer_counts import (
     Values,
     number_in,
     trainers_of,
-    values_of,
 )
 from ckptool.commands.verify.checks.optimizer_names import StateName
 from ckptool.core.catalog import Catalog
@@ -52,8 +51,7 @@ _SCALINGS = 200
 
 def count_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     """Yield the counts in parts of a checkpoint that do not agree with its step."""
-    values = values_of(surveyed.source, catalog)
-    for trainer, step in trainers_of(surveyed, catalog, values):
+    for trainer, step, values in trainers_of(surveyed, catalog):
         samples = number_in(values, trainer.samples)
         is_set = trainer.is_set and samples is not None and samples < step
         for problem in _check_step(trainer, values, surveyed.path, step):
@@ -75,8 +73,7 @@ def optimizer_step_problems(
         yield from _check_rates(optimizer, read)
     are_several = optimizer is not surveyed.catalog or len(optimizer.files) > 1
     totals = steps_of_each(optimizer, read)
-    values = values_of(surveyed.source, surveyed.catalog) if totals else {}
-    for trainer, step in trainers_of(surveyed, surveyed.catalog, values) if totals else ():
+    for trainer, step, values in trainers_of(surveyed, surveyed.catalog) if totals else ():
         if trainer.counts:
             yield from _check_totals(totals, values, step)
         steps, total = step - (number_in(values, trainer.skipped) or 0), max(totals.values())

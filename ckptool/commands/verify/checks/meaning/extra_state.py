@@ -10,11 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from ckptool.commands.open import Survey
-from ckptool.commands.verify.checks.meaning.trainer_counts import (
-    number_in,
-    trainers_of,
-    values_of,
-)
+from ckptool.commands.verify.checks.meaning.trainer_counts import number_in, trainers_of
 from ckptool.commands.verify.checks.meaning.weights import are_of_a_branch
 from ckptool.commands.verify.checks.optimizer_names import Group, groups_of, moments_in
 from ckptool.commands.verify.checks.training import has_experts, models_by_tail
@@ -149,8 +145,7 @@ def stateless_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     group = next((name for name in names if _OF_ADAM.fullmatch(name)), None)
     if group is None:
         return
-    values = values_of(surveyed.source, catalog)
-    for trainer, step in trainers_of(surveyed, catalog, values):
+    for trainer, step, values in trainers_of(surveyed, catalog):
         steps = step - (number_in(values, trainer.skipped) or 0)
         if number_in(values, trainer.stepped) == step and steps >= _FIRST:
             message = f"{file or group.rpartition('.param_groups')[0]}: no optimizer state at all,"

@@ -164,19 +164,18 @@ TRAINERS = (
 )
 
 
-def trainers_of(
-    surveyed: Survey, catalog: Catalog, values: Values
-) -> Iterator[tuple[Trainer, int]]:
-    """Yield the trainers that may have written a checkpoint, and the step that each counts."""
+def trainers_of(surveyed: Survey, catalog: Catalog) -> Iterator[tuple[Trainer, int, Values]]:
+    """Yield the trainers that may have written a checkpoint, the step each counts, and values."""
+    values = _values_of(surveyed.source, catalog)
     signs = {catalog.info.get(key) for key in ("framework", "writer")}
     signs |= {TRAINER_STATE} & surveyed.source.files.keys()
     for trainer in TRAINERS:
         step = number_in(values, trainer.step)
         if trainer.sign in signs and step is not None:
-            yield trainer, step
+            yield trainer, step, values
 
 
-def values_of(source: Files, catalog: Catalog) -> Values:
+def _values_of(source: Files, catalog: Catalog) -> Values:
     """Return a checkpoint's values and arguments, and the Trainer's record and schedule beside."""
     values: dict[str, object] = {name: entry.value for name, entry in catalog.objects.items()}
     values |= {f"args.{name}": value for name, value in arguments_in(catalog).items()}
