@@ -46,9 +46,9 @@ def save(
 
     Through the same layouts as ``convert``; without ``to`` the target's name says it. Tensors that
     share memory are tied where the format can say so. What was written is compared with memory
-    before it takes its place. In a process group ``to="dcp"`` is what all ranks save together, as
-    by torch's own ``dcp.save``: every rank must call this, and each writes what it holds, such as
-    its shards of DTensors. Raises Unsupported if ranks do not, where other ranks hold a part and
+    before it takes its place. In a process group all ranks save together ``to="dcp"``, and
+    ``to="dcp-safetensors"``, as by torch's own ``dcp.save``: every rank must call this, and each
+    writes what it holds, such as its shards of DTensors. Raises Unsupported if ranks do not, where other ranks hold a part and
     the format has no file per rank, and for values that are not plain data; UsageError if it
     makes no sense; Damaged if ranks contradict one another.
     """
