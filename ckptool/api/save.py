@@ -48,9 +48,9 @@ def save(
     share memory are tied where the format can say so. What was written is compared with memory
     before it takes its place. In a process group all ranks save together ``to="dcp"``, and
     ``to="dcp-safetensors"``, as by torch's own ``dcp.save``: every rank must call this, and each
-    writes what it holds, such as its shards of DTensors. Raises Unsupported if ranks do not, where other ranks hold a part and
-    the format has no file per rank, and for values that are not plain data; UsageError if it
-    makes no sense; Damaged if ranks contradict one another.
+    writes what it holds, such as its shards of DTensors. Raises Unsupported if ranks do not, where
+    other ranks hold a part and the format has no file per rank, and for values that are not plain
+    data; UsageError if it makes no sense; Damaged if ranks contradict one another.
     """
     parsed = Keywords("save", options, SaveKeywords).options(SaveOptions, to=to)
     count, place = counted(progress), location(target)
