@@ -209,7 +209,8 @@ def prepare_extract(
             hint=f"--out {target.with_name(target.name.removesuffix(suffix) + '.npy')}",
         )
     if target.exists():
-        raise Unsupported(f"{target} already exists", hint="extract never overwrites a file")
+        hint = "name another file, or remove this one: extract never overwrites a file"
+        raise Unsupported(f"{target} already exists", hint=hint)
     extraction = open_slices(source, texts, options)
     require_apart(extraction.opened, target)
     catalog = extraction.catalog

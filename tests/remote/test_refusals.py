@@ -158,7 +158,7 @@ def test_a_transfer_that_is_refused_midway_goes_on_later(many: Path, s3: S3, out
     ("fault", "code", "hint"),
     [
         (EXPIRED, "access-denied", "renew the credentials; "),
-        (DENIED, "access-denied", "see the store's own tools"),
+        (DENIED, "access-denied", "check the credentials: "),
         (INTERNAL, "no-answer", "the finished files are kept"),
     ],
 )

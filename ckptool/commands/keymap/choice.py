@@ -110,7 +110,10 @@ def _map_of_experts(
     if options.name is not None:
         raise UsageError(f"--map and {flag} cannot be combined", hint="use one after the other")
     if not any("experts." in name for name in catalog.tensors):
-        raise UsageError(f"{flag}: no tensor of the model has `experts.` in its name")
+        raise UsageError(
+            f"{flag}: no tensor of the model has `experts.` in its name",
+            hint=f"leave {flag} out if the model has no experts",
+        )
     maps = [key_map for key_map in builtin_maps().values() if key_map.source == PACKED]
     ways, reverse_ways = maps, [key_map.inverse for key_map in maps]
     if options.experts == EXPERTS[0]:

@@ -72,7 +72,10 @@ def adapter_of(catalog: Catalog) -> Catalog:
                 hint=f"use --drop '*{_TOKENS}*' to exclude them",
             )
     if not any(".lora_" in name for name in tensors):
-        raise UsageError(f"--peft-adapter: no LoRA among {plural(len(catalog.tensors), 'tensor')}")
+        raise UsageError(
+            f"--peft-adapter: no LoRA among {plural(len(catalog.tensors), 'tensor')}",
+            hint="names of LoRA tensors contain `.lora_`; to convert the model, leave it out",
+        )
     if len(adapters) > 1:
         raise UsageError(
             f"--peft-adapter: {len(adapters)} adapters: {list_some(sorted(adapters))}",

@@ -26,7 +26,7 @@ _REFUSED = (*_DENIED, *GONE, 301, 405, 412, 416, 501)
 _ENDLESS = "TooManyRedirects"
 """The error of httpx and requests for a loop of redirects."""
 _LONGEST_RETRY_AFTER = 60.0
-_CREDENTIALS_HINT = "see the store's own tools for the credentials it needs"
+_CREDENTIALS_HINT = "check the credentials: `ckptool help stores` says where they are read from"
 _WEB_HINT = (
     "use a URL that is signed, or pass what the server asks for, such as --storage-option"
     """ 'headers={"Authorization": "Bearer TOKEN"}'"""

@@ -129,7 +129,7 @@ def read_manifest(path: Location) -> CheckpointManifest:
         text = path.read_bytes().decode()
     except OSError as error:
         raise NotFound(
-            f"{path}: cannot be read: {(error.strerror or str(error)).lower()}"
+            f"{path}: cannot be read: {(error.strerror or str(error)).lower()}", hint=_WRITES
         ) from None
     except UnicodeDecodeError:
         raise Damaged(f"{path}: not a manifest: not text") from None
@@ -142,7 +142,7 @@ def read_manifest(path: Location) -> CheckpointManifest:
     return _parsed(content, path)
 
 
-_WRITES = "`ckptool verify CKPT --write-manifest FILE` writes one of what is good"
+_WRITES = "`ckptool verify CKPT --write-manifest FILE` writes a manifest"
 
 
 def _refuse_constant(word: str) -> None:

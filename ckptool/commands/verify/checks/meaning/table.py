@@ -63,5 +63,5 @@ def meaning_problems(elements: Elements) -> Iterator[Problem]:
         return
     names = {name for sense in senses for name in sense.probes}
     if not all(map(elements.are_sound, names)):
-        message = "weights, masters and moments of which several parts have a share: not judged,"
-        yield Problem(f"{message} as only verify in one process can", "parts-not-judged")
+        message = "weights, masters and moments that several parts share: only verify in one"
+        yield Problem(f"{message} process compares them", "parts-not-judged")
