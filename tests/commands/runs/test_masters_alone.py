@@ -1,7 +1,8 @@
-"""Steps of DeepSpeed's ZeRO 3, whose trained weights are masters alone, beside frozen ones."""
+"""Steps of DeepSpeed's ZeRO 3, whose trained weights are masters alone, and their counts."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ def save(
         "frozen_param_fragments": {"embed.weight": frozen.flatten()},
         "dp_world_size": 1,
         "global_steps": step,
+        "skipped_steps": 0,
+        "lr_scheduler": {"last_batch_iteration": step - 1},
     }
     torch.save(model, folder / MODEL)
 
@@ -73,6 +76,11 @@ def change(run: Path, **changes: Any) -> None:
     content = torch.load(file)
     content["optimizer_state_dict"] |= changes
     torch.save(content, file)
+
+
+def change_counts(run: Path, **counts: Any) -> None:
+    file = run / "global_step40" / MODEL
+    torch.save(torch.load(file, weights_only=False) | counts, file)
 
 
 def part_of(run: Path, step: int, part: str) -> Any:
@@ -107,3 +115,29 @@ def test_exchanged_layers(run: Path) -> None:
     assert "fp32.layers.0.up.weight: has the values that fp32.layers.1.up.weight" in str(
         reasons(run)
     )
+
+
+def test_a_model_file_of_a_step_before(run: Path) -> None:
+    shutil.copy(run / "global_step30" / MODEL, run / "global_step40")
+    why = "global_steps has counted 30 steps, as in global_step30, but the optimizer has 10 more"
+    assert why in str(reasons(run))
+
+
+def test_a_scheduler_of_a_step_before(run: Path) -> None:
+    change_counts(run, lr_scheduler={"last_batch_iteration": 29})
+    why = "lr_scheduler.last_batch_iteration has counted 30 steps, as in global_step30, but"
+    assert why in str(reasons(run))
+
+
+def test_a_scheduler_that_was_begun_again(run: Path) -> None:
+    change_counts(run, lr_scheduler={"last_batch_iteration": 9})
+    assert reasons(run) == {}
+
+
+@pytest.mark.parametrize("skipped", [0, 10])
+def test_all_partitions_of_a_step_before(skipped: int, run: Path) -> None:
+    shutil.copy(run / "global_step30" / OPTIMIZER, run / "global_step40")
+    scheduler = {"last_batch_iteration": 39 - skipped}
+    change_counts(run, skipped_steps=skipped, lr_scheduler=scheduler)
+    why = "its weights and its optimizer are those of global_step30, but global_steps counts 10"
+    assert (why in str(reasons(run))) if not skipped else reasons(run) == {}

@@ -1,9 +1,10 @@
 """Whether the files of a save are of two saves, as an earlier save of its run tells.
 
 Training moves weights and the state that an optimizer keeps of them together. If one of the two is,
-bit for bit, that of an earlier save and the other is not, they are of two saves. Much may rightly
-stand still: weights that are frozen or learn too slowly to be seen, an average, and a model beside
-the optimizer of another.
+bit for bit, that of an earlier save and the other is not, they are of two saves. So are counts that
+went together until the last save, of which one is that of it. Much may rightly stand still: weights
+that are frozen or learn too slowly to be seen, an average, and a model beside the optimizer of
+another.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ckptool.commands.runs.models import Found, survey_models
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import locate_whole
 from ckptool.commands.verify.checks.meaning.counts import steps_of_each
-from ckptool.commands.verify.checks.meaning.trainer_counts import number_in
+from ckptool.commands.verify.checks.meaning.trainer_counts import TRAINERS, number_in
 from ckptool.commands.verify.checks.optimizer_names import Group, groups_of
 from ckptool.commands.verify.checks.training import StepCounters
 from ckptool.commands.verify.compare.matrices import Save, saves_in
@@ -32,6 +33,7 @@ _DIFFER = "counts-differ"
 _BEFORE = 3
 """How many of the steps before it a step is compared with."""
 _FEW = 2
+_TAKEN = "the optimizer"
 _COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
 """What accelerate saves of a scheduler."""
 
@@ -76,6 +78,32 @@ def _save_problems(save: Save, predecessors: Sequence[Save], last: Step) -> Iter
         yield from [Problem(cause, _DIFFER)] if cause else []
         yield from _lost_state(save, predecessor) if predecessor.step is last else ()
     yield from _zero_momentum(save, predecessors)
+    yield from _old_counts(save, *predecessors[:2]) if len(predecessors) > 1 else ()
+
+
+def _old_counts(save: Save, last: Save, older: Save) -> Iterator[Problem]:
+    """Yield the counts that a save has of the last, though one that went with them has gone on.
+
+    A part of training that was begun again may have come to the same count, if it began then.
+    """
+    saves = save, last, older
+    counts, old_counts, older_counts = (item.counts for item in saves)
+    names = counts.keys() & old_counts.keys() & older_counts.keys()
+    growth: dict[str, float] = {name: old_counts[name] - older_counts[name] for name in names}
+    more: dict[str, float] = {name: counts[name] - old_counts[name] for name in names}
+    stopped = sorted(name for name in names if not more[name] and growth[name] > 0)
+    if stopped:
+        taken, old_taken, older_taken = (
+            max(_steps_taken(item.optimizer or item.survey).values(), default=0) for item in saves
+        )
+        growth[_TAKEN], more[_TAKEN] = old_taken - older_taken, taken - old_taken
+    for name in stopped:
+        others = (n for n in sorted(more) if more[n] > 0 and growth[n] == growth[name])
+        other = next((n for n in others if more[n] != counts[name]), None)
+        if other is not None:
+            message = f"{name} has counted {counts[name]:,} steps, as in {last.name}, but"
+            message += f" {other} has {more[other]:,g} more: they are of two saves"
+            yield Problem(message, _DIFFER)
 
 
 def _movement_problems(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
@@ -175,8 +203,25 @@ def _mixed_with(save: Save, predecessor: Save) -> str | None:
         return None
     has_weights = weights.are_equal_to(old_weights)
     has_state = state.are_equal_to(old_state)
-    if has_weights and not has_state and weights.are_moved_by(save.least_step(predecessor)):
-        return f"its weights are those of {name}, but not its optimizer: they are of two saves"
-    if has_state and not has_weights and not state.are_zero:
-        return f"its optimizer is that of {name}, but not its weights: they are of two saves"
+    more = _more_steps(save, predecessor) if has_weights and has_state else None
+    if more and not state.are_zero:
+        cause = f"its weights and its optimizer are those of {name}, but {more}"
+    elif has_weights and not has_state and weights.are_moved_by(save.least_step(predecessor)):
+        cause = f"its weights are those of {name}, but not its optimizer"
+    elif has_state and not has_weights and not state.are_zero:
+        cause = f"its optimizer is that of {name}, but not its weights"
+    else:
+        return None
+    return f"{cause}: they are of two saves"
+
+
+def _more_steps(save: Save, predecessor: Save) -> str | None:
+    """Return which count is higher than a predecessor's, if its trainer also counts skipped steps.
+
+    Other trainers may have taken none since, as loss scaling skips all that are not finite.
+    """
+    for trainer in TRAINERS:
+        more = save.counts.get(trainer.step, 0) - predecessor.counts.get(trainer.step, 0)
+        if trainer.skipped and trainer.step in predecessor.counts and more > 0:
+            return f"{trainer.step} counts {more:,} steps more"
     return None

@@ -19,6 +19,7 @@ from ckptool.commands.verify.checks.content import locate_whole
 from ckptool.commands.verify.checks.meaning.masters import AVERAGE, without_averages
 from ckptool.commands.verify.checks.meaning.numbered import weight_of_each
 from ckptool.commands.verify.checks.meaning.stacks import is_matrix
+from ckptool.commands.verify.checks.meaning.trainer_counts import number_in, trainers_of
 from ckptool.commands.verify.checks.measures import are_equal, count_moved, largest_sizes
 from ckptool.commands.verify.checks.optimizer_names import MOMENTUM, RATE, StateName
 from ckptool.core.catalog import TensorEntry
@@ -80,6 +81,19 @@ class Save(Struct, frozen=True, dict=True):
         """The momentum that SGD and Muon keep for each matrix."""
         names = self.state.entries
         return self.state.only(name for name in names if StateName.of(name).kind == MOMENTUM)
+
+    @cached_property
+    def counts(self) -> Mapping[str, int]:
+        """The steps that a trainer counts, without those it skipped, and what it steps counts."""
+        counts: dict[str, int] = {}
+        catalog = self.survey.catalog
+        for trainer, step, values in trainers_of(self.survey, catalog) if catalog else ():
+            counts[trainer.step] = step - (number_in(values, trainer.skipped) or 0)
+            for schedule in trainer.schedules:
+                count = number_in(values, schedule.name)
+                if schedule.of_steps and count is not None:
+                    counts[schedule.name] = count - schedule.begin
+        return counts
 
     @property
     def rates(self) -> list[float]:
