@@ -11,7 +11,7 @@ import pytest
 from verify.verify_runs import checked, saved
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.verify.checks import nonfinite
+from ckptool.commands.verify.checks import measures
 from ckptool.engine.read.tiles import read_tiles
 
 
@@ -265,7 +265,7 @@ def test_all_tensors_with_nan_are_counted_in_one_reading(
         counted.append(1)
         read_tiles(*arguments)
 
-    monkeypatch.setattr(nonfinite, "read_tiles", count)
+    monkeypatch.setattr(measures, "read_tiles", count)
     state = {f"w{n}": torch.full((n + 1,), float("nan")) for n in range(5)}
     (found,) = checked(saved(tmp_path / "c", state=state)).findings
     assert [each.message for each in found.affected] == [

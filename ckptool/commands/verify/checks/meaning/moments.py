@@ -142,6 +142,8 @@ class Moments:
             if moments[square].is_zero and not moments[mean].is_zero
             if entries[square].source_dtype.name in _WHOLE
         }
+        if not squares:
+            return
         is_empty = all(moment.is_zero for moment in moments.values() if moment.is_square)
         if is_empty and self._begins_later(self._steps_taken(elements)):
             return
