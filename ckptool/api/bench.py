@@ -22,7 +22,7 @@ def bench(
     progress: Callable[[Mapping[str, Any]], None] = lambda event: None,
     **options: Unpack[BenchKeywords],
 ) -> BenchReport | None:
-    """Measure ways to save on this machine: how long each blocks training, and until it is durable.
+    """Measure ways to save on this machine: how long each blocks training, and when it is durable.
 
     ``progress`` is called with each event, a mapping with the key ``event``. Returns None on all
     torchrun ranks but the first. Raises UsageError, Unsupported if torch or disk space is missing,

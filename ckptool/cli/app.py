@@ -27,7 +27,7 @@ SUMMARIES = {
     "merge": "Average, add, subtract and splice checkpoints, tile by tile.",
     "verify": "Check that a checkpoint is complete, unchanged and safe, from its own files alone.",
     "prune": "Remove old steps of a run, after verifying those that are kept.",
-    "bench": "Measure ways to save on this machine: how long each blocks training, and until it is"
+    "bench": "Measure ways to save on this machine: how long each blocks training, and when it is"
     " durable.",
     "formats": "List the formats that are read and written.",
     "maps": "List the key maps that --map takes by name, print one, or check one against a"

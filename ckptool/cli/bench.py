@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def bench(*, options: BenchCommand, screen: Screen) -> None:
-    """Measure ways to save on this machine: how long each blocks training, and until it is durable.
+    """Measure ways to save on this machine: how long each blocks training, and when it is durable.
 
     Every strategy saves within a step loop on its own ranks, or on torchrun's. What it costs the
     steps, memory and disk is measured next to what the hardware can do; then parameters are changed

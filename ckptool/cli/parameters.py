@@ -105,7 +105,7 @@ def _help_all() -> Parameter:
         "--help-all",
         is_eager=True,
         callback=show_all_help,
-        help="Show this message with what is rarely needed, and exit.",
+        help="Show this message with all options, and exit.",
     )
     return Parameter(
         "help_all", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, shape]

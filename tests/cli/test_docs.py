@@ -159,7 +159,7 @@ def flags_of(command: Any) -> list[str]:
 
 def option_tables() -> Iterator[str]:
     yield from ("# Options", "", "The options of every command; each also takes `--help`.")
-    yield from ("What is rarely needed comes last, and `--help-all` shows it, too.",)
+    yield from ("`--help-all` also shows the rarely needed ones.",)
     for name, summary in SUMMARIES.items():
         yield from ("", f"## {name}", "", summary)
         options = [each for each in load_command(name).params if each.opts[0].startswith("-")]

@@ -53,8 +53,8 @@ class InspectOptions(OptionSet):
     mesh: Mesh | None = option(
         "--mesh",
         MESH,
-        help="Show what each rank of this mesh would hold after a reshard, and the largest: 2x4, 8,"
-        " or dp=2,tp=4.",
+        help="Show what each rank of this mesh would hold after a reshard, with mean and maximum:"
+        " 2x4, 8, or dp=2,tp=4.",
     )
     values: bool = option("--values", FLAG, help="Show the non-tensor values.")
     stats: tuple[str, ...] = option(

@@ -104,9 +104,9 @@ class ExpressionOptions(OptionSet):
         "--add", PLACE, metavar="A", help="Add the tensors of A, times --scale."
     )
     minus: Location | None = option(
-        "--minus", PLACE, metavar="B", help="Subtract those of B, times --scale."
+        "--minus", PLACE, metavar="B", help="Subtract the tensors of B, times --scale."
     )
-    scale: float = option("--scale", NUMBER, default=1.0, help="How much of it to add.")
+    scale: float = option("--scale", NUMBER, default=1.0, help="Multiply A and B by X.")
     apply_delta: bool = option(
         "--apply-delta",
         FLAG,
@@ -115,7 +115,7 @@ class ExpressionOptions(OptionSet):
     take: tuple[tuple[str, Location], ...] = option(
         "--take",
         _TAKES,
-        help=f"Take what GLOB means from SRC instead: {NAMED} (repeatable).",
+        help=f"Take matching tensors from SRC instead: {NAMED} (repeatable).",
     )
     last: int | None = option(
         "--last", COUNT, minimum=2, help="Take the newest N complete steps of the run SRC."
@@ -123,17 +123,17 @@ class ExpressionOptions(OptionSet):
     rows: tuple[tuple[str, int], ...] = option(
         "--rows",
         _ROWS,
-        help=f"Append rows to what NAME means, up to COUNT: {NAMED} (repeatable).",
+        help=f"Append rows to matching tensors, up to COUNT: {NAMED} (repeatable).",
     )
     fill: str | None = option(
         "--fill",
         metavar="RULE",
-        help="Fill them with the mean of the rows, with zeros, or as copied:ROW.",
+        help="Fill the new rows with the mean of the others, with zeros, or as copied:ROW.",
     )
     with_optimizer: bool = option(
         "--with-optimizer",
         FLAG,
-        help="Keep everything, not the model alone: merge the optimizer's state, too.",
+        help="Keep everything, not only the model: merge the optimizer's state, too.",
     )
     recipe: Path | None = option(
         "--recipe",

@@ -20,7 +20,7 @@ class PruneOptions(OptionSet):
         COUNT,
         default=NODEFAULT,
         minimum=1,
-        help="Keep the newest N steps in which verify finds no errors.",
+        help="Keep the newest N steps that verify calls good.",
     )
     keep_every: int | None = option(
         "--keep-every",
@@ -33,10 +33,10 @@ class PruneOptions(OptionSet):
         "--no-optimizer",
         FLAG,
         former="--drop-optimizer-of-older",
-        help="Leave out the optimizer's state of steps that only --keep-every keeps; the newest"
-        " have it still.",
+        help="Remove the optimizer's state from steps that only --keep-every keeps; the newest keep"
+        " theirs.",
     )
     yes: bool = option(
-        "--yes", FLAG, help="Remove the others; without it, only what would be removed is shown."
+        "--yes", FLAG, help="Remove the others; without it, only show what would be removed."
     )
     verify: VerifyOptions = group(VerifyOptions, without=(*_CHECKING, *_READING))

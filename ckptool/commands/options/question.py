@@ -42,7 +42,7 @@ class Question(OptionSet):
         "--recipe",
         FILE,
         panel=AGAINST,
-        help="Compare with what this recipe of a merge computes of its sources.",
+        help="Compare with what this merge recipe computes from its sources.",
     )
     comparison: CompareOptions = group(CompareOptions, AGAINST)
     like: LikeOptions = group(LikeOptions, AGAINST)
@@ -52,7 +52,7 @@ class Question(OptionSet):
         "--latest-good",
         FLAG,
         panel=RUNS,
-        help="Print the path of the newest step without errors, and nothing else, on stdout.",
+        help="Print only the path of the newest good step on stdout.",
     )
     every: bool = option("--all", FLAG, panel=RUNS, help="Verify every step; show a table.")
     following: FollowOptions = group(FollowOptions, RUNS)

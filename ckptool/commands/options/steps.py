@@ -21,8 +21,8 @@ class StepChoice(OptionSet):
         "--all-steps",
         FLAG,
         help="Convert every step of the run SRC that verify calls good, each under its own name in"
-        " DST; the table says why others are not. What is there and equal is skipped; --resume"
-        " continues a step that was interrupted.",
+        " DST; a table gives the reason for the others. Equal targets are skipped; --resume"
+        " continues an interrupted step.",
     )
     last: int | None = option(
         "--last", COUNT, minimum=1, help="Convert the newest N good steps of the run SRC."

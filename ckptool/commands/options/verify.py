@@ -150,8 +150,8 @@ class FollowOptions(OptionSet):
     follow: bool = option(
         "--follow",
         FLAG,
-        help="Verify each step once it is finished, those that are there first; print a line, or"
-        " with --json an object, for each. Ends by Ctrl-C or SIGTERM: exit 0 if none failed.",
+        help="Verify each step once it is finished, the oldest first; print one line for each, or"
+        " with --json one object. Ctrl-C or SIGTERM ends it: exit 0 if nothing failed.",
     )
     then: str | None = option(
         "--then",
