@@ -42,6 +42,6 @@ def test_the_docs_show_an_example_of_each_code_of_what_is_meant() -> None:
     used = {code for module in modules for code in codes_in(ast.parse(module.read_text()))}
     used |= {code for code in CODES if code.startswith(("weight-", "like-"))} - {"weight-delta"}
     page = (PACKAGE / "docs" / "verify.md").read_text()
-    table = page.partition("## What sound bytes can hide")[2].partition("\n## ")[0]
+    table = page.partition("## What intact bytes can hide")[2].partition("\n## ")[0]
     assert len(used) > 20
     assert {code for code in used if f"`{code}`" not in table} == set()
