@@ -40,7 +40,8 @@ class Code(NamedTuple):
 
 _STEPS = {
     "AGAIN": "use another copy of the file, or the previous checkpoint",
-    "MIXED": "the save was interrupted, or files were lost or mixed with those of another save",
+    "MIXED": "the save was interrupted, or files were lost or mixed with another save's: use"
+    " another copy, or the previous checkpoint",
 }
 
 

@@ -30,7 +30,10 @@ METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")
 ZSTD = "stream.zstd/1"
 
-DAMAGE_HINT = "the save was interrupted, or files were lost or mixed with those of another save"
+DAMAGE_HINT = (
+    "the save was interrupted, or files were lost or mixed with another save's: use another"
+    " copy, or the previous checkpoint"
+)
 
 
 class Inventory(Struct):
