@@ -128,7 +128,6 @@ class Verification:
             else DataPart(share, surveyed.catalog, surveyed.source.files)
         )
         self._files = FileCheck(surveyed, self._sample.takes, quick=options.quick)
-        self._nbytes = 0
         self._unchecked: set[str] = set()
         self._of_files: list[Problem] | None = None
         self._of_pickles: list[Problem] | None = None
@@ -178,16 +177,17 @@ class Verification:
         catalog, source, row = self._catalog, self.surveyed.source, self.surveyed.format
         senses = senses_of(catalog, self._model) if self._sample.leaves_none else []
         content, hashed = Content(senses), dict[str, int]()
+        self.content = content
         if catalog is None:
             self._files.find_items()
-            self._check_part(None, content, progress)
+            self._check_part(None, progress)
         elif digest or not self._sample.is_all or row.reading.trim or not source.policy.by_request:
             whole = catalog.files | catalog.companions if self._sample.is_all else {}
             runs = [(f, 0, n) for f, n in whole.items() if f in source.files]
             with planned(source, runs if source.policy.by_request else []):
                 recorded = {h.file for h in self._hashes if h.algorithm == SHA256}
                 hashed = {f: n for f, n in whole.items() if digest or f in recorded}
-                self._check_part(catalog, content, progress, hashed)
+                self._check_part(catalog, progress, hashed)
         else:
             from ckptool.commands.verify.checks.parts import parts
 
@@ -196,22 +196,19 @@ class Verification:
             of_files, archives.spans = archives.spans, []
             for part, announced in parts(catalog, source):
                 archives.spans = [] if announced else of_files
-                self._check_part(part, content, progress, announced=announced, begun=True)
+                self._check_part(part, progress, announced=announced, begun=True)
         if catalog is not None:
             order = {name: at for at, name in enumerate(catalog.tensors)}
             content.problems.sort(key=lambda problem: order.get(problem.tensor or "", -1))
             self._files.look_beside_items(catalog.archives)
         self._problems += [*content.problems, *content.read.problems]
-        self.content, digests = content, content.read.digests
-        self._nbytes = content.read.nbytes
         if self._sample.checks_whole:
-            self._problems += hash_problems(self._hashes, digests, hashed, source)
-        self._check_elements(content)
+            self._problems += hash_problems(self._hashes, content.read.digests, hashed, source)
+        self._check_elements()
 
     def _check_part(
         self,
         part: Catalog | None,
-        content: Content,
         progress: Progress,
         whole: Mapping[str, int] | None = None,
         *,
@@ -222,10 +219,10 @@ class Verification:
 
         Progress of all parts may have ``begun``. Files of ``whole`` are read whole, to be hashed.
         """
-        row, source, archives = self.surveyed.format, self.surveyed.source, self._files.archives
+        content, source, archives = self.content, self.surveyed.source, self._files.archives
         tensors: dict[str, TensorEntry] = {}
         if part is not None:
-            tensors, problems = located(row, source, part, self._sample.takes)
+            tensors, problems = located(self.surveyed.format, source, part, self._sample.takes)
             tensors = self._sample.narrow(tensors)
             content.problems += problems
             self._files.look_at_items(part.archives)
@@ -248,13 +245,14 @@ class Verification:
         names = (name for name, entry in tensors.items() if entry.elements == 1)
         return locate_whole(self.surveyed, names)
 
-    def _check_elements(self, content: Content) -> None:
+    def _check_elements(self) -> None:
         """Note oddities in the elements that were read, or are read again."""
-        source, spans, names = self.surveyed.source, content.spans, content.read.not_finite
+        content, source = self.content, self.surveyed.source
+        spans, names = content.spans, content.read.not_finite
         if written := self._sample.whole_files(content.read.written):
             self._problems += unwritten_ends(spans, written, source.files)
         if self._sample.leaves_none:
-            names |= self._read_again(content)
+            names |= self._read_again()
         names -= packed_names(self._catalog) if names and self._catalog else set()
         tensors = content.tensors
         if isinstance(self._sample, DataPart):
@@ -274,9 +272,9 @@ class Verification:
         covered = (h.file for h in self._hashes if self._sample.leaves_none)
         self._unchecked = unchecked.difference(covered)
 
-    def _read_again(self, content: Content) -> set[str]:
+    def _read_again(self) -> set[str]:
         """Check elements, which bytes do not show; return the tensors with NaN or infinity."""
-        source = self.surveyed.source
+        content, source = self.content, self.surveyed.source
         names: set[str] = set()
         if content.views.scattered:
             names, problems = scattered_not_finite(content.views, source)
@@ -291,12 +289,12 @@ class Verification:
 
     def join(self, ranks: Ranks) -> None:
         """Merge the findings of other ranks' shares."""
-        files, pickles = self._files, self._files.pickles
-        share = self._problems, files.problems, pickles.problems, self._unchecked, self._nbytes
+        files, pickles, read = self._files, self._files.pickles, self.content.read
+        share = self._problems, files.problems, pickles.problems, self._unchecked, read.nbytes
         problems, of_files, of_pickles, unchecked, nbytes = zip(*ranks.gather(share), strict=True)
         self._problems, self._of_files = _distinct(problems), _distinct(of_files)
         self._of_pickles = _distinct(of_pickles)
-        self._unchecked, self._nbytes = set[str]().union(*unchecked), sum(nbytes)
+        self._unchecked, read.nbytes = set[str]().union(*unchecked), sum(nbytes)
 
     def report(
         self, more: Iterable[Problem] = (), *, compared: Catalog | None = None, nbytes: int = 0
@@ -323,7 +321,7 @@ class Verification:
             self.surveyed.format.name,
             tuple(findings),
             depth=options.depth if compared is None else "full",
-            nbytes=self._nbytes + nbytes,
+            nbytes=self.content.read.nbytes + nbytes,
             files=len(catalog.files) if catalog else len(source.files),
             tensors=len(catalog.tensors) if catalog else 0,
             ignored=tuple(ignored),
