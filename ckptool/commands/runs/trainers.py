@@ -69,16 +69,10 @@ TRAINERS = (
     Trainer(
         "torchtitan",
         "torchtitan b5bcd76, components/checkpointer/base.py and dcp.py; 0.2: tmp_step-N;"
-        " experiments/torchft/checkpoint.py",
+        " experiments/torchft/checkpoint.py; the same with torch_checkpointing 0.1.1",
         step=r"step-(?P<step>\d{1,18})",
         unfinished=r"tmp[-_]step[-_]\d+",
         exports=r"ft-replicat-\d+",
-    ),
-    Trainer(
-        "torch_checkpointing",
-        "torch_checkpointing 0.1.1, with torchtitan's components/checkpointer",
-        step=r"step-(?P<step>\d{1,18})",
-        unfinished=r"tmp[-_]step[-_]\d+",
     ),
     Trainer(
         "accelerate",
