@@ -307,6 +307,18 @@ def test_damage_names_the_salvage_and_how_much_it_keeps(place: Path) -> None:
     assert "--salvage" not in whole
 
 
+@pytest.mark.parametrize("ending", ["safetensors", "pt"])
+def test_a_file_that_is_cut_off_names_the_salvage(ending: str, place: Path) -> None:
+    ckptool(place, "convert", "runs/step-1000", f"cut.{ending}")
+    os.truncate(place / f"cut.{ending}", (place / f"cut.{ending}").stat().st_size * 3 // 4)
+    said = ckptool(place, "verify", f"cut.{ending}", code=1).stdout
+    assert f"hint: `ckptool verify cut.{ending} --salvage DST` writes the tensors that are" in said
+    assert (
+        "tensors" in ckptool(place, "verify", f"cut.{ending}", "--salvage", "kept", code=1).stdout
+    )
+    assert catalog(place / "kept").tensors
+
+
 @pytest.mark.parametrize(
     "words",
     [("convert", "out.pt"), ("reshard", "out", "--mesh", "2"), ("extract", "lm_head.weight")],

@@ -15,16 +15,22 @@ if TYPE_CHECKING:
     from ckptool.commands.verify.findings import VerifyReport
     from ckptool.storage.url import Location
 
+_CUT = frozenset(["file-truncated", "zip-structure"])
+"""The codes of files of which the beginning may be intact."""
+
 
 def salvage_offer(report: VerifyReport, names: Collection[str] = ()) -> str | None:
     """Return the command that writes what is intact, and how much that is at most.
 
     None if that is all or nothing. ``names`` are lost, too, besides those that the report names.
+    Of a file whose end is lost, and with it the list of tensors, nobody knows how much it is.
     """
+    command = f"ckptool verify {quote(str(report.path))} --salvage DST"
+    if not report.tensors and any(finding.code in _CUT for finding in report.findings):
+        return f"`{command}` writes the tensors that are intact, if there are any"
     intact = report.tensors - len({*report.lost, *names})
     if not 0 < intact < report.tensors:
         return None
-    command = f"ckptool verify {quote(str(report.path))} --salvage DST"
     most = f"at most {intact:,} of {plural(report.tensors, 'tensor')}"
     return f"`{command}` writes what is intact: {most}"
 
