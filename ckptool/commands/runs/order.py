@@ -57,9 +57,10 @@ Place = tuple[Key, int, Step]
 
 
 def _sort_key(place: Place) -> tuple[object, ...]:
+    """Return what orders a place: a conversion, such as ``step-3_hf``, comes before its step."""
     key, rank, step = place
     match = re.search(r"-v(\d+)(?=\.|$)", step.path.name)
-    return key, rank, int(match[1]) if match else 0
+    return key, rank, int(match[1]) if match else 0, -len(step.path.name)
 
 
 def _by_position(

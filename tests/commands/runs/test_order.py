@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import case
 from hypothesis import given
 from hypothesis import strategies as st
 from prune_runs import names_in, pruned
@@ -308,3 +310,11 @@ def test_a_step_is_said_that_a_trainer_would_resume_from(
     (tmp_path / "notes.txt").write_text("step-1.pt was fine")
     report = ckptool.verify_run(tmp_path)
     assert report.chosen == f"by the step in its name{expected}"
+
+
+def test_a_step_is_newer_than_what_was_made_of_it(tmp_path: Path) -> None:
+    for name in ("deepspeed_zero_2", "deepspeed_universal"):
+        shutil.copytree(case(name).path, tmp_path / "run", dirs_exist_ok=True)
+    report = ckptool.verify_run(tmp_path / "run", every=False)
+    assert report.latest_good is not None
+    assert report.latest_good.path.name == "global_step1"
