@@ -52,8 +52,6 @@ from ckptool.storage.files import Files, ReadSpan
 
 _MOST = 512
 """Runs that are read at once."""
-_SMALL = 64 << 10
-"""Bytes of a tensor up to which it is read with others that are cut alike."""
 _BAND = 8 << 20
 """Bytes of rows that are read at once to cut columns out of them."""
 
@@ -84,8 +82,7 @@ class _Run(Struct, frozen=True):
 class _Task(NamedTuple):
     """Runs that are proved by one read of the output: of ``extents``, or of ``boxes``.
 
-    Only the runs of one box share a task; a run that has extents needs no boxes. A small tensor has
-    both: its one box, and the extents that its chunks are.
+    Only the runs of one box share a task; a run that has extents needs no boxes.
     """
 
     pair: TensorPair
@@ -158,12 +155,9 @@ def _needs(tasks: Iterable[_Task], block: int) -> Iterator[Need]:
 def _tasks_of(pair: TensorPair, runs: Iterable[_Run], *, by_request: bool) -> Iterator[_Task]:
     """Yield the tasks of a pair: for each run that the output has as runs, else for bands.
 
-    All runs of a small tensor are one. Each read of a store is announced by itself, as elements.
+    Each read of a store is announced by itself, as elements.
     """
     written = None if by_request else segments_of_tensor(pair.other)
-    if written is None and not by_request and (chunks := _chunks_of_small(pair)):
-        yield _Task(pair, tuple(runs), [Box.whole(pair.other.shape)], chunks)
-        return
     scattered = list[_Run]()
     for run in runs:
         extents = None if written is None else _extents_of(pair, run, written)
@@ -172,16 +166,6 @@ def _tasks_of(pair: TensorPair, runs: Iterable[_Run], *, by_request: bool) -> It
         else:
             yield _Task(pair, (run,), (), extents)
     yield from _bands(pair, scattered)
-
-
-def _chunks_of_small(pair: TensorPair) -> list[ReadSpan] | None:
-    """Return the extents of a small tensor's chunks in the output; None for any other tensor."""
-    if pair.boxes or pair.other.nbytes > _SMALL or not 0 < len(pair.other.chunks) <= _MOST:
-        return None
-    runs = runs_of_chunks(chunks_of(pair.other), pair.other.dtype.itemsize)
-    if runs is None or sum([run[2] for run in runs]) != pair.other.nbytes:
-        return None
-    return [run[:3] for run in runs]
 
 
 def _extents_of(pair: TensorPair, run: _Run, written: Sequence[Segment]) -> list[ReadSpan] | None:
@@ -284,11 +268,11 @@ def _are_written(pair: TensorPair, runs: Iterable[_Run]) -> bool:
 
 
 def _prove(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[PairTile]:
-    """Prove tasks: first those of runs of bytes, many of which are read together, then the rest."""
+    """Prove tasks: first those of runs of bytes, which are read together, then the rest."""
     straight = [task for task in tasks if task.extents]
     elements = [task for task in tasks if not task.extents]
     try:
-        unequal = [*_unequal_runs(straight, readers), *_unequal_stacks(straight, readers)]
+        unequal = [*_unequal_runs(straight, readers)]
     except CkptoolError:
         straight, unequal, elements = [], [], [*tasks]
     nbytes = sum([task.nbytes for task in straight])
@@ -306,43 +290,14 @@ def _prove(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[PairTile]:
         yield from _difference(pair, run, readers)
 
 
-_UnequalRun = tuple[TensorPair, _Run]
-"""A run that the output has otherwise."""
-_Read = tuple[_Task, Sequence[memoryview]]
-"""A task, and the bytes of each of its extents."""
-
-
-def _read_back(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[_Read]:
-    """Yield tasks with what the output has of each; those close in a file are read together."""
+def _unequal_runs(
+    tasks: Sequence[_Task], readers: SideReaders
+) -> Iterator[tuple[TensorPair, _Run]]:
+    """Yield the runs that the output has otherwise; those close in a file are read together."""
     read = iter(readers.other.read_close(extent for task in tasks for extent in task.extents))
-    return ((task, [*islice(read, len(task.extents))]) for task in tasks)
-
-
-def _unequal_runs(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_UnequalRun]:
-    """Yield the runs whose bytes the output has otherwise, of tasks without boxes."""
-    for (pair, (run,), _, _), parts in _read_back([t for t in tasks if not t.boxes], readers):
-        if checksum(join(parts)) != run.checksum:
+    for pair, (run,), _, extents in tasks:
+        if checksum(join([*islice(read, len(extents))])) != run.checksum:
             yield pair, run
-
-
-def _unequal_stacks(tasks: Iterable[_Task], readers: SideReaders) -> Iterator[_UnequalRun]:
-    """Yield the runs of small tensors that the output has otherwise; stacks tensors cut alike."""
-    reads_by_cut = dict[object, list[_Read]]()
-    for task, parts in _read_back([task for task in tasks if task.boxes], readers):
-        other = task.pair.other
-        key = chunks_of(other).cut, other.shape, other.dtype
-        reads_by_cut.setdefault(key, []).append((task, parts))
-    for reads in reads_by_cut.values():
-        from ckptool.engine.read.gather import stack
-        from ckptool.engine.read.numbers import part_of
-
-        other = reads[0][0].pair.other
-        arrays = stack([parts for _, parts in reads], chunks_of(other).boxes, other)
-        for (task, _), values in zip(reads, arrays, strict=True):
-            for run in task.runs:
-                data = b"".join([part_of(values, box).tobytes() for box in run.boxes])
-                if checksum(data) != run.checksum:
-                    yield task.pair, run
 
 
 def _unequal(task: _Task, readers: SideReaders) -> list[_Run]:

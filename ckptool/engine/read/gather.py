@@ -97,17 +97,6 @@ def cut(values: Array, tile: Tile, buffer: memoryview) -> memoryview:
     return data
 
 
-def stack(
-    tensors: Sequence[Sequence[memoryview]], boxes: Sequence[Box], entry: TensorEntry
-) -> Array:
-    """Return an array of tensors, along its first dim, from the bytes of each of their boxes."""
-    whole = array((len(tensors), *entry.shape), entry.dtype, memoryview(b""))
-    for box, pieces in zip(boxes, zip(*tensors, strict=True), strict=True):
-        part = part_of(whole, box)
-        part[...] = np.frombuffer(b"".join(pieces), whole.dtype).reshape(part.shape)
-    return whole
-
-
 class Gatherer:
     """Reads boxes of chunks for one thread.
 
