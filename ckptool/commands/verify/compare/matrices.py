@@ -88,6 +88,8 @@ class Save(Struct, frozen=True, dict=True):
         counts: dict[str, int] = {}
         catalog = self.survey.catalog
         for trainer, step, values in trainers_of(self.survey, catalog) if catalog else ():
+            if not trainer.counts_training:
+                continue
             counts[trainer.step] = step - (number_in(values, trainer.skipped) or 0)
             for schedule in trainer.schedules:
                 count = number_in(values, schedule.name)

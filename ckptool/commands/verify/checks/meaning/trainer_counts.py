@@ -16,6 +16,7 @@ from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.storage.files import Files
 
 Values = Mapping[str, object]
+_UNNAMED = r"(?!)"
 
 
 class Schedule(Struct, frozen=True):
@@ -54,7 +55,7 @@ class Trainer(Struct, frozen=True):
     source: str
     sign: str
     step: str
-    name: str = r"(?!)"
+    name: str = _UNNAMED
     pointer: str = ""
     lags: bool = False
     counts: tuple[str, ...] = ()
@@ -69,6 +70,11 @@ class Trainer(Struct, frozen=True):
     stepped: str = ""
     rates: str = ""
     may_take_more: bool = False
+
+    @property
+    def counts_training(self) -> bool:
+        """Whether the step is that of training, not of schedulers, which a resume may leave out."""
+        return self.name != _UNNAMED or self.stepped != ""
 
 
 _RECORD = f"{TRAINER_STATE}: "

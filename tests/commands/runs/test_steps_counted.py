@@ -1,0 +1,59 @@
+"""Steps of a run of which a part rightly stands still, while its trainer counts on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ckptool
+
+_LAST = 30
+"""The step after which something stands still; the run is saved every ten of forty steps."""
+
+
+def train(*, freezes: bool = False) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
+    """Train two layers; yield each saved step, the model and its optimizer.
+
+    If it ``freezes``, only biases are trained in the end.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(1, 41):
+        for weight in model.parameters():
+            is_frozen = freezes and step > _LAST and weight.ndim > 1
+            weight.grad = None if is_frozen else torch.randn_like(weight)
+        optimizer.step()
+        if step % 10 == 0:
+            yield step, model.state_dict(), optimizer.state_dict()
+
+
+def reasons(run: Path) -> dict[str, str]:
+    steps = ckptool.verify_run(run, every=True).steps
+    return {step.path.name: reason for step in steps for reason in step.reasons}
+
+
+def test_a_resume_without_the_scheduler_of_lightning(tmp_path: Path) -> None:
+    for step, model, optimizer in train():
+        scheduled = min(step, _LAST)
+        schedule = {"last_epoch": step, "_step_count": step + 1, "_last_lr": [1e-3]}
+        progress = {"optimizer": {"step": {"total": {"completed": step}}}}
+        content = {
+            "pytorch-lightning_version": "2.6.6",
+            "global_step": step,
+            "epoch": 0,
+            "state_dict": model,
+            "optimizer_states": [optimizer],
+            "lr_schedulers": [schedule] if step == scheduled else [],
+            "loops": {
+                "fit_loop": {
+                    "epoch_loop.automatic_optimization.optim_progress": progress,
+                    "epoch_loop.scheduler_progress": {"total": {"completed": scheduled}},
+                }
+            },
+        }
+        torch.save(content, tmp_path / f"epoch=0-step={step}.ckpt")
+    assert reasons(tmp_path) == {}
