@@ -134,6 +134,13 @@ def test_a_scheduler_that_was_begun_again(run: Path) -> None:
     assert reasons(run) == {}
 
 
+def test_a_scheduler_that_was_begun_again_at_a_step_that_is_removed(run: Path) -> None:
+    change_counts(run, global_steps=50, lr_scheduler={"last_batch_iteration": 19})
+    (run / "global_step40").rename(run / "global_step50")
+    shutil.rmtree(run / "global_step30")
+    assert reasons(run) == {}
+
+
 @pytest.mark.parametrize("skipped", [0, 10])
 def test_all_partitions_of_a_step_before(skipped: int, run: Path) -> None:
     shutil.copy(run / "global_step30" / OPTIMIZER, run / "global_step40")

@@ -84,7 +84,7 @@ def _save_problems(save: Save, predecessors: Sequence[Save], last: Step) -> Iter
 def _old_counts(save: Save, last: Save, older: Save) -> Iterator[Problem]:
     """Yield the counts that a save has of the last, though one that went with them has gone on.
 
-    A part of training that was begun again may have come to the same count, if it began then.
+    A part of training that was begun again since the last may have come to the same count.
     """
     saves = save, last, older
     counts, old_counts, older_counts = (item.counts for item in saves)
@@ -93,13 +93,11 @@ def _old_counts(save: Save, last: Save, older: Save) -> Iterator[Problem]:
     more: dict[str, float] = {name: counts[name] - old_counts[name] for name in names}
     stopped = sorted(name for name in names if not more[name] and growth[name] > 0)
     if stopped:
-        taken, old_taken, older_taken = (
-            max(_steps_taken(item.optimizer or item.survey).values(), default=0) for item in saves
-        )
+        taken, old_taken, older_taken = map(_most_steps_taken, saves)
         growth[_TAKEN], more[_TAKEN] = old_taken - older_taken, taken - old_taken
     for name in stopped:
-        others = (n for n in sorted(more) if more[n] > 0 and growth[n] == growth[name])
-        other = next((n for n in others if more[n] != counts[name]), None)
+        others = (n for n in sorted(more) if growth[n] == growth[name])
+        other = next((n for n in others if 0 < more[n] < counts[name]), None)
         if other is not None:
             message = f"{name} has counted {counts[name]:,} steps, as in {last.name}, but"
             message += f" {other} has {more[other]:,g} more: they are of two saves"
@@ -186,6 +184,10 @@ def _steps_taken(save: Survey) -> Mapping[str, float]:
     with suppress(CkptoolError):  # said by the check of the save by itself
         counters.read(locate_whole(save, numbers).values(), save.source, announced=False)
     return steps_of_each(catalog, counters.taken)
+
+
+def _most_steps_taken(save: Save) -> float:
+    return max(_steps_taken(save.optimizer or save.survey).values(), default=0)
 
 
 def _mixed_with(save: Save, predecessor: Save) -> str | None:
