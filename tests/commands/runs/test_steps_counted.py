@@ -57,3 +57,17 @@ def test_a_resume_without_the_scheduler_of_lightning(tmp_path: Path) -> None:
         }
         torch.save(content, tmp_path / f"epoch=0-step={step}.ckpt")
     assert reasons(tmp_path) == {}
+
+
+def test_matrices_that_are_frozen_before_biases(tmp_path: Path) -> None:
+    for step, model, optimizer in train(freezes=True):
+        (folder := tmp_path / f"global_step{step}").mkdir()
+        content = {
+            "module": model,
+            "optimizer": optimizer,
+            "global_steps": step,
+            "skipped_steps": 0,
+            "dp_world_size": 1,
+        }
+        torch.save(content, folder / "mp_rank_00_model_states.pt")
+    assert reasons(tmp_path) == {}

@@ -220,8 +220,11 @@ def _mixed_with(save: Save, predecessor: Save) -> str | None:
 def _more_steps(save: Save, predecessor: Save) -> str | None:
     """Return which count is higher than a predecessor's, if its trainer also counts skipped steps.
 
-    Other trainers may have taken none since, as loss scaling skips all that are not finite.
+    Other trainers may have taken none since, as loss scaling skips all that are not finite. An
+    optimizer that has taken more trains what is no matrix, such as biases.
     """
+    if _most_steps_taken(save) > _most_steps_taken(predecessor):
+        return None
     for trainer in TRAINERS:
         more = save.counts.get(trainer.step, 0) - predecessor.counts.get(trainer.step, 0)
         if trainer.skipped and trainer.step in predecessor.counts and more > 0:
