@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from math import inf
@@ -103,6 +104,7 @@ class Assessor:
         self._history = History(options.read)
         self._contents: dict[Location, Contents] = {}
         self._good: set[object] = set()
+        self._common_parts: dict[object, dict[Location, frozenset[str]]] = {}
         self._first_filled: dict[object, float] = {}
 
     def assess(self, step: Step, *, reads: bool = False) -> Assessment:
@@ -192,7 +194,7 @@ class Assessor:
                 and _has_something(place)
             )
             self._first_filled[step.home, kind] = next(indices, inf)
-        return self._first_filled[step.home, kind] >= self._run.steps.index(step)
+        return self._first_filled[step.home, kind] >= self._run.index(step)
 
     def _by_names(self, step: Step) -> Iterator[str]:
         """Yield why a step is not good by the names of its files alone."""
@@ -213,9 +215,9 @@ class Assessor:
 
     def _missing_parts(self, step: Step) -> list[str]:
         """Return the checkpoints that every older step of a series has, and a step has not."""
-        earlier = (other for other in self._earlier_steps(step) if other.series == step.series)
-        names = [other.names for other in earlier if other.parts]
-        common = frozenset[str]().union(*names).intersection(*names) if names else frozenset()
+        if step.series not in self._common_parts:
+            self._common_parts[step.series] = dict(_common_parts(self._run.by_series[step.series]))
+        common = self._common_parts[step.series][step.path]
         return sorted(common - step.names) if step.names < common else []
 
     def _faults(self, report: VerifyReport, catalog: Catalog | None) -> Iterator[str]:
@@ -260,14 +262,23 @@ class Assessor:
 
         Those of the last and the best are the steps beside them that count.
         """
-        earlier = self._run.steps[: self._run.steps.index(step)]
-        is_spared = re.fullmatch(SPARED, step.path.name) is not None
+        series, index = self._run.by_series[step.series], self._run.index(step)
+        if re.fullmatch(SPARED, step.path.name) is None:
+            return [*series[: bisect_left(series, index, key=self._run.index)]]
         return [
             other
-            for other in earlier
-            if other.series == step.series
-            or (is_spared and other.home == step.home and other.number is not None)
+            for other in self._run.steps[:index]
+            if other.series == step.series or (other.home == step.home and other.number is not None)
         ]
+
+
+def _common_parts(series: Iterable[Step]) -> Iterator[tuple[Location, frozenset[str]]]:
+    """Yield the path of each step of a series, and the checkpoints that all before it have."""
+    common: frozenset[str] | None = None
+    for step in series:
+        yield step.path, common or frozenset()
+        if step.parts:
+            common = step.names if common is None else common & step.names
 
 
 def _text_of(finding: Finding, report: VerifyReport) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import lru_cache
 
+from msgspec import Struct
+
 from ckptool.commands.runs.names import SUFFIX, parse_name
 from ckptool.commands.runs.steps import Run, Step, says_another
 from ckptool.commands.runs.trainers import unfinished_mark, unwritten_last
@@ -167,6 +169,20 @@ def _names_beside(step: Step, entry: Location, run: Run) -> set[str]:
     """Return the files in an entry's folder, and in that which all parts of the step share."""
     folders = run.relative(entry).rpartition("/")[0], "/".join(step.home.parts)
     return {name for folder in folders for name in run.names_in.get(folder, ())}
+
+
+class _FilesOfSteps(Struct):
+    """The files that each of some whole steps has, those that any has, and how many these are."""
+
+    common: Set[str] = frozenset()
+    any: Set[str] = frozenset()
+    steps: int = 0
+
+    def add(self, files: Set[str]) -> None:
+        """Count another whole step with its files."""
+        self.common = self.common & files if self.steps else files
+        self.any = self.any | files
+        self.steps += 1
 
 
 class Completeness:

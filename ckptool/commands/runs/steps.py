@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from pathlib import PurePath
 
@@ -83,6 +83,22 @@ class Run(Struct, frozen=True, dict=True):
     @cached_property
     def _folders(self) -> Mapping[str, Files]:
         return self.source.subfolders()
+
+    @cached_property
+    def by_series(self) -> Mapping[object, Sequence[Step]]:
+        """Return the steps of each series, oldest first."""
+        series: dict[object, list[Step]] = {}
+        for step in self.steps:
+            series.setdefault(step.series, []).append(step)
+        return series
+
+    @cached_property
+    def _indices(self) -> Mapping[Location, int]:
+        return {step.path: index for index, step in enumerate(self.steps)}
+
+    def index(self, step: Step) -> int:
+        """Return the place of a step among all, the oldest being 0."""
+        return self._indices[step.path]
 
     @cached_property
     def names_in(self) -> Mapping[str, frozenset[str]]:
