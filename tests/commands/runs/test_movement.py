@@ -74,6 +74,14 @@ def reasons(run: Path, **options: Any) -> dict[str, str]:
     return {step.path.name: reason for step in steps for reason in step.reasons}
 
 
+def test_a_learning_rate_beyond_floats(tmp_path: Path) -> None:
+    optimizer = train(tmp_path) / "checkpoint-50/optimizer.pt"
+    state = torch.load(optimizer)
+    state["param_groups"][0]["lr"] = 10**400
+    torch.save(state, optimizer)
+    assert reasons(tmp_path) == {}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_matrix_of_a_step_before(dtype: torch.dtype, tmp_path: Path) -> None:
     run = train(tmp_path, dtype=dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -99,11 +100,12 @@ class Save(Struct, frozen=True, dict=True):
 
     @property
     def rates(self) -> list[float]:
-        """The learning rates of the optimizer that are numbers."""
+        """The learning rates of the optimizer that are finite numbers."""
         catalog = self.optimizer.catalog if self.optimizer else None
         objects = catalog.objects.items() if catalog else ()
         rates = (entry.value for name, entry in objects if RATE.fullmatch(name))
-        return [float(rate) for rate in rates if type(rate) in (int, float)]
+        numbers = (rate for rate in rates if type(rate) in (int, float))
+        return [float(number) for number in numbers if abs(number) <= sys.float_info.max]
 
     def least_step(self, predecessor: Save) -> float:
         """Return the size of a step between two saves, 0 if it may be too small to be seen.
