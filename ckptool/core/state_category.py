@@ -195,8 +195,8 @@ def _is_state(
         return True
     kinds = [kind for kind in (*groups, "model.module") if kind != head and _is_prefix(kind)]
     tails = (name[len(head) + 1 :] for name in names)
-    names = [name for tail in tails for name in (tail, *(f"{kind}.{tail}" for kind in kinds))]
-    return any(name in catalog.tensors for name in names)
+    parameters = (name for tail in tails for name in (tail, *(f"{kind}.{tail}" for kind in kinds)))
+    return any(name in catalog.tensors for name in parameters)
 
 
 def _is_prefix(step: str) -> bool:

@@ -260,8 +260,8 @@ def _by_contents(entry: Step) -> tuple[object, ...]:
     surveys = [survey for survey in surveys if not survey.problems]
     has_model = any(survey.catalog is not None and weights(survey.catalog) for survey in surveys)
     is_state = not has_model or is_of_training(entry.name.role)  # random states are tensors, too
-    has_none = not any(map(has_optimizer, surveys))
-    return is_state, bool(surveys), is_state and has_none, _by_model(entry)
+    lacks_optimizer = is_state and not any(map(has_optimizer, surveys))
+    return is_state, bool(surveys), lacks_optimizer, _by_model(entry)
 
 
 def _by_model(entry: Step) -> tuple[object, ...]:

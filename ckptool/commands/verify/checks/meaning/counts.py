@@ -167,8 +167,7 @@ def _is_unused(last_rates: object, rates: Collection[object]) -> bool:
     """Return whether no optimizer has a rate that a scheduler gave last, if all are numbers."""
     scheduled = last_rates if isinstance(last_rates, list) else []
     are_numbers = all(type(rate) is float for rate in (*scheduled, *rates))
-    has_none = not any(rate in scheduled for rate in rates)
-    return bool(scheduled and rates) and are_numbers and has_none
+    return bool(scheduled and rates) and are_numbers and {*scheduled}.isdisjoint(rates)
 
 
 def _check_step(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
