@@ -67,8 +67,8 @@ def unread_files(
     unfinished = [problem for name in unread if (problem := unfinished_file(name))]
     unread = [name for name in unread if unfinished_file(name) is None]
     folders = dict(_checkpoints(candidate, catalog.files, unread))
-    files = [name for name in unread if not name.startswith(tuple(f"{f}/" for f in folders))]
-    notes = _file_notes(files, sizes)
+    heads = tuple(f"{folder}/" for folder in folders)
+    notes = _file_notes([name for name in unread if not name.startswith(heads)], sizes)
     return [*unfinished, *_folder_notes(candidate, folders), *notes]
 
 

@@ -243,7 +243,7 @@ def with_loadable_paths(catalog: Catalog) -> Catalog:
         for at, step in enumerate(entry.path):
             if isinstance(step, Index):
                 positions.setdefault(entry.path[:at], set()).add(step.position)
-    broken = {head for head, at in positions.items() if not head or at != set(range(len(at)))}
+    broken = {head for head, seen in positions.items() if not head or seen != {*range(len(seen))}}
     if not broken and all(flat_name(entry.path) == entry.name for entry in entries):
         return catalog
     return with_entries(catalog, (_at_loadable_path(entry, broken) for entry in entries))
