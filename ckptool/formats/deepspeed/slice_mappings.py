@@ -76,10 +76,12 @@ def _join(state: State, parts: Sequence[_Slices], shapes: Shapes) -> Shapes:
     """Return a group's parameters, which fill its partitions one after the other, with shapes."""
     sizes: dict[str, int] = {}
     for part in parts:
-        end = 0
+        end, last = 0, next(reversed(sizes), None)
         for name, (start, numel) in part.items():
             if start != end:
                 raise _bar(state, f"{name} begins at {start:,} of a partition, not at {end:,}")
+            if name in sizes and (end or name != last):
+                raise _bar(state, f"{name} goes on at {end:,} of a partition, not where one ends")
             sizes[name] = sizes.get(name, 0) + numel
             end += numel
     for name, size in sizes.items():

@@ -15,6 +15,7 @@ from ckptool.commands.verify.verify import verify
 from ckptool.errors import Damaged
 from ckptool.formats.deepspeed import states
 from ckptool.serialization.archive.read import TorchFile, read_torch_file
+from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.source import Source
 
 NAME = "deepspeed_experts_zero_2"
@@ -69,12 +70,31 @@ def without_a_group(file: dict[str, Any]) -> None:
     file["optimizer_state_dict"]["param_slice_mappings"] = []
 
 
+def with_a_bias_in_the_middle_of_a_weight(file: dict[str, Any]) -> None:
+    optimizer = file["optimizer_state_dict"]
+    first, *groups = (dict(group) for group in optimizer["param_slice_mappings"])
+    if "dense.bias" in first:
+        weight, bias = first["dense.weight"], first["dense.bias"]
+        first["dense.weight"] = moved(weight, bias.fields["numel"])
+        first = {"dense.bias": moved(bias, 0), **{n: first[n] for n in first if n != "dense.bias"}}
+    optimizer["param_slice_mappings"] = [first, *groups]
+
+
+def moved(address: Any, start: int) -> Any:
+    fields = {**address.fields, "start": start}
+    return Call(address.function, address.args, address.is_new, state=fields)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (in_another_order, "order under round_robin_gradients is in no file"),
         (without_mappings, "no param_shapes, and no param_slice_mappings"),
         (without_a_group, "no param_shapes, and no param_slice_mappings"),
+        (
+            with_a_bias_in_the_middle_of_a_weight,
+            "dense.weight goes on at 7 of a partition, not where one ends",
+        ),
         (without_a_parameter, "gate.wg.weight begins at 20 of a partition, not at 13"),
     ],
 )
