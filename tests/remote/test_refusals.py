@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.loopback.messages import Request
+from benchmarks.loopback.messages import Answer, Request
 from conftest import case
 from fault_server import (
     DENIED,
@@ -28,6 +28,7 @@ from fault_server import (
     reset,
     stall,
 )
+from msgspec.structs import replace
 from places import in_store
 from safetensors.torch import save_file
 from store_server import QUICK, S3, s3, server
@@ -42,7 +43,7 @@ from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.errors import Denied, NoAnswer, NotVerified, TransferError
+from ckptool.errors import Denied, NoAnswer, NotVerified, TransferError, Unsupported
 from ckptool.storage.clients import retry as retrying
 from ckptool.storage.clients.retry import RetryPolicy
 from ckptool.storage.commit_note import UNFINISHED
@@ -376,3 +377,16 @@ def test_removal_that_is_denied_later_names_what_remains(s3: S3, out: Path) -> N
     assert f"{sum(map(len, kept.values())):,} bytes of {s3.url(f'm/{min(kept)}')}" in str(
         caught.value.hint
     )
+
+
+def test_a_listing_without_an_end(s3: S3) -> None:
+    def repeat(request: Request, carry_out: Callable[[Request], Answer]) -> Answer:
+        answer, more = carry_out(request), "<NextContinuationToken>m/</NextContinuationToken>"
+        more = f"<IsTruncated>true</IsTruncated>{more}"
+        body = bytes(answer.body).replace(b"<IsTruncated>false</IsTruncated>", more.encode())
+        return replace(answer, body=body)
+
+    store = in_store(s3.put(SOURCE, "m"))
+    s3.fail(repeat, "ListObjectsV2")
+    with pytest.raises(Unsupported, match="the store lists the same files again and again"):
+        open_checkpoint(store)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from ckptool.errors import Changed
+from ckptool.errors import Changed, Unsupported
 from ckptool.storage.clients.answers import Answer, answer_of
 from ckptool.storage.clients.client import ObjectInfo, ObjectVersion, Pieces, Upload
 from ckptool.storage.clients.retry import GONE, RetryPolicy
@@ -24,6 +24,8 @@ _BLOCKS_GONE = "InvalidBlockList"
 """The code of Azure's answer to a list of blocks that it does not have (any more)."""
 _CLOCKS_DIFFER = timedelta(minutes=15)
 """How far apart a store's clock and this machine's may be: S3 accepts no request beyond that."""
+_PAGE = 1000
+"""Entries of a listing that are taken at a time, as S3 sends them."""
 _MOVES = 3
 """How often a place may have moved while one request is made."""
 
@@ -158,9 +160,13 @@ def _list(obstore: Any, store: Any, key: str) -> dict[str, Mapping[str, Any]]:
     obstore (0.12) shows the mark of a folder, whose key ends with a slash, without it: what is
     empty, has the name of a folder or is there twice is asked for by its name.
     """
-    listed = obstore.list(store, key or None, chunk_size=1000).collect()
-    entries = [entry for entry in listed if entry["path"] != key]
-    files = {entry["path"]: entry for entry in entries}
+    entries: list[Mapping[str, Any]] = []
+    files: dict[str, Mapping[str, Any]] = {}
+    for page in obstore.list(store, key or None, chunk_size=_PAGE):
+        if len(page) == _PAGE and files.keys() >= {entry["path"] for entry in page}:
+            raise Unsupported(f"{key}: the store lists the same files again and again")
+        entries += (entry for entry in page if entry["path"] != key)
+        files |= {entry["path"]: entry for entry in page if entry["path"] != key}
     folders = {path[:at] for path in files for at, letter in enumerate(path) if letter == "/"}
     paths: set[str] = set()
     for entry in entries:
