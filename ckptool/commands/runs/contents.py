@@ -152,8 +152,8 @@ def lost_ranks(step: Step) -> Iterator[str]:
         if are_replicas and are_of_a_node(numbers) and gaps > len(numbers):
             continue
         missing = missing_files(names[numbers[0]], names, numbers[-1] + 1)
-        is_numbered = 0 in names or (1 in names and of_optimizer and head not in heads_from_zero)
-        if missing and is_numbered:
+        are_ranks = 0 in names or (1 in names and of_optimizer and head not in heads_from_zero)
+        if missing and are_ranks:
             yield missing
 
 

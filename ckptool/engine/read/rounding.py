@@ -88,8 +88,8 @@ def count_lost(values: Array, stored: DType, result: Array, target: DType) -> tu
         is_lost = _is_beyond(before, stored) & (is_lost | is_finite(after, target))
     if not is_lost.any():
         return 0, ""
-    numbers = target.name == SATURATES and bool(is_finite(after[is_lost], target).any())
-    return int(np.count_nonzero(is_lost)), "its largest" if numbers else beyond(target.name)
+    is_capped = target.name == SATURATES and bool(is_finite(after[is_lost], target).any())
+    return int(np.count_nonzero(is_lost)), "its largest" if is_capped else beyond(target.name)
 
 
 def _is_limit(bits: Array, dtype: DType) -> Array:
