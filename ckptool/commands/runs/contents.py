@@ -204,7 +204,7 @@ class Completeness:
         finished_paths = {s.path for s in series if unfinished_reason(s, self._run) is None}
         holders = Counter(file for path in finished_paths for file in files_in[path])
         lacks: dict[object, frozenset[str]] = {}
-        earlier: list[frozenset[str]] = []  # the files of the whole steps so far
+        earlier = _FilesOfSteps()  # of the whole steps so far
         for other in series:
             files = files_in[other.path]
             missing = self._missing(other, files, earlier)
@@ -212,23 +212,23 @@ class Completeness:
                 file for file in missing if _is_usual(file, holders[file], len(finished_paths))
             )
             if not lacks[other.path] and other.path in finished_paths:
-                earlier.append(files)
+                earlier.add(files)
         return lacks
 
-    def _missing(self, step: Step, files: Set[str], earlier: list[frozenset[str]]) -> Iterator[str]:
+    def _missing(self, step: Step, files: Set[str], earlier: _FilesOfSteps) -> Iterator[str]:
         """Yield which of the files that all earlier whole steps have are missing in a step."""
-        if not earlier:
+        common = earlier.common
+        if not common:
             return
-        common = frozenset.intersection(*earlier)
         roles = {key: "model" if key == _DCP_FILES else role_of(key) for key in common}
-        new_roles = {role_of(key) for key in files - frozenset().union(*earlier)}
+        new_roles = {role_of(key) for key in files - earlier.any}
         models = {key for key, role in roles.items() if role == "model"}
         if None in new_roles and models and models.isdisjoint(files):
             return  # saved otherwise: all may be in files of which no name says what they have
         for key in common - files:
             least = _CORE if roles[key] is not None else 2
             if (
-                len(earlier) >= least
+                earlier.steps >= least
                 and roles[key] not in new_roles - {None}
                 and not self._has_fewer_ranks(key, files, step)
             ):
