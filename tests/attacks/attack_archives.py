@@ -13,6 +13,7 @@ from ckptool.serialization.zip import CENTRAL, END, END64, LOCAL, LOCATOR64
 
 STREAMED = 8
 VALUE = b"\x80\x02N."
+VERSION = b"3\n"
 NOTHING = (0, 0, 0)
 
 
@@ -58,12 +59,20 @@ def end(count: int, nbytes: int, start: int) -> bytes:
     return END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, start, 0)
 
 
+def begin(root: str = "archive") -> tuple[bytes, list[bytes]]:
+    """Return the records before the storages, and their entries in the directory."""
+    pickle, version = f"{root}/data.pkl", f"{root}/version"
+    first = record(pickle, VALUE)
+    entries = [entry(pickle, VALUE, 0), entry(version, VERSION, len(first))]
+    return first + record(version, VERSION), entries
+
+
 def plain(storage: bytes, noted: tuple[int, int, int] = NOTHING, *, root: str = "archive") -> bytes:
     """Return an archive with a storage, whose local header may note its checksum and size, too."""
-    pickle, data = f"{root}/data.pkl", f"{root}/data/0"
-    first = record(pickle, VALUE)
-    entries = [entry(pickle, VALUE, 0), entry(data, storage, len(first))]
-    return archive(first + record(data, storage, noted), entries)
+    first, entries = begin(root)
+    data = f"{root}/data/0"
+    body = first + record(data, storage, noted)
+    return archive(body, [*entries, entry(data, storage, len(first))])
 
 
 def noted_twice() -> tuple[bytes, bytes]:
@@ -75,16 +84,12 @@ def header_in_storage() -> tuple[bytes, bytes]:
     """The local header of another storage is in a storage: that of the second is destroyed."""
 
     def forged(mark: bytes) -> bytes:
-        first = record("archive/data.pkl", VALUE)
+        first, entries = begin()
         outer = b"storage" + mark + local_header("archive/data/1")[len(mark) :]
         inner = descriptor(outer)
         at = len(first) + len(local_header("archive/data/0")) + len(b"storage")
         body = first + local_header("archive/data/0") + outer + inner + descriptor(inner)
-        entries = [
-            entry("archive/data.pkl", VALUE, 0),
-            entry("archive/data/0", outer, len(first)),
-            entry("archive/data/1", inner, at),
-        ]
+        entries += [entry("archive/data/0", outer, len(first)), entry("archive/data/1", inner, at)]
         return archive(body, entries)
 
     return forged(b"PK\x03\x04"), forged(b"none")
@@ -92,17 +97,16 @@ def header_in_storage() -> tuple[bytes, bytes]:
 
 def end_in_storage() -> tuple[bytes, bytes]:
     """The zip64 end record is in a storage: that of the second is destroyed."""
-    names = "archive/data.pkl", "archive/data/0"
-    nbytes = sum(len(entry(name, b"", 0)) for name in names)
-    first = record(names[0], VALUE)
-    at = len(first) + len(local_header(names[1]))
-    start = len(first) + len(record(names[1], bytes(END64.size)))
+    name, (first, entries) = "archive/data/0", begin()
+    nbytes = sum(map(len, entries)) + len(entry(name, b"", 0))
+    at = len(first) + len(local_header(name))
+    start = len(first) + len(record(name, bytes(END64.size)))
 
     def forged(storage: bytes) -> bytes:
-        entries = [entry(names[0], VALUE, 0), entry(names[1], storage, len(first))]
-        return archive(first + record(names[1], storage), entries, at)
+        directory = [*entries, entry(name, storage, len(first))]
+        return archive(first + record(name, storage), directory, at)
 
-    right = end64(len(names), nbytes, start)
+    right = end64(len(entries) + 1, nbytes, start)
     return forged(right), forged(b"none" + right[4:])
 
 
@@ -110,11 +114,11 @@ def end_in_name() -> tuple[bytes, bytes]:
     """The name of the last record ends where the mark of a zip64 locator would be."""
 
     def forged(root: str) -> bytes:
-        names = f"{root}/data.pkl", f"{root}/data/123456"
-        first, storage = record(names[0], VALUE), b"storage"
-        body = first + record(names[1], storage)
-        entries = entry(names[0], VALUE, 0) + entry(names[1], storage, len(first))
-        return body + entries + end(len(names), len(entries), len(body))
+        (first, entries), storage = begin(root), b"storage"
+        body = first + record(f"{root}/data/123456", storage)
+        entries.append(entry(f"{root}/data/123456", storage, len(first)))
+        directory = b"".join(entries)
+        return body + directory + end(len(entries), len(directory), len(body))
 
     return forged("archives"), forged("PK\x06\x07ives")
 

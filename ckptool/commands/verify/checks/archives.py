@@ -79,13 +79,13 @@ class ArchiveCheck:
         """Check everything about an archive that matches no earlier one."""
         if records:
             self._note_name(item, records[0].name.partition("/")[0])
+        count = len(self.problems)
         if not _are_in_one_folder([record.name for record in records]):
             message = f"{region.what}: its records are not all in one folder, beside data.pkl"
             self.problems.append(Problem(message, "archive-flat", file=region.file))
         elif reason := _version_reason(region, records):
             message = f"{region.what}: {reason}: torch.load refuses it"
             self.problems.append(Problem(message, "archive-content", file=region.file))
-        count = len(self.problems)
         self.problems += check_headers(region, _with_header_at_hand(region, records))
         if spare := count_unclaimed_bytes(region, records):
             message = f"{region.what}: {spare:,} of its {region.nbytes:,} bytes"
