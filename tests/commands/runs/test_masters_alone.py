@@ -78,8 +78,8 @@ def change(run: Path, **changes: Any) -> None:
     torch.save(content, file)
 
 
-def change_counts(run: Path, **counts: Any) -> None:
-    file = run / "global_step40" / MODEL
+def change_counts(run: Path, step: int = 40, **counts: Any) -> None:
+    file = run / f"global_step{step}" / MODEL
     torch.save(torch.load(file, weights_only=False) | counts, file)
 
 
@@ -127,6 +127,26 @@ def test_a_scheduler_of_a_step_before(run: Path) -> None:
     change_counts(run, lr_scheduler={"last_batch_iteration": 29})
     why = "lr_scheduler.last_batch_iteration has counted 30 steps, as in global_step30, but"
     assert why in str(reasons(run))
+
+
+def test_large_counts_are_said_in_full(run: Path) -> None:
+    for step in (20, 30, 40):
+        scheduler = {"last_batch_iteration": min(step, 30) * 1_000_001 - 1}
+        change_counts(run, step, global_steps=step * 1_000_001, lr_scheduler=scheduler)
+    assert "counted 30,000,030 steps, as in global_step30, but global_steps has 10,000,010" in str(
+        reasons(run)
+    )
+
+
+def test_counts_that_no_float_holds(run: Path) -> None:
+    state = part_of(run, 40, "optimizer_state_dict")
+    state["state"][0]["step"] = 10**400
+    change(run, optimizer_state_dict=state)
+    change_counts(run, lr_scheduler={"last_batch_iteration": 29})
+    assert "has counted 30 steps, as in global_step30, but global_steps has" in str(reasons(run))
+    for step in (30, 40):
+        change_counts(run, step, global_steps=10 + step * 10**400, lr_scheduler=None)
+    assert "global_step40" not in reasons(run)
 
 
 def test_a_scheduler_that_was_begun_again(run: Path) -> None:

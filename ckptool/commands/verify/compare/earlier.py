@@ -19,7 +19,7 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.models import Found, survey_models
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import locate_whole
-from ckptool.commands.verify.checks.meaning.counts import steps_of_each
+from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED, steps_of_each
 from ckptool.commands.verify.checks.meaning.trainer_counts import TRAINERS, number_in
 from ckptool.commands.verify.checks.optimizer_names import Group, groups_of
 from ckptool.commands.verify.checks.training import StepCounters
@@ -100,7 +100,7 @@ def _old_counts(save: Save, last: Save, older: Save) -> Iterator[Problem]:
         other = next((n for n in others if 0 < more[n] < counts[name]), None)
         if other is not None:
             message = f"{name} has counted {counts[name]:,} steps, as in {last.name}, but"
-            message += f" {other} has {more[other]:,g} more: they are of two saves"
+            message += f" {other} has {more[other]:,.0f} more: they are of two saves"
             yield Problem(message, _DIFFER)
 
 
@@ -187,7 +187,8 @@ def _steps_taken(save: Survey) -> Mapping[str, float]:
 
 
 def _most_steps_taken(save: Save) -> float:
-    return max(_steps_taken(save.optimizer or save.survey).values(), default=0)
+    steps = _steps_taken(save.optimizer or save.survey).values()
+    return max((count for count in steps if count < UNCOUNTED), default=0)
 
 
 def _mixed_with(save: Save, predecessor: Save) -> str | None:

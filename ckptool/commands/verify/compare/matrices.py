@@ -17,6 +17,7 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.models import Found
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import locate_whole
+from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED
 from ckptool.commands.verify.checks.meaning.masters import AVERAGE, without_averages
 from ckptool.commands.verify.checks.meaning.numbered import weight_of_each
 from ckptool.commands.verify.checks.meaning.stacks import is_matrix
@@ -96,7 +97,7 @@ class Save(Struct, frozen=True, dict=True):
                 count = number_in(values, schedule.name)
                 if schedule.of_steps and count is not None:
                     counts[schedule.name] = count - schedule.begin
-        return counts
+        return {name: count for name, count in counts.items() if count < UNCOUNTED}
 
     @property
     def rates(self) -> list[float]:
