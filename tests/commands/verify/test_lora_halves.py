@@ -28,7 +28,7 @@ def adapter(first: str, second: str) -> States:
     return found
 
 
-def save(path: Path, weights: States, unmoved: set[str], rates: tuple[float, ...]) -> Path:
+def save(path: Path, weights: States, unmoved: set[str], rates: tuple[Any, ...]) -> Path:
     """Save an adapter, and an optimizer without gradients of some."""
     state = {
         number: {
@@ -72,3 +72,9 @@ def test_halves_that_rightly_are_zero(tmp_path: Path) -> None:
     assert zero(save(tmp_path / "first.pt", first, set(), (1e-3,))) == []
     weights[unused.replace("_B", "_A")] = torch.zeros(4, 32)  # as where adapters are combined
     assert zero(save(tmp_path / "none.pt", weights, {unused}, (1e-3,))) == []
+
+
+@pytest.mark.parametrize("rate", [[], {}, [0.1], "0.1", None])
+def test_rates_that_are_no_numbers(rate: Any, tmp_path: Path) -> None:
+    weights = adapter(*NAMES["PEFT"])
+    assert zero(save(tmp_path / "odd.pt", weights, set(), (rate, 1e-3))) == []

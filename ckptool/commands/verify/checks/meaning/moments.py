@@ -159,14 +159,14 @@ class Moments:
 
         Parameters may have numbers, so those of one shape are counted. No group may be frozen.
         """
-        rates = {e.value for name, e in self._catalog.objects.items() if RATE.fullmatch(name)}
+        rates = [e.value for name, e in self._catalog.objects.items() if RATE.fullmatch(name)]
         moved: Counter[tuple[int, ...]] = Counter()
         for name, moment in moments.items():
             if StateName.of(name).kind == _MEAN and not moment.is_zero:
                 moved[entries[name].shape] += 1
         weights = [e for e in model.located.values() if moved[e.shape] and is_weight(e)]
         shapes = {e.shape for e in weights if SECOND_HALF.search(e.name)}
-        if not shapes or (0 in rates and rates != {0}):
+        if not shapes or (0 in rates and any(rate != 0 for rate in rates)):
             return
         candidates = [e for e in weights if e.shape in shapes and model.are_sound(e.name)]
         sizes = largest_sizes(candidates, model.source)
