@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import PurePath
 
 from ckptool.commands.open import Survey
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.models import Found, survey_models
 from ckptool.commands.runs.steps import Step
-from ckptool.commands.verify.checks.content import locate_whole
-from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED, steps_of_each
 from ckptool.commands.verify.checks.meaning.trainer_counts import TRAINERS, number_in
 from ckptool.commands.verify.checks.optimizer_names import Group, groups_of
-from ckptool.commands.verify.checks.training import StepCounters
 from ckptool.commands.verify.compare.matrices import Save, saves_in
-from ckptool.core.catalog import Catalog, ObjectEntry
+from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some, natural_key
-from ckptool.errors import CkptoolError, Problem
+from ckptool.errors import Problem
 from ckptool.storage.url import Location
 
 _DIFFER = "counts-differ"
@@ -62,9 +58,11 @@ class History:
             predecessors = [
                 old_saves[place] for old_saves in reversed(past.values()) if place in old_saves
             ]
+            if not predecessors:
+                continue
             if not save.inside:
-                yield from _save_problems(save, predecessors, earlier[-1]) if predecessors else ()
-            for problem in _movement_problems(save, predecessors) if predecessors else ():
+                yield from _save_problems(save, predecessors, earlier[-1])
+            for problem in _movement_problems(save, predecessors):
                 yield Problem(f"{place}: {problem}", problem.code) if save.inside else problem
 
     def _saves_of(self, step: Step) -> Mapping[PurePath, Save]:
@@ -93,7 +91,7 @@ def _old_counts(save: Save, last: Save, older: Save) -> Iterator[Problem]:
     more: dict[str, float] = {name: counts[name] - old_counts[name] for name in names}
     stopped = sorted(name for name in names if not more[name] and growth[name] > 0)
     if stopped:
-        taken, old_taken, older_taken = map(_most_steps_taken, saves)
+        taken, old_taken, older_taken = (item.most_steps_taken for item in saves)
         growth[_TAKEN], more[_TAKEN] = old_taken - older_taken, taken - old_taken
     for name in stopped:
         others = (n for n in sorted(more) if growth[n] == growth[name])
@@ -122,7 +120,7 @@ def _lost_state(save: Save, predecessor: Save) -> Iterator[Problem]:
     states, old_states = _states_by_group(one.catalog), _states_by_group(other.catalog)
     if states.keys() != old_states.keys() or all(states[g] >= old_states[g] for g in states):
         return
-    steps, old_steps = _steps_taken(one), _steps_taken(other)
+    steps, old_steps = save.steps_taken, predecessor.steps_taken
     moved = {name for name, count in steps.items() if count > old_steps.get(name, count)}
     for group, names in states.items():
         is_adam = f"{group.head}.betas" in one.catalog.objects  # has moments of all that it steps
@@ -157,13 +155,14 @@ def _zero_momentum(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem
 
 def _scheduler_reset(save: Save, predecessor: Save) -> str | None:
     """Return how a scheduler of accelerate was reset: it has no steps, and had the optimizer's."""
-    surveys = save.survey, predecessor.survey
-    values, old_values = ({n: e.value for n, e in _values(survey)} for survey in surveys)
+    if any(item.optimizer is not item.survey for item in (save, predecessor)):
+        return None
+    values, old_values = (_values(item.survey) for item in (save, predecessor))
     for count in filter(_COUNT.fullmatch, values):
         steps = number_in(old_values, count) or 0
         if values[count] != 0 or not steps:
             continue
-        total, old_total = (max(_steps_taken(survey).values(), default=0) for survey in surveys)
+        total, old_total = save.most_steps_taken, predecessor.most_steps_taken
         if 0 < old_total <= steps and old_total < total:
             message = f"{count} is 0, but {steps:,} in {predecessor.name}, after which the"
             message += " optimizer has taken more steps"
@@ -171,24 +170,9 @@ def _scheduler_reset(save: Save, predecessor: Save) -> str | None:
     return None
 
 
-def _values(save: Survey) -> Iterable[tuple[str, ObjectEntry]]:
-    return save.catalog.objects.items() if save.catalog else ()
-
-
-def _steps_taken(save: Survey) -> Mapping[str, float]:
-    """Return how many steps each optimizer has taken, as far as they are counted."""
-    counters, catalog = StepCounters(), save.catalog
-    if catalog is None:
-        return {}
-    numbers = (name for name, entry in catalog.tensors.items() if entry.elements == 1)
-    with suppress(CkptoolError):  # said by the check of the save by itself
-        counters.read(locate_whole(save, numbers).values(), save.source, announced=False)
-    return steps_of_each(catalog, counters.taken)
-
-
-def _most_steps_taken(save: Save) -> float:
-    steps = _steps_taken(save.optimizer or save.survey).values()
-    return max((count for count in steps if count < UNCOUNTED), default=0)
+def _values(survey: Survey) -> Mapping[str, object]:
+    objects = survey.catalog.objects if survey.catalog else {}
+    return {name: entry.value for name, entry in objects.items()}
 
 
 def _mixed_with(save: Save, predecessor: Save) -> str | None:
@@ -224,7 +208,7 @@ def _more_steps(save: Save, predecessor: Save) -> str | None:
     Other trainers may have taken none since, as loss scaling skips all that are not finite. An
     optimizer that has taken more trains what is no matrix, such as biases.
     """
-    if _most_steps_taken(save) > _most_steps_taken(predecessor):
+    if save.most_steps_taken > predecessor.most_steps_taken:
         return None
     for trainer in TRAINERS:
         more = save.counts.get(trainer.step, 0) - predecessor.counts.get(trainer.step, 0)

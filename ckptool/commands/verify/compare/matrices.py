@@ -17,13 +17,14 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.models import Found
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import locate_whole
-from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED
+from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED, steps_of_each
 from ckptool.commands.verify.checks.meaning.masters import AVERAGE, without_averages
 from ckptool.commands.verify.checks.meaning.numbered import weight_of_each
 from ckptool.commands.verify.checks.meaning.stacks import is_matrix
 from ckptool.commands.verify.checks.meaning.trainer_counts import number_in, trainers_of
 from ckptool.commands.verify.checks.measures import are_equal, count_moved, largest_sizes
 from ckptool.commands.verify.checks.optimizer_names import MOMENTUM, RATE, StateName
+from ckptool.commands.verify.checks.training import StepCounters
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.state_category import lone_masters, state_category
 from ckptool.errors import CkptoolError
@@ -98,6 +99,23 @@ class Save(Struct, frozen=True, dict=True):
                 if schedule.of_steps and count is not None:
                     counts[schedule.name] = count - schedule.begin
         return {name: count for name, count in counts.items() if count < UNCOUNTED}
+
+    @cached_property
+    def steps_taken(self) -> Mapping[str, float]:
+        """How many steps each optimizer has taken, as far as they are counted."""
+        counters, survey = StepCounters(), self.optimizer or self.survey
+        if survey.catalog is None:
+            return {}
+        numbers = (name for name, entry in survey.catalog.tensors.items() if entry.elements == 1)
+        with suppress(CkptoolError):  # said by the check of the save by itself
+            counters.read(locate_whole(survey, numbers).values(), survey.source, announced=False)
+        return steps_of_each(survey.catalog, counters.taken)
+
+    @property
+    def most_steps_taken(self) -> float:
+        """The most steps that an optimizer has taken, of those that were counted one by one."""
+        counts = self.steps_taken.values()
+        return max((count for count in counts if count < UNCOUNTED), default=0)
 
     @property
     def rates(self) -> list[float]:
