@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 
 from msgspec.structs import replace
@@ -94,6 +94,11 @@ def is_state_of_optimizer(name: str) -> bool:
     return not _STATE.isdisjoint(steps) or _KINDS.fullmatch(_head(name)) is not None
 
 
+def begin_with_state(names: Iterable[str]) -> bool:
+    """Return whether some names begin with the state that they are, as ``exp_avg.NAME`` does."""
+    return any(_KINDS.fullmatch(_head(name)) for name in names)
+
+
 def _is_of_optimizer(name: str) -> bool:
     return "state" in name and _OF_AN_OPTIMIZER.fullmatch(name) is not None
 
@@ -135,12 +140,27 @@ def _misleading_names(catalog: Catalog) -> dict[str, str]:
         for name, entry in entries.items():
             if entry.part is None:
                 groups[_head(name)].append(name)
+    of_masters = groups.get(_MASTERS, [])
+    if of_masters and _is_of_model(_MASTERS, of_masters, groups, catalog):
+        of_masters = []
+    masters = {name[len(_MASTERS) + 1 :] for name in of_masters}
     for head, names in groups.items():
-        if _category_of_step(head) is None:
+        if _is_beside_masters(head, names, masters):
+            parts |= dict.fromkeys(names, "optimizer")
+        elif _category_of_step(head) is None:
             parts |= _parts_in_container(head, names)
         elif _is_of_model(head, names, groups, catalog):
             parts |= dict.fromkeys(names, "model")
     return parts | dict.fromkeys(_beside_param_groups(catalog), "optimizer")
+
+
+def _is_beside_masters(head: str, names: Iterable[str], masters: Collection[str]) -> bool:
+    """Return whether names are those of masters, but for the head, such as Adafactor's ``row_var``.
+
+    DeepSpeed saves the states of parameters so, and an optimizer may keep any.
+    """
+    is_of_master = (name[len(head) + 1 :] in masters for name in names)
+    return bool(masters) and not _is_prefix(head) and all(is_of_master)
 
 
 def _parts_in_container(head: str, names: list[str]) -> dict[str, str]:
@@ -213,7 +233,7 @@ def optimizer_names(catalog: Catalog) -> set[str]:
     """
     tensors = {n for n, e in catalog.tensors.items() if state_category(e) == "optimizer"}
     heads = {_head(name) for name in tensors}
-    by_kind = any(map(_KINDS.fullmatch, heads))
+    by_kind = begin_with_state(tensors)
     values = {
         name
         for name, entry in catalog.objects.items()

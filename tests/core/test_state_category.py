@@ -49,6 +49,7 @@ LAYER = ["layers.0.weight", "layers.0.bias"]
         ([*LAYER, "scaler.weight"], []),
         (["encoder.optimizer.weight", "encoder.state.weight"], []),
         (["model.layers.0.weight", "fp32.weight"], []),
+        (["encoder.weight", "fp32.weight"], []),
     ],
 )
 def test_a_models_own_names(tensors: list[str], values: list[str]) -> None:
@@ -70,6 +71,7 @@ def test_a_models_own_names(tensors: list[str], values: list[str]) -> None:
         (["decoder.a.weight"], ["fp32.decoder.a.weight"], []),
         (["model.module.a.weight"], ["fp32.a.weight"], []),
         (["buffer.scale"], ["exp_avg.a.weight", "fp32.a.weight"], ["client_state.x"]),
+        (["module.a.weight"], ["fp32.a.weight", "row_var.a.weight", "step.a.weight"], []),
         (["layers.0.weight"], ["optimizer.state.layers.0.weight.exp_avg"], []),
         (["model.0.weight"], ["optim.moments.0.weight"], []),
     ],
