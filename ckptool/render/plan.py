@@ -37,7 +37,7 @@ def show_choices(report: ReshardReport) -> None:
         choice = report.choices[line.entry.name]
         rows.append(
             [
-                Text("  ") + line_name(line, brief),
+                Text("  ") + line_name(line, screen, brief),
                 (placements_text(choice.placements, brief), "magenta"),
                 (f"({choice.reason})" if differ else "", "dim"),
                 (f"x{line.count}" if line.count > 1 else "", "bold"),

@@ -87,6 +87,8 @@ def screen(
         (["l.10.w", "l.9.w", "a"], ["a", "l.{9,10}.w"]),
         (["optim.state.0.exp_avg", "optim.state.1.exp_avg"], ["optim.state.{0,1}.exp_avg"]),
         (["optim.state.w.exp_avg", "optim.state.w.sq"], ["optim.state.w.{exp_avg,sq}"]),
+        (["exp_avg.w", "exp_avg_sq.w", "fp32.w"], ["{exp_avg,exp_avg_sq,fp32}.w"]),
+        (["exp_avg.l.bias", "exp_avg.l.weight"], ["exp_avg.l.bias", "exp_avg.l.weight"]),
     ],
 )
 def test_fold(names, folded):

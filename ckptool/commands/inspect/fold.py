@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.catalog import TensorEntry
-from ckptool.core.state_category import STATE_CATEGORIES, state_category
+from ckptool.core.state_category import STATE_CATEGORIES, begin_with_state, state_category
 from ckptool.core.text import natural_key, ranges
 
 _NUMBER = re.compile(r"([0-9](?:(?<![^.][0-9])|(?<=@rank[0-9]))(?:(?<!0)[0-9]{1,8})?(?![^.@]))")
@@ -45,7 +45,7 @@ def fold(entries: Collection[TensorEntry], looks: Looks | None = None) -> list[T
         for name, first, (part, _), count in fold_names(kinds)
     ]
     lines.sort(key=lambda line: STATE_CATEGORIES.index(line.part))
-    return _fold_states(_fold_scalars(lines, list(entry_of), looks), looks)
+    return _fold_optimizer(lines, list(entry_of), looks)
 
 
 def fold_names(kinds: Mapping[str, Kind]) -> list[tuple[str, str, Kind, int]]:
@@ -97,14 +97,49 @@ def products(tuples: Collection[Numbers]) -> list[tuple[Numbers, ...]]:
     return [(tuple(axis), *rest) for tail, axis in heads.items() for rest in products(tail)]
 
 
-def _fold_scalars(lines: list[TensorLine], names: list[str], looks: Looks) -> list[TensorLine]:
+class _States(NamedTuple):
+    """Where the names of an optimizer's tensors say the state: in the first step, or in the last.
+
+    DeepSpeed's do in the first: ``exp_avg.NAME``.
+    """
+
+    is_first: bool
+
+    def split(self, name: str) -> tuple[str, str]:
+        """Return the state, and the rest of a name; no state if there is only one step."""
+        if self.is_first:
+            head, dot, tail = name.partition(".")
+            return (head, tail) if dot else ("", name)
+        head, _, tail = name.rpartition(".")
+        return (tail, head) if head else ("", name)
+
+    def join(self, state: str, rest: str) -> str:
+        """Return the name of a state."""
+        return f"{state}.{rest}" if self.is_first else f"{rest}.{state}"
+
+    def ends(self, name: str) -> tuple[str, str] | None:
+        """Return how names of one state begin and end, whatever the parameter; None if unclear."""
+        if self.is_first:
+            return f"{self.split(name)[0]}.", ""
+        steps = name.split(".")
+        return (".".join(steps[:2]) + ".", f".{steps[-1]}") if len(steps) > 3 else None
+
+
+def _fold_optimizer(lines: list[TensorLine], names: list[str], looks: Looks) -> list[TensorLine]:
+    """Join an optimizer's states of one parameter, and its 0-d states of all."""
+    states = _States(begin_with_state(n.entry.name for n in lines if n.part == "optimizer"))
+    return _fold_states(_fold_scalars(lines, names, looks, states), looks, states)
+
+
+def _fold_scalars(
+    lines: list[TensorLine], names: list[str], looks: Looks, states: _States
+) -> list[TensorLine]:
     """Join an optimizer's 0-d states as ``optim.state.*.step``, if that matches no others."""
     groups: dict[tuple[str, str, object], list[TensorLine]] = {}
     for line in lines:
-        steps = line.entry.name.split(".")
-        if line.part == "optimizer" and not line.entry.shape and len(steps) > 3:
-            key = (".".join(steps[:2]) + ".", "." + steps[-1], looks(line.entry))
-            groups.setdefault(key, []).append(line)
+        is_scalar = line.part == "optimizer" and not line.entry.shape
+        if is_scalar and (ends := states.ends(line.entry.name)) is not None:
+            groups.setdefault((*ends, looks(line.entry)), []).append(line)
     merged: dict[str, TensorLine | None] = {}
     for (head, tail, _), group in groups.items():
         if len(group) == 1:
@@ -117,18 +152,19 @@ def _fold_scalars(lines: list[TensorLine], names: list[str], looks: Looks) -> li
     return [line for line in folded if line is not None]
 
 
-def _fold_states(lines: list[TensorLine], looks: Looks) -> list[TensorLine]:
+def _fold_states(lines: list[TensorLine], looks: Looks, states: _States) -> list[TensorLine]:
     """Join an optimizer's states of one parameter, such as ``{exp_avg,exp_avg_sq}``."""
     groups: dict[tuple[object, ...], list[TensorLine]] = {}
     for line in lines:
-        head, _, state = line.name.rpartition(".")
-        is_state = line.part == "optimizer" and head and not re.search(r"[{}*]", state)
-        groups.setdefault((head, looks(line.entry)) if is_state else (line,), []).append(line)
+        state, rest = states.split(line.name)
+        is_state = line.part == "optimizer" and state and not re.search(r"[{}*]", state)
+        key = (rest, looks(line.entry)) if is_state and rest != "*" else (line,)
+        groups.setdefault(key, []).append(line)
     result = []
-    for first, *rest in groups.values():
-        head, _, state = first.name.rpartition(".")
-        states = ",".join([state, *(line.name.rpartition(".")[2] for line in rest)])
-        name = f"{head}.{{{states}}}" if rest else first.name
-        count = sum(line.count for line in (first, *rest))
+    for first, *others in groups.values():
+        state, rest = states.split(first.name)
+        every = ",".join([state, *(states.split(line.name)[0] for line in others)])
+        name = states.join(f"{{{every}}}", rest) if others else first.name
+        count = sum(line.count for line in (first, *others))
         result.append(replace(first, name=name, count=count))
     return result

@@ -187,11 +187,12 @@ def _number(value: Number | None) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-_STATES = re.compile(r"\{[A-Za-z][^{}]*\}$")
+_STATES = re.compile(r"\{[A-Za-z][^{}]*\}")
 
 
-def line_name(line: TensorLine, brief: bool) -> Text:
-    """Return the name of a line, its braces in color; ``brief``, without the states' names."""
-    name = Text(visible(_STATES.sub("{…}", line.name) if brief else line.name))
+def line_name(line: TensorLine, screen: Console, brief: bool) -> Text:
+    """Return the name of a line, its braces in color; ``brief`` and long, without states' names."""
+    is_long = brief and len(line.name) > screen.width // 2
+    name = Text(visible(_STATES.sub("{…}", line.name) if is_long else line.name))
     name.highlight_regex(r"\{[^{}]*\}|(?<![^.])\*(?![^.])", "bold cyan")
     return name

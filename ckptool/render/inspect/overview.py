@@ -154,7 +154,7 @@ def _tensors(catalog: Catalog, screen: Console, sort: str) -> list[Text]:
         lines.sort(key=lambda line: -line.entry.nbytes * line.count)
     most = MOST_LINES if screen.is_terminal else len(lines)
     brief = screen.is_terminal and screen.width < ROOMY
-    rows = [_tensor(line, brief) for line in lines[:most]]
+    rows = [_tensor(line, screen, brief) for line in lines[:most]]
     sizes: list[Cell] = [(size(line.entry.nbytes * line.count), "bold") for line in lines[:most]]
     if by_size:
         rows = [[*row, nbytes] for row, nbytes in zip(rows, sizes, strict=True)]
@@ -168,10 +168,10 @@ def _tensors(catalog: Catalog, screen: Console, sort: str) -> list[Text]:
     return result
 
 
-def _tensor(line: TensorLine, brief: bool) -> list[Cell]:
+def _tensor(line: TensorLine, screen: Console, brief: bool) -> list[Cell]:
     entry = line.entry
     return [
-        line_name(line, brief),
+        line_name(line, screen, brief),
         (str(list(entry.shape)), "green"),
         (short_name(entry.dtype.name), "yellow"),
         _placements(entry, brief),
