@@ -115,10 +115,11 @@ def lost_tensor_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem
     any tensor that this model does not have, it is another model, whatever its config says, and
     where much is missing, it was left out on purpose, as the head is of a model that embeds.
     """
+    if surveyed.format.loading.config is None:
+        return
     config: Record = {}
-    if surveyed.format.loading.config is not None:
-        with suppress(CkptoolError):  # said by the check of the config's sizes
-            config = read_beside(surveyed.source, CONFIG)
+    with suppress(CkptoolError):  # said by the check of the config's sizes
+        config = read_beside(surveyed.source, CONFIG)
     expected = shapes_of(config)
     if not expected:
         return

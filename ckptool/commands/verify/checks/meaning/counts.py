@@ -69,7 +69,7 @@ def optimizer_step_problems(
     """
     if surveyed.catalog is None or optimizer is None:
         return
-    if optimizer is surveyed.catalog:
+    if optimizer is surveyed.catalog and optimizer.info.get("writer") == _ACCELERATE:
         yield from _check_rates(optimizer, read)
     are_several = optimizer is not surveyed.catalog or len(optimizer.files) > 1
     totals = steps_of_each(optimizer, read)
@@ -145,8 +145,7 @@ def _check_rates(catalog: Catalog, read: Mapping[str, float]) -> Iterator[Proble
     schedules = {m[1]: values[name] for name in values if (m := _GIVEN_RATES.fullmatch(name))}
     odd = [name for name, last_rates in schedules.items() if _is_unused(last_rates, rates.values())]
     optimizers = {name.partition(".")[0] for name in rates}
-    is_accelerate = catalog.info.get("writer") == _ACCELERATE
-    if not odd or not is_accelerate or len(odd) < len(schedules) != len(optimizers):
+    if not odd or len(odd) < len(schedules) != len(optimizers):
         return
     steps = int(max(steps_of_each(catalog, read).values(), default=0))
     for name in odd if _FIRST <= steps < UNCOUNTED else ():

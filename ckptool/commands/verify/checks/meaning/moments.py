@@ -97,9 +97,11 @@ class Moments:
             if elements.are_sound(self._slices.tensor(name))
             if moment.elements == math.prod(shape_of(name, located))
         }
+        if not moments:
+            return
         entries = Entries(self._slices, located)
         yield from _negative_squares(moments, entries)
-        if moments and all(moment.is_zero for moment in moments.values()):
+        if all(moment.is_zero for moment in moments.values()):
             yield from self._all_zero(elements, len(moments)) if elements.is_all else ()
             return
         layers = Layers(self._names, moments, self._slices, entries, elements)

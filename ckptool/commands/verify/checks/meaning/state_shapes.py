@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 
 from msgspec import Struct
@@ -67,7 +67,10 @@ class _Pair(Struct, frozen=True):
 
 def shape_problems(catalog: Catalog) -> Iterator[Problem]:
     """Yield state in another shape than its parameter's, unless an optimizer projects it."""
-    pairs = list(_pairs(catalog))
+    states = [entry for entry in catalog.tensors.values() if _is_state(entry)]
+    if not states:
+        return
+    pairs = list(_pairs(states, catalog))
     odd = [pair for pair in pairs if pair.state.shape != pair.shape]
     odd = [pair for pair in odd if not (pair.is_shared or pair.is_chosen)]
     ranks = _projection_ranks(pairs) if odd else set()
@@ -75,25 +78,24 @@ def shape_problems(catalog: Catalog) -> Iterator[Problem]:
         name = pair.state.name
         message = f"{name}: {list(pair.state.shape)}, but {pair.reference} is {list(pair.shape)}"
         yield Problem(message, "optimizer-shape", tensor=name)
-    yield from _check_model(catalog)
+    yield from _check_model(states, catalog)
 
 
-def _check_model(catalog: Catalog) -> Iterator[Problem]:
+def _check_model(states: Iterable[TensorEntry], catalog: Catalog) -> Iterator[Problem]:
     """Yield a problem if no state of numbered parameters has the shape of any of the model's.
 
     State of matrices alone may be projected, or of adapters that were merged into the model (LoRA),
     and a model of vectors alone may be buffers.
     """
-    tensors = catalog.tensors.values()
-    titles = ((StateName.of(entry.name), entry) for entry in tensors if _is_state(entry))
-    states = [e for of, e in titles if of.kind in _KINDS and of.parameter.isdigit()]
-    models = [entry for entry in tensors if state_category(entry) == "model"]
-    count = len({entry.name.rpartition(".")[0] for entry in states})
-    if not all(map(_has_both, (states, models))) or 2 * len(models) < count:
+    titles = ((StateName.of(entry.name), entry) for entry in states)
+    numbered = [e for of, e in titles if of.kind in _KINDS and of.parameter.isdigit()]
+    models = [entry for entry in catalog.tensors.values() if state_category(entry) == "model"]
+    count = len({entry.name.rpartition(".")[0] for entry in numbered})
+    if not all(map(_has_both, (numbered, models))) or 2 * len(models) < count:
         return  # the model's tensors are a small part of it
-    if not {entry.shape for entry in states}.isdisjoint(entry.shape for entry in models):
+    if not {entry.shape for entry in numbered}.isdisjoint(entry.shape for entry in models):
         return
-    first = states[0]
+    first = numbered[0]
     message = f"{first.name}: {list(first.shape)}, and no state of {count:,} parameters has a shape"
     yield Problem(f"{message} that the model has", "optimizer-shape", tensor=first.name)
 
@@ -104,7 +106,7 @@ def _has_both(entries: Sequence[TensorEntry]) -> bool:
     return min(dims, default=_DIMS) < _DIMS <= max(dims, default=0)
 
 
-def _pairs(catalog: Catalog) -> Iterator[_Pair]:
+def _pairs(states: Iterable[TensorEntry], catalog: Catalog) -> Iterator[_Pair]:
     """Yield the state of parameters whose shape is known.
 
     Where the kind comes first in names, a run of as many elements is that of a flat buffer. Else
@@ -112,9 +114,6 @@ def _pairs(catalog: Catalog) -> Iterator[_Pair]:
     DeepSpeed's universal checkpoints had moments of one rank's experts beside masters of all
     (AutoEP).
     """
-    states = [entry for entry in catalog.tensors.values() if _is_state(entry)]
-    if not states:
-        return
     models = models_by_tail(catalog.tensors)
     firsts: dict[str, TensorEntry] = {}
     shapes_of = cache(partial(_shapes_of, catalog))
