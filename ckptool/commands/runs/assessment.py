@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 from math import inf
@@ -104,7 +104,6 @@ class Assessor:
         self._history = History(options.read)
         self._contents: dict[Location, Contents] = {}
         self._good: set[object] = set()
-        self._common_parts: dict[object, dict[Location, frozenset[str]]] = {}
         self._first_filled: dict[object, float] = {}
 
     def assess(self, step: Step, *, reads: bool = False) -> Assessment:
@@ -207,18 +206,11 @@ class Assessor:
         why = unfinished_reason(step, self._run)
         if why is not None:
             yield why
-        missing = self._missing_parts(step) or self._completeness.lacking(step)
+        missing = self._completeness.lacking(step)
         if missing and why is None:
             yield f"{list_some(missing, 4)} is missing; every earlier whole step has it"
         elif why is None:
             yield from lost_ranks(step)
-
-    def _missing_parts(self, step: Step) -> list[str]:
-        """Return the checkpoints that every older step of a series has, and a step has not."""
-        if step.series not in self._common_parts:
-            self._common_parts[step.series] = dict(_common_parts(self._run.by_series[step.series]))
-        common = self._common_parts[step.series][step.path]
-        return sorted(common - step.names) if step.names < common else []
 
     def _faults(self, report: VerifyReport, catalog: Catalog | None) -> Iterator[str]:
         """Yield the first error of a checkpoint, else the first warning of what spoils training."""
@@ -270,15 +262,6 @@ class Assessor:
             for other in self._run.steps[:index]
             if other.series == step.series or (other.home == step.home and other.number is not None)
         ]
-
-
-def _common_parts(series: Iterable[Step]) -> Iterator[tuple[Location, frozenset[str]]]:
-    """Yield the path of each step of a series, and the checkpoints that all before it have."""
-    common: frozenset[str] | None = None
-    for step in series:
-        yield step.path, common or frozenset()
-        if step.parts:
-            common = step.names if common is None else common & step.names
 
 
 def _text_of(finding: Finding, report: VerifyReport) -> str:

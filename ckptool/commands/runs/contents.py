@@ -186,32 +186,40 @@ class _FilesOfSteps(Struct):
 
 
 class Completeness:
-    """Compares the files of each step of a run with those of the whole steps before it."""
+    """Compares the files and checkpoints of each step of a run with those of steps before it."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._lacks: dict[object, Mapping[object, frozenset[str]]] = {}
 
     def lacking(self, step: Step) -> list[str]:
-        """Return the files that a step lacks, and that every whole step before it has."""
+        """Return the checkpoints that a step lacks, and every step before it has; else the files.
+
+        Of files, only the whole steps before it count.
+        """
         if step.series not in self._lacks:
             self._lacks[step.series] = self._compare(step)
         return sorted(self._lacks[step.series].get(step.path, ()))
 
     def _compare(self, step: Step) -> Mapping[object, frozenset[str]]:
-        series = [s for s in self._run.steps if s.series == step.series and s.parts]
+        series = [other for other in self._run.by_series[step.series] if other.parts]
         files_in = {s.path: files_of(s, self._run) for s in series}
         finished_paths = {s.path for s in series if unfinished_reason(s, self._run) is None}
         holders = Counter(file for path in finished_paths for file in files_in[path])
         lacks: dict[object, frozenset[str]] = {}
         earlier = _FilesOfSteps()  # of the whole steps so far
+        parts: frozenset[str] | None = None  # that all steps so far have
         for other in series:
             files = files_in[other.path]
-            missing = self._missing(other, files, earlier)
-            lacks[other.path] = frozenset(
-                file for file in missing if _is_usual(file, holders[file], len(finished_paths))
+            missing = frozenset(
+                file
+                for file in self._missing(other, files, earlier)
+                if _is_usual(file, holders[file], len(finished_paths))
             )
-            if not lacks[other.path] and other.path in finished_paths:
+            parts = other.names if parts is None else parts
+            lacks[other.path] = parts - other.names if other.names < parts else missing
+            parts &= other.names
+            if not missing and other.path in finished_paths:
                 earlier.add(files)
         return lacks
 

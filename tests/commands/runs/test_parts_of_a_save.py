@@ -311,11 +311,9 @@ def test_names_and_empty_parts_of_older_steps_are_looked_at_once(tmp_path: Path)
         for name, state in (("policy.pth", {"w": WEIGHT}), ("policy.optimizer.pth", OPTIMIZER)):
             torch.save(state, folder / name)
         torch.save({}, folder / "pytorch_variables.pth")
-    looks_at_names = Assessor._missing_parts
+    looks_at_names = Assessor._by_names
     with (
-        patch.object(
-            Assessor, "_missing_parts", autospec=True, side_effect=looks_at_names
-        ) as names,
+        patch.object(Assessor, "_by_names", autospec=True, side_effect=looks_at_names) as names,
         patch.object(assessment, "survey_readable", side_effect=survey_readable) as opened,
     ):
         assert checked(tmp_path).ok
