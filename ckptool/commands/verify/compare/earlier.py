@@ -37,12 +37,13 @@ _COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
 class History:
     """Compares each step of a run with those before it, whose saves it reads once.
 
-    Steps are assessed from the newest, so only the saves that were last compared are remembered.
+    Steps are assessed from the newest, so only the saves that were last compared are remembered,
+    of each series.
     """
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
-        self._saves: dict[Location, Mapping[PurePath, Save]] = {}
+        self._saves: dict[object, Mapping[Location, Mapping[PurePath, Save]]] = {}
 
     def problems(
         self, step: Step, checkpoints: Iterable[Found], earlier: Sequence[Step]
@@ -51,9 +52,12 @@ class History:
 
         The checkpoints are those of the step and the models inside them. Raises NoAnswer.
         """
-        saves = self._saves.get(step.path) or saves_in(step, checkpoints)
-        past = {old.path: self._saves_of(old) for old in earlier[-_BEFORE:]}
-        self._saves = past
+        if not earlier:
+            return
+        saves = self._saves_of(step, checkpoints)
+        last = earlier[-_BEFORE:]
+        past = {old.path: self._saves_of(old, survey_models(old, self._options)) for old in last}
+        self._saves[earlier[-1].series] = past
         for place, save in saves.items():
             predecessors = [
                 old_saves[place] for old_saves in reversed(past.values()) if place in old_saves
@@ -65,8 +69,9 @@ class History:
             for problem in _movement_problems(save, predecessors):
                 yield Problem(f"{place}: {problem}", problem.code) if save.inside else problem
 
-    def _saves_of(self, step: Step) -> Mapping[PurePath, Save]:
-        return self._saves.get(step.path) or saves_in(step, survey_models(step, self._options))
+    def _saves_of(self, step: Step, checkpoints: Iterable[Found]) -> Mapping[PurePath, Save]:
+        """Return the saves of a step, those of its checkpoints unless it is remembered."""
+        return self._saves.get(step.series, {}).get(step.path) or saves_in(step, checkpoints)
 
 
 def _save_problems(save: Save, predecessors: Sequence[Save], last: Step) -> Iterator[Problem]:
