@@ -18,7 +18,7 @@ from ckptool.formats.deepspeed.checkpoint import (
     LATEST,
     LATEST_UNIVERSAL,
     OPTIMIZER_STATE,
-    has_model_file,
+    is_tag,
     list_tags,
 )
 from ckptool.serialization.source import Source
@@ -27,7 +27,7 @@ from ckptool.serialization.source import Source
 def _probe(source: Source) -> bool:
     if LATEST in source.files:
         return bool(list_tags(source))
-    return has_model_file(source.files)
+    return is_tag(source.files)
 
 
 FORMAT = Format(

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ckptool.core.text import plural
 from ckptool.errors import Damaged
 from ckptool.formats.deepspeed.states import State, read_optimizer, read_state
 from ckptool.serialization.source import Source, find_missing_ranks, require_rank
@@ -61,9 +62,10 @@ class TagFiles(Struct):
         return [path for kind in _PATTERNS for path in getattr(self, kind).values()]
 
 
-def has_model_file(names: Iterable[str]) -> bool:
-    """Return whether a folder with these files is one of DeepSpeed's tags."""
-    return any(_MODEL.fullmatch(name) for name in names)
+def is_tag(names: Iterable[str]) -> bool:
+    """Return whether a folder with these files is one of DeepSpeed's tags, whole or not."""
+    patterns = _MODEL, _PATTERNS["optimizers"]
+    return any(pattern.fullmatch(name) for name in names for pattern in patterns)
 
 
 def drop_copies(paths: Iterable[str]) -> list[str]:
@@ -92,9 +94,9 @@ def find_tag_folder(source: Source, marker: str) -> str:
 
 
 def list_tags(source: Source) -> list[str]:
-    """Return the folders directly below the root that hold model files of DeepSpeed."""
+    """Return the folders directly below the root that are tags of DeepSpeed."""
     paths = (name.partition("/") for name in source.files if name.count("/") == 1)
-    return list(dict.fromkeys(folder for folder, _, name in paths if _MODEL.fullmatch(name)))
+    return list(dict.fromkeys(folder for folder, _, name in paths if is_tag([name])))
 
 
 def find_files(paths: Iterable[str], folder: str) -> TagFiles:
@@ -206,7 +208,10 @@ class DeepSpeedCheckpoint(Struct):
 def read_checkpoint(source: Source, files: TagFiles) -> DeepSpeedCheckpoint:
     """Return all states of a tag. Raises Damaged if the file of a rank is missing."""
     if not files.models:
-        message = f"{source.root}: no model states in the folder of the tag"
+        message = f"{source.root}: no file of model states, such as mp_rank_00_model_states.pt or"
+        message += " with ZeRO 3 zero_pp_rank_0_mp_rank_00_model_states.pt"
+        if files.optimizers:
+            message += f", beside {plural(len(files.optimizers), 'file')} of optimizer states"
         raise Damaged(message, "file-missing")
     models = {ranks: read_state(source, file) for ranks, file in files.models.items()}
     optimizers, expert_optimizers = (

@@ -111,3 +111,14 @@ def test_what_is_not_a_tensor_in_a_module_is_noted_once(
     assert len(notes) == 1
     assert "'norm._extra_state'" in notes[0]
     assert paths[0].name in notes[0]
+
+
+def test_a_lost_file_of_model_states_is_named(copy_of: Callable[[str], Path]) -> None:
+    """The ranks' files of optimizer states are no rank-local files that differ."""
+    folder = copy_of("deepspeed_zero_2")
+    next(folder.rglob("mp_rank_00_model_states.pt")).unlink()
+    for place in (folder, folder / "global_step1"):
+        (finding,) = ckptool.verify(place).findings
+        assert finding.code == "file-missing"
+        assert "no file of model states, such as mp_rank_00_model_states.pt" in finding.message
+        assert finding.message.endswith("beside 2 files of optimizer states")
