@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some
 from ckptool.errors import Changed, CkptoolError, Damaged, NotFound, Problem
+from ckptool.formats import file_rule
+from ckptool.formats.base import FileRole, FileRule
 from ckptool.formats.companions import RANDOM_STATES, TRAINER_STATE
 from ckptool.serialization.file_kinds import FileKind, detect_placeholder, read_head
 from ckptool.storage.file_status import NO_FILE
@@ -45,6 +47,9 @@ _TRAINERS = {
 
 transformers 4.20 to 5.24, accelerate 1.6 to 1.15; the latter saves it beside DeepSpeed's folder.
 """
+Rules = Mapping[str, FileRule | None]
+"""The rule of a format for each file of a checkpoint."""
+
 _MOST_FOLDERS = 200
 _MOST_SHOWN = 8
 
@@ -95,18 +100,41 @@ def _checkpoints(
 
 
 def _folder_notes(candidate: Candidate, folders: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield one note for all steps, and one for each part that is a checkpoint by itself."""
+    """Yield one note for all steps, and one for each part that is a checkpoint by itself.
+
+    Of a part that was never finished it is the problem.
+    """
     steps = [folder for folder in folders if _STEP.search(folder.rpartition("/")[2])]
     parts = [folder for folder in folders if folder not in steps]
     if steps:
         message = f"other checkpoints in this folder: {list_some(steps, _MOST_SHOWN)}"
         yield Problem(message, "checkpoint-nested", file=steps[0])
-    for group in _group_numbered(parts):
+    files = candidate.source.files if parts else ()
+    unfinished = uncommitted_folders({file: file_rule(candidate.format, file) for file in files})
+    yield from (unfinished[folder] for folder in parts if folder in unfinished)
+    for group in _group_numbered(folder for folder in parts if folder not in unfinished):
         first = group[0]
         names = list_some([f"{name}/" for name in group], 1)
         message = f"not read: {names}, a separate checkpoint ({folders[first]});"
         message += f" run `ckptool inspect {candidate.path / first}`"
         yield Problem(message, "checkpoint-nested", file=first)
+
+
+def uncommitted_folders(rules: Rules) -> Mapping[str, Problem]:
+    """Return the subfolders whose data files lack the metadata that is written last."""
+    folders: dict[str, set[FileRule]] = {}
+    for file, rule in rules.items():
+        if rule is not None:
+            folders.setdefault(file.rpartition("/")[0], set()).add(rule)
+    problems: dict[str, Problem] = {}
+    for folder, kinds in folders.items():
+        last = max(rule.committed_by for rule in kinds)
+        above = f"{folder.rpartition('/')[0]}/{last}".lstrip("/")  # which names moved files
+        is_alone = not any(rule.role is FileRole.METADATA for rule in kinds)
+        if folder and last and is_alone and above not in rules:
+            message = f"{folder}: data files without {last}, which is written last"
+            problems[folder] = Problem(message, "save-incomplete", file=f"{folder}/{last}")
+    return problems
 
 
 def _file_notes(names: list[str], beside: Iterable[str]) -> Iterator[Problem]:

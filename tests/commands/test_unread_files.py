@@ -64,6 +64,18 @@ def test_a_stray_file_is_named(name: str, copy_of: Callable[[str], Path]) -> Non
     assert not verify(folder, VerifyOptions(quick=True, strict=True)).ok
 
 
+def test_a_part_that_was_never_finished_is_no_checkpoint_by_itself(
+    copy_of: Callable[[str], Path],
+) -> None:
+    folder = copy_of("accelerate_folders")
+    for metadata in folder.rglob(".metadata"):
+        metadata.unlink()
+    lost = [f"save-incomplete {part}/.metadata" for part in ("optimizer_0", "pytorch_model_fsdp_0")]
+    assert sorted(notes_of(folder)) == lost
+    findings = verify(folder, VerifyOptions()).findings
+    assert sorted(f"{finding.code} {finding.file}" for finding in findings) == lost
+
+
 def test_what_is_not_part_of_a_checkpoint_is_not_named(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("hf_shards")
     others = [

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 
 from ckptool.commands.open import Survey
-from ckptool.commands.unread_files import unfinished_file
+from ckptool.commands.unread_files import Rules, uncommitted_folders, unfinished_file
 from ckptool.commands.verify.checks.archives import ArchiveCheck
 from ckptool.commands.verify.checks.pickles import PickleAudit
 from ckptool.core.catalog import Catalog, Container
@@ -28,10 +28,6 @@ _CLOCK = 2.0
 """Seconds that the clocks of hosts which write one checkpoint may differ."""
 
 
-Rules = Mapping[str, FileRule | None]
-"""The rule of a format for each file of a checkpoint."""
-
-
 def name_problems(source: Source, row: Format, rules: Rules) -> Iterator[Problem]:
     """Yield problems of names and sizes alone: empty files, and files of an unfinished write."""
     committing = {rule.committed_by for rule in rules.values() if rule and rule.committed_by}
@@ -46,7 +42,7 @@ def name_problems(source: Source, row: Format, rules: Rules) -> Iterator[Problem
             yield unfinished
         elif not source.files[file] and _must_hold_bytes(file, rule):
             yield Problem(f"{file}: the file is empty (0 bytes)", "file-empty", file=file)
-    yield from _uncommitted(rules)
+    yield from uncommitted_folders(rules).values()
     yield from _unreadable_json(source, rules)
 
 
@@ -54,21 +50,6 @@ def _must_hold_bytes(file: str, rule: FileRule | None) -> bool:
     if file.endswith(tuple(single_file_suffixes())):
         return True
     return rule is not None and rule.role in (FileRole.METADATA, FileRole.JSON)
-
-
-def _uncommitted(rules: Rules) -> Iterator[Problem]:
-    """Yield the subfolders whose data files lack the metadata that is written last."""
-    folders: dict[str, set[FileRule]] = {}
-    for file, rule in rules.items():
-        if rule is not None:
-            folders.setdefault(file.rpartition("/")[0], set()).add(rule)
-    for folder, kinds in folders.items():
-        last = max(rule.committed_by for rule in kinds)
-        above = f"{folder.rpartition('/')[0]}/{last}".lstrip("/")  # which names moved files
-        is_alone = not any(rule.role is FileRole.METADATA for rule in kinds)
-        if folder and last and is_alone and above not in rules:
-            message = f"{folder}: data files without {last}, which is written last"
-            yield Problem(message, "save-incomplete", file=f"{folder}/{last}")
 
 
 def _unreadable_json(source: Source, rules: Rules) -> Iterator[Problem]:
