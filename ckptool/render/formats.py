@@ -67,6 +67,7 @@ def show_map_check(report: MapCheck) -> None:
         say(f"{plural(rest, 'more rule' if near else 'rule')} matched no tensor")
     way = f"{report.map} ({report.source} to {report.target})"
     summary = f"matches {report.matched:,} of {plural(report.tensors, 'tensor')}"
+    summary += ", but cannot be applied" if report.problem else ""
     say(f"{'OK' if report.ok else 'FAILED'}: {way} {summary}")
     if report.problem:
         say(report.problem)

@@ -53,6 +53,9 @@ def test_a_map_that_takes_all_names_but_cannot_be_applied(tmp_path: Path) -> Non
     report = checked(tmp_path, "layers.0.wq.weight", "norm.weight")
     assert (report.names, report.ok) == ((), False)
     assert "size of dim, head not found" in str(report.problem)
+    line = ["maps", str(tmp_path / "m.toml"), "--check", str(tmp_path / "a.safetensors")]
+    output = " ".join(CliRunner().invoke(app, line).output.split())
+    assert "matches 2 of 2 tensors, but cannot be applied" in output
 
 
 @pytest.mark.parametrize(
