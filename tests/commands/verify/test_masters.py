@@ -18,6 +18,10 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.commands.verify.checks.meaning import master_bits
 from ckptool.commands.verify.checks.meaning.masters import Masters
 from ckptool.commands.verify.findings import Finding
+from ckptool.core.box import Box
+from ckptool.core.catalog import TensorEntry
+from ckptool.engine.read.gather import Gatherer
+from ckptool.errors import Damaged
 
 ROUNDED = [
     "deepspeed_zero_2", "deepspeed_frozen_excluded", "deepspeed_pipeline", "deepspeed_universal",
@@ -95,6 +99,27 @@ def test_masters_of_deepspeed_of_another_step(tmp_path: Path) -> None:
         torch.save(state, path)
     (finding,) = found(copy)
     assert len(finding.affected) > 1
+
+
+def test_a_weight_that_cannot_be_read_again_leaves_the_others_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(FIXTURES / "deepspeed_universal" / "ckpt", tmp_path / "c")
+    for path in copy.rglob("fp32.pt"):
+        state = torch.load(path, weights_only=False)
+        state["param"] = state["param"] + 0.25
+        torch.save(state, path)
+    (finding,) = found(copy)
+    lost, read = min(finding.names), Gatherer.read_values
+
+    def refuse(self: Gatherer, entry: TensorEntry, box: Box) -> Any:
+        if entry.name == lost:
+            raise Damaged(f"{lost}: cannot be read")
+        return read(self, entry, box)
+
+    monkeypatch.setattr(Gatherer, "read_values", refuse)
+    (rest,) = found(copy)
+    assert rest.names == finding.names - {lost}
 
 
 def test_a_weight_of_one_tensor_parallel_rank_of_megatron(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from ckptool.engine.read.numbers import Array, decode
 from ckptool.engine.read.rounding import cast
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.engine.read.tiles import read_tiles
-from ckptool.errors import CkptoolError
 from ckptool.storage.files import Files
 
 _ENOUGH = 200
@@ -104,11 +103,10 @@ def differences(
 
     def look(subject: None, tiles: Iterator[PairTile]) -> None:
         for tile in tiles:
-            try:
-                pair, weights, masters = tile.require()
-            except CkptoolError:  # the reader of all data reports on it
-                unread.update(results)
+            if tile.failure is not None and tile.pair is not None:
+                unread.add(tile.pair.one.name)  # the reader of all data reports on it
                 return
+            pair, weights, masters = tile.require()
             counts, first = _count(weights, masters, tile, pair.one.dtype)
             with lock:
                 difference = results[pair.one.name]
