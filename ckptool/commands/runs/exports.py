@@ -30,9 +30,6 @@ class Exports:
     def __init__(self, run: Run, contents_of: Callable[[Step], Contents]) -> None:
         self._run = run
         self._contents_of = contents_of
-        self._series: dict[object, list[Step]] = {}
-        for step in run.steps:
-            self._series.setdefault(step.series, []).append(step)
         self._never_resumed: dict[object, bool] = {}
 
     def are_all(self) -> bool:
@@ -44,14 +41,14 @@ class Exports:
 
         Raises NoAnswer.
         """
-        if len(self._series) == 1:
+        if len(self._run.by_series) == 1:
             return False
         tests = self._is_state_beside, self._is_state_of_each, self._is_model_beside
         return any(test(step) for test in tests)
 
     def is_last(self, step: Step) -> bool:
         """Return whether a model alone is the last of whole steps: torchtitan saves it so."""
-        series = [other for other in self._series[step.series] if other.parts]
+        series = [other for other in self._run.by_series[step.series] if other.parts]
         contents = self._contents_of(step)
         if not contents.model or contents.optimizer or contents.other or step != series[-1]:
             return False
@@ -80,7 +77,7 @@ class Exports:
         """
         if step.number is None or not may_be_empty(step.path.name):
             return False
-        series = map(self._contents_of, self._series[step.series])
+        series = map(self._contents_of, self._run.by_series[step.series])
         if any(contents.model or contents.optimizer for contents in series):
             return False
         counterparts = (s for s in self._run.steps if s.position and s.number == step.number)
@@ -99,7 +96,7 @@ class Exports:
         other_steps = [other for other in self._run.steps if other.series != step.series]
         if (originals := self._originals(step, other_steps)) is not None:
             return any(map(self._resumes, originals))
-        series = self._series[step.series]
+        series = self._run.by_series[step.series]
         positions = {s.position for s in series if s.position}  # one of a pair may be damaged
         parent = step.path.parent.name
         of_models = role_of(parent) == "model" and is_part_folder(parent)

@@ -196,7 +196,7 @@ def _move_latest_last(run: Run, places: list[Place]) -> list[Place]:
 
 def written_after(run: Run, step: Step) -> Step | None:
     """Return the step of a step's series that was written last, if it is clearly another one."""
-    series = [other for other in run.steps if other.series == step.series and other.parts]
+    series = [other for other in run.by_series[step.series] if other.parts]
     times = {other.path: save_time(other, run) for other in series}
     last = max(series, key=lambda other: times[other.path] or 0.0, default=step)
     time, last_time = times.get(step.path), times.get(last.path)

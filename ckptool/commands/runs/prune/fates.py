@@ -58,12 +58,9 @@ def decide(
 
     ``notify`` is called with each long operation before it begins.
     """
-    series: dict[object, list[Step]] = {}
-    for step in run.steps:
-        series.setdefault(step.series, []).append(step)
     assessor = Assessor(run, options.verify)
     fates: list[StepFate] = []
-    for steps in series.values():
+    for steps in run.by_series.values():
         positions = Counter(step.position for step in steps if step.position)
         after = ""
         for training in trainings_of(run, steps):
