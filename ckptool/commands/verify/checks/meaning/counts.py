@@ -53,7 +53,7 @@ def count_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
     """Yield the counts in parts of a checkpoint that do not agree with its step."""
     for trainer, step, values in trainers_of(surveyed, catalog):
         samples = number_in(values, trainer.samples)
-        is_set = trainer.is_set and samples is not None and samples < step
+        is_set = trainer.may_be_set and samples is not None and samples < step
         for problem in _check_step(trainer, values, surveyed.path, step):
             yield problem.recoded("counts-apart") if is_set else problem
 

@@ -20,56 +20,63 @@ _UNNAMED = r"(?!)"
 
 
 class Schedule(Struct, frozen=True):
-    """The ``name`` of a scheduler's count, which is ``begin`` before the first step.
-
-    It counts steps, or if not ``of_steps`` something of which every step has some. Where loss
-    scaling may skip steps that nobody counts, the value ``scaled`` says whether it is used. Where a
-    user may step the scheduler otherwise, such as to the number of the ``epoch``, the optimizer's
-    ``rate`` must tell that it has stepped.
-    """
+    """What a scheduler counts; all but ``begin`` and ``of_steps`` are names of values."""
 
     name: str
     begin: int = 0
+    """The count before the first step."""
     of_steps: bool = True
+    """Whether it counts steps, not something of which every step has some."""
     scaled: str = ""
+    """Whether loss scaling is used, which may skip steps that nobody counts."""
     rate: str = ""
+    """The optimizer's learning rate, which tells that a scheduler has stepped, where a user may
+    step it otherwise, such as to the number of the ``epoch``."""
     epoch: str = ""
 
 
 class Trainer(Struct, frozen=True):
-    """What a trainer counts, by the names of a checkpoint's values; from the code of ``source``.
-
-    ``sign`` is the writer or framework, or a file, that its checkpoints are known by. The ``step``
-    is one of ``counts``, from which a resume goes on; if ``is_set``, users may have set it to any
-    number, as they have if fewer samples were seen. On ``skipped`` steps no scheduler counts, and
-    where there are ``epochs``, a user may count at their end only. An ``engine`` that steps for the
-    trainer counts at most one fewer an epoch, whose last batches may be left over.
-
-    A step is saved as ``name``; one that ``lags`` may be before that in the name. A resume goes on
-    from the folder that the file ``pointer`` beside it names. ``samples`` counts those seen,
-    ``batch`` those of a step, unless ``growth`` says that this changes. An optimizer has taken as
-    many steps as training if ``stepped`` is as many, unless it ``may_take_more``; it is another
-    save's if its learning rate is none of ``rates``.
-    """
+    """What a trainer counts, by the names of a checkpoint's values; from the code of ``source``."""
 
     source: str
     sign: str
+    """The writer or framework, or a file, that its checkpoints are known by."""
+
     step: str
-    name: str = _UNNAMED
-    pointer: str = ""
-    lags: bool = False
+    """The step of training, or of schedulers alone."""
     counts: tuple[str, ...] = ()
-    is_set: bool = False
+    """What a resume goes on from: the step is one of these."""
     skipped: str = ""
+    """Steps on which no scheduler counts."""
+    may_be_set: bool = False
+    """Whether users may have set the step to any number, as they have if samples are fewer."""
+
+    name: str = _UNNAMED
+    """The name of a step's file or folder."""
+    lags: bool = False
+    """Whether the step may be before that in the name."""
+    pointer: str = ""
+    """The file beside a step that names the folder from which a resume goes on."""
+
     epochs: str = ""
+    """The epochs, at whose ends alone a user may let schedulers count."""
     engine: str = ""
+    """The steps of an engine that steps for the trainer: at most one fewer an epoch, whose last
+    batches may be left over."""
     schedules: tuple[Schedule, ...] = ()
+
     samples: str = ""
+    """The samples seen."""
     batch: str = ""
+    """The samples of a step, unless ``growth`` says that this changes."""
     growth: str = ""
+
     stepped: str = ""
-    rates: str = ""
+    """What counts the optimizer's steps, if it is as many as the step."""
     may_take_more: bool = False
+    """Whether the optimizer may have taken more steps than that."""
+    rates: str = ""
+    """The last learning rates; an optimizer that has none of these is another save's."""
 
     @property
     def counts_training(self) -> bool:
@@ -117,7 +124,7 @@ TRAINERS = (
         "DeepSpeed edaa722, runtime/engine.py and lr_schedules.py; its tags may count anything",
         sign="DeepSpeed",
         step="global_steps",
-        is_set=True,
+        may_be_set=True,
         skipped="skipped_steps",
         schedules=(
             Schedule("lr_scheduler.last_batch_iteration", -1),
