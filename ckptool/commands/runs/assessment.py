@@ -23,7 +23,7 @@ from ckptool.commands.runs.contents import (
     unfinished_reason,
 )
 from ckptool.commands.runs.exports import Exports, is_export
-from ckptool.commands.runs.models import Found, Models, as_read, survey_models, walk_models
+from ckptool.commands.runs.models import Models, StepSurvey, as_read, survey_models, walk_models
 from ckptool.commands.runs.records import Contents, read_alone
 from ckptool.commands.runs.side_files import damaged_side_files, faults_in
 from ckptool.commands.runs.steps import Run, Step, is_unfinished_name
@@ -114,7 +114,7 @@ class Assessor:
         quick = (self._options.quick or (self._skims and self._exports.has(step))) and not reads
         options = replace(self._options, quick=quick)
         result = _Result(reasons=[*self._by_names(step)])
-        reasons, surveys = result.reasons, list[Found]()
+        reasons, surveys = result.reasons, list[StepSurvey]()
         if not reasons or self._thorough:
             surveys += walk_models(step, partial(self._look, step, options, result))
         contents = Contents.of([survey for _, survey in surveys], unread=False)  # or a reason says
@@ -222,7 +222,7 @@ class Assessor:
             for fault, accepted in islice(faults_in(report.findings, catalog, self._options), 1):
                 yield f"{_text_of(fault, report)}{accepted}"
 
-    def _by_contents(self, step: Step, surveys: Sequence[Found]) -> Iterator[str]:
+    def _by_contents(self, step: Step, surveys: Sequence[StepSurvey]) -> Iterator[str]:
         """Yield what a whole checkpoint lacks that training needs."""
         contents = self._contents[step.path]
         if not contents.any_state:

@@ -102,7 +102,7 @@ def save_time(step: Step, run: Run) -> float | None:
     return max(times, default=None) or None
 
 
-def print_of(step: Step, run: Run) -> Sequence[str | None]:
+def fingerprint_of(step: Step, run: Run) -> Sequence[str | None]:
     """Return a hash of names, sizes and times of each entry's files; None for one that is gone."""
     prints: list[str | None] = []
     for entry in step.entries:

@@ -24,7 +24,7 @@ from ckptool.serialization.file_roles import is_of_training, role_of
 from ckptool.storage.place import has_any, on_disk
 from ckptool.storage.url import Location, within
 
-Found = tuple[bool, Survey]
+StepSurvey = tuple[bool, Survey]
 """Whether a checkpoint lies inside another of its step, and its survey."""
 Look = Callable[[Location, bool], Survey | None]
 """Surveys a checkpoint at a place, inside another or not."""
@@ -45,7 +45,7 @@ _NUMBER = re.compile(r"\d")
 _PASSING = re.compile(r"_|.*step")
 
 
-def walk_models(step: Step, look: Look) -> Iterator[Found]:
+def walk_models(step: Step, look: Look) -> Iterator[StepSurvey]:
     """Yield the surveys of a step's checkpoints, then of the models inside them, at any depth.
 
     Raises NoAnswer, and what ``look`` raises.
@@ -58,7 +58,7 @@ def walk_models(step: Step, look: Look) -> Iterator[Found]:
         inside = True
 
 
-def survey_models(step: Step, options: ReadOptions) -> Iterator[Found]:
+def survey_models(step: Step, options: ReadOptions) -> Iterator[StepSurvey]:
     """Yield what is readable of a step's checkpoints and the models inside. Raises NoAnswer."""
     return walk_models(step, lambda at, inside: survey_readable(at, as_read(options, inside)))
 
@@ -132,7 +132,9 @@ class Models:
         self._options = options
         self._first: dict[Location, Mapping[str, _Model]] = {}
 
-    def lost(self, step: Step, surveys: Iterable[Found], earlier: Sequence[Step]) -> str | None:
+    def lost(
+        self, step: Step, surveys: Iterable[StepSurvey], earlier: Sequence[Step]
+    ) -> str | None:
         """Return what a step's models lost since the first of the ``earlier`` steps with models.
 
         None if nothing, or if they are other models. Raises NoAnswer.
@@ -210,7 +212,7 @@ class _Model(NamedTuple):
         )
 
 
-def _models_of(step: Step, surveys: Iterable[Found]) -> Mapping[str, _Model]:
+def _models_of(step: Step, surveys: Iterable[StepSurvey]) -> Mapping[str, _Model]:
     """Return the models of a step, by their places."""
     groups: dict[str, list[Survey]] = {}
     state = 0

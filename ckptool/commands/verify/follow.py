@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.assessment import Assessor, StepReport
-from ckptool.commands.runs.contents import print_of
+from ckptool.commands.runs.contents import fingerprint_of
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.verify.codes import require_codes
@@ -24,7 +24,7 @@ _ON_DISK, _IN_STORE = 5.0, 30.0
 """Seconds between two looks at the run: in a store, each is a request for its list of files."""
 _PLACE = "{}"
 
-Print = Sequence[str | None]
+Fingerprint = Sequence[str | None]
 
 
 def follow(
@@ -49,8 +49,8 @@ class _Follower:
     def __init__(self, run: Location, options: VerifyOptions) -> None:
         self._path = run
         self._options = options
-        self._seen: dict[Location, Print] = {}
-        self._told: dict[Location, Print] = {}
+        self._seen: dict[Location, Fingerprint] = {}
+        self._told: dict[Location, Fingerprint] = {}
 
     def look(self) -> Iterator[StepReport]:
         """Yield the reports of the steps that are finished since the last look, oldest first.
@@ -63,13 +63,13 @@ class _Follower:
             run = open_run(afresh(self._path), self._options.read)
         except Unrecognized:
             return
-        prints = {step.path: print_of(step, run) for step in run.steps}
+        prints = {step.path: fingerprint_of(step, run) for step in run.steps}
         candidates = [step for step in run.steps if prints[step.path] == self._seen.get(step.path)]
         self._seen = prints
         whole = self._whole(run, candidates)
         for step in candidates:
             path = step.path
-            successors = {s.path for s in run.steps[run.steps.index(step) + 1 :]}
+            successors = {s.path for s in run.steps[run.index(step) + 1 :]}
             if prints[path] == self._told.get(path) or not whole & {path, *successors}:
                 continue
             report = Assessor(run, self._options).assess(step).report

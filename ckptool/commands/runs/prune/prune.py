@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ckptool.commands.document import Report
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.verify import VerifyOptions
-from ckptool.commands.runs.contents import print_of
+from ckptool.commands.runs.contents import fingerprint_of
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.pointers.links import passes_link
 from ckptool.commands.runs.pointers.pointers import find_pointers
@@ -188,7 +188,7 @@ class _Removal(Struct):
         pointers = find_pointers(now)
         if step.path in pointers:
             return f"{pointers[step.path][0]} points to it"
-        if print_of(step, now) != print_of(step, self.opened):
+        if fingerprint_of(step, now) != fingerprint_of(step, self.opened):
             return "it was changed meanwhile"
         return unclear_reason(now, step)
 
@@ -198,7 +198,9 @@ class _Removal(Struct):
             if (disk := on_disk(entry)) and not os.path.lexists(disk):
                 message = f"{entry}: was to be kept and is gone; nothing more is removed"
                 raise Changed(message, hint=hint)
-        if step.path not in self.stripped and print_of(step, now) != print_of(step, self.opened):
+        if step.path not in self.stripped and fingerprint_of(step, now) != fingerprint_of(
+            step, self.opened
+        ):
             message = f"{step.path}: was to be kept and was changed; nothing more is removed"
             raise Changed(message, hint=hint)
 

@@ -15,7 +15,7 @@ from pathlib import PurePath
 
 from ckptool.commands.open import Survey
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.runs.models import Found, survey_models
+from ckptool.commands.runs.models import StepSurvey, survey_models
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.meaning.trainer_counts import TRAINERS, number_in
 from ckptool.commands.verify.checks.optimizer_names import Group, groups_of
@@ -46,7 +46,7 @@ class History:
         self._saves: dict[object, Mapping[Location, Mapping[PurePath, Save]]] = {}
 
     def problems(
-        self, step: Step, checkpoints: Iterable[Found], earlier: Sequence[Step]
+        self, step: Step, checkpoints: Iterable[StepSurvey], earlier: Sequence[Step]
     ) -> Iterator[Problem]:
         """Yield what of a step's checkpoints is of ``earlier`` steps, or was lost since.
 
@@ -69,7 +69,7 @@ class History:
             for problem in _movement_problems(save, predecessors):
                 yield Problem(f"{place}: {problem}", problem.code) if save.inside else problem
 
-    def _saves_of(self, step: Step, checkpoints: Iterable[Found]) -> Mapping[PurePath, Save]:
+    def _saves_of(self, step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath, Save]:
         """Return the saves of a step, those of its checkpoints unless it is remembered."""
         return self._saves.get(step.series, {}).get(step.path) or saves_in(step, checkpoints)
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.runs.models import Found
+from ckptool.commands.runs.models import StepSurvey
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import locate_whole
 from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED, steps_of_each
@@ -160,7 +160,7 @@ class Save(Struct, frozen=True, dict=True):
         return not self.state.only([name]).are_equal_to(predecessor.state)
 
 
-def saves_in(step: Step, checkpoints: Iterable[Found]) -> Mapping[PurePath, Save]:
+def saves_in(step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath, Save]:
     """Return the saves of a step's checkpoints, and of models in them, by their places in it."""
     surveys = [*checkpoints]
     outermost = [survey for inside, survey in surveys if not inside]
