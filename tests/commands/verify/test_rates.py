@@ -13,6 +13,9 @@ from safetensors.torch import save_file
 from torch.optim import lr_scheduler as schedules
 from verify.verify_runs import checked
 
+from ckptool.commands.open import survey
+from ckptool.commands.verify.checks.meaning.counts import optimizer_step_problems
+
 Make = Callable[[torch.optim.Optimizer], Any]
 OFTEN: dict[str, Make] = {
     "warm up": lambda o: schedules.LambdaLR(o, lambda step: min(1.0, (step + 1) / 50)),
@@ -120,3 +123,26 @@ def test_several_schedulers_and_optimizers(tmp_path: Path) -> None:
     ):
         training.step(10)
         assert counts(training.save(tmp_path / f"{at}")) == []
+
+
+@pytest.mark.parametrize(
+    ("count", "rate", "expected"),
+    [
+        (6, 1e-3, "counts-differ"),
+        (0, 1e-3, "counts-apart"),  # a rate of its own, before the first step
+        (10, 1e-3, None),
+        (20, 1e-3, None),
+        (2, 1e-3, None),  # of epochs
+        (6, 0.0, None),
+    ],
+)
+def test_a_scheduler_beside_the_folder_of_deepspeed(
+    count: int, rate: float, expected: str | None, copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of("deepspeed_zero_2")
+    torch.save({"last_epoch": count, "_last_lr": [rate] * 2}, folder / "scheduler.bin")
+    torch.save({"step": 0}, folder / "random_states_0.pkl")
+    surveyed = survey(folder)
+    problems = optimizer_step_problems(surveyed, surveyed.catalog, {"": 10})
+    codes = [p.code for p in problems if p.startswith("scheduler.last_epoch")]
+    assert codes == [expected] * (expected is not None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from typing import Any
 
 from ckptool.commands.open import Survey
 from ckptool.commands.verify.checks.meaning.trainer_counts import (
@@ -22,7 +23,10 @@ from ckptool.commands.verify.checks.meaning.trainer_counts import (
 from ckptool.commands.verify.checks.optimizer_names import StateName
 from ckptool.core.catalog import Catalog
 from ckptool.errors import CkptoolError, Problem
+from ckptool.formats.companions import RANDOM_STATES
 from ckptool.serialization.source import read_metadata
+from ckptool.serialization.state_dict.leaves import read_file_leaves
+from ckptool.storage.files import Files
 from ckptool.storage.place import file_at
 from ckptool.storage.url import Location
 
@@ -32,10 +36,10 @@ _FIRST = 2
 _RATES = ("param_groups.0.lr", "optimizer.param_groups.0.lr")
 """The learning rate in an optimizer.pt, and in DeepSpeed's files; the optimizer of a second
 ``train()`` is the first's."""
-_ACCELERATE = "accelerate (by its file names)"
+_SCHEDULER = re.compile(r"scheduler(?:_\d+)?\.bin")
 _OWN_RATE = re.compile(r"optimizer(?:_\d+)?\.param_groups\.\d+\.lr")
 _GIVEN_RATES = re.compile(r"(scheduler(?:_\d+)?)\._last_lr")
-"""The learning rates in accelerate's files."""
+"""accelerate's files of schedulers, and the learning rates in its files."""
 _SLOW = 4
 """Fewer steps than an epoch has, after which a scheduler may count, too."""
 _SCALER = re.compile(r"(?:meta\.)?\w+Precision\.scale")
@@ -69,8 +73,8 @@ def optimizer_step_problems(
     """
     if surveyed.catalog is None or optimizer is None:
         return
-    if optimizer is surveyed.catalog and optimizer.info.get("writer") == _ACCELERATE:
-        yield from _check_rates(optimizer, read)
+    if optimizer is surveyed.catalog and any(map(RANDOM_STATES.fullmatch, surveyed.source.files)):
+        yield from _check_rates(optimizer, read, _schedules_in(surveyed.source))
     are_several = optimizer is not surveyed.catalog or len(optimizer.files) > 1
     totals = steps_of_each(optimizer, read)
     for trainer, step, values in trainers_of(surveyed, surveyed.catalog) if totals else ():
@@ -133,15 +137,28 @@ def _has_other_rate(trainer: Trainer, values: Values, optimizer: Catalog) -> boo
     return isinstance(rate, float) and isinstance(rates, list) and rate not in rates
 
 
-def _check_rates(catalog: Catalog, read: Mapping[str, float]) -> Iterator[Problem]:
+def _schedules_in(source: Files) -> Mapping[str, Any]:
+    """Return the values of accelerate's schedulers, each in a file of its own."""
+    values: dict[str, Any] = {}
+    for name in filter(_SCHEDULER.fullmatch, source.files):
+        with suppress(CkptoolError):  # said by its own check
+            leaves = read_file_leaves(source, name, prefix=(name.removesuffix(".bin"),))
+            values |= {leaf_name: leaf.value for leaf_name, leaf in leaves.items()}
+    return values
+
+
+def _check_rates(
+    catalog: Catalog, read: Mapping[str, float], values: Mapping[str, Any]
+) -> Iterator[Problem]:
     """Yield a problem if no optimizer has a learning rate that its scheduler has given last.
 
-    accelerate saves each in a file of its own. Users may set rates themselves, to warm up before a
-    scheduler that counts epochs: so a scheduler must have given a smaller rate before its first
-    step, or count neither the steps of one process nor those of all.
+    accelerate saves the ``values`` of schedulers in files of their own, beside DeepSpeed's folder,
+    too. Users may set rates themselves, to warm up before a scheduler that counts epochs: so a
+    scheduler must have given a smaller rate before its first step, or count neither the steps of
+    one process nor those of all.
     """
-    values = {name: entry.value for name, entry in catalog.objects.items()}
-    rates = {name: value for name, value in values.items() if _OWN_RATE.fullmatch(name)}
+    objects = catalog.objects.items()
+    rates = {name: entry.value for name, entry in objects if _OWN_RATE.fullmatch(name)}
     schedules = {m[1]: values[name] for name in values if (m := _GIVEN_RATES.fullmatch(name))}
     odd = [name for name, last_rates in schedules.items() if _is_unused(last_rates, rates.values())]
     optimizers = {name.partition(".")[0] for name in rates}
