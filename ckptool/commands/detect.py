@@ -62,8 +62,8 @@ class Candidate(Struct, frozen=True):
     """A place that is a checkpoint of a known format by its names and first bytes.
 
     ``beside`` are files of the requested folder, which holds only this checkpoint, outside of it;
-    ``unlisted`` says what could not be listed in either. ``named`` is the file of several that was
-    requested, if this is the whole, or the one of several sets, that it is a part of.
+    ``unlisted`` says what could not be listed in either. ``user_file`` is the one of several that
+    was requested, if this is the whole, or the one of several sets, that it is a part of.
     """
 
     path: Location
@@ -71,7 +71,7 @@ class Candidate(Struct, frozen=True):
     format: Format
     beside: tuple[str, ...] = ()
     unlisted_beside: Mapping[str, Problem] = field(default_factory=dict)
-    named: str | None = None
+    user_file: str | None = None
 
     @property
     def unlisted(self) -> dict[str, Problem]:
@@ -216,7 +216,7 @@ def _find_enclosing(path: Location, folder: Files) -> Candidate | None:
     whole = _find_in_folder_of(path, folder)
     singles = single_file_suffixes().values()
     names = {name for row in singles for name in (row.name, row.detection.folder)}
-    if whole is None or not _near(path) or (whole.named is None and whole.format.name in names):
+    if whole is None or not _near(path) or (whole.user_file is None and whole.format.name in names):
         return whole
     return _find_in_folder_of(path, folder_at(path.parent))
 
@@ -227,12 +227,12 @@ def _find_in_folder_of(path: Location, folder: Files) -> Candidate | None:
     rows = [row for row in FORMATS.values() if row.detection.has_set(folder, path.name)]
     whole_files = _files_of(whole, folder) if rows and whole else None
     if rows and (whole_files is None or path.name not in whole_files[0]):
-        return Candidate(path, folder, rows[0], named=path.name)
+        return Candidate(path, folder, rows[0], user_file=path.name)
     if whole is None:
         return None
     if _is_part(path.name):
         name = path.name if _role_of(path.name) is FileRole.ITEMS else None
-        return Candidate(path.parent, folder, whole, named=name)
+        return Candidate(path.parent, folder, whole, user_file=name)
     other_saves = whole.detection.other_saves(folder, path.name)
     if other_saves and (disk := on_disk(path)):
         folder, whole_files = LocalSource.folder(disk.parent, without=other_saves), None
@@ -253,7 +253,7 @@ def _find_in_folder_of(path: Location, folder: Files) -> Candidate | None:
         if {file for file in files if not (file.endswith(EXTRA) or _is_part(file))} == {path.name}:
             return Candidate(path.parent, folder, row)
         stays = is_whole or (is_readable and not is_sound)
-        return None if stays else Candidate(path.parent, folder, row, named=path.name)
+        return None if stays else Candidate(path.parent, folder, row, user_file=path.name)
     return None
 
 

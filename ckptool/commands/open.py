@@ -206,14 +206,14 @@ def _is_empty(catalog: Catalog) -> bool:
 def _scan(candidate: Candidate, options: ScanOptions) -> Catalog:
     """Scan a checkpoint, with a note on each file beside it that looks like part of one."""
     path, source = candidate.path, candidate.source
-    options = replace(options, named=candidate.named)
+    options = replace(options, user_file=candidate.user_file)
     try:
         catalog = run_bounded(path, lambda: candidate.format.reading.scan(source, options))
     except Damaged as error:
         raise explain_damage(source, error) from None
     unread = run_bounded(path, lambda: unread_files(candidate, catalog, options.problems or ()))
     links = unlisted_notes(candidate.unlisted)
-    part_notes = _named_notes(candidate.named, catalog)
+    part_notes = _named_notes(candidate.user_file, catalog)
     return replace(catalog, notes=(*part_notes, *catalog.notes, *unread, *links))
 
 
@@ -236,7 +236,7 @@ class Survey(Struct, frozen=True):
     format: Format
     catalog: Catalog | None
     problems: tuple[Problem, ...]
-    named: str | None = None
+    user_file: str | None = None
     headers: dict[str, SafetensorsFile] = field(default_factory=dict)
 
     @property
@@ -275,7 +275,7 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
         catalog = _with_parts(replace(catalog, conflicts=conflicts), options)
     causes = with_cause(source, problems)
     how = candidate.path, source, candidate.format, catalog, tuple(causes)
-    return Survey(*how, named=candidate.named, headers=headers)
+    return Survey(*how, user_file=candidate.user_file, headers=headers)
 
 
 def survey_readable(path: Location, options: ReadOptions = AS_DETECTED) -> Survey | None:

@@ -67,7 +67,7 @@ def unread_files(
     names = {*catalog.files, *catalog.companions, *catalog.copies, *(p.file for p in problems)}
     unread = [name for name, size in sizes.items() if size and name not in names and is_data(name)]
     unread += [name for name in candidate.beside if is_data(name)]
-    if not unread or candidate.path.name == candidate.named:
+    if not unread or candidate.path.name == candidate.user_file:
         return []
     unfinished = [problem for name in unread if (problem := unfinished_file(name))]
     unread = [name for name in unread if unfinished_file(name) is None]

@@ -324,8 +324,8 @@ class Catalog(Struct, frozen=True):
     tokenizer), with their sizes in bytes. ``copies`` are files that repeat others and are not read.
     ``bare`` are the ``files`` without a structure of their own: metadata says where elements
     are in them, whatever their first bytes or their names look like. ``archives`` are the
-    torch.save archives inside larger files, opened or not, including those of values. ``named`` is
-    what its metadata files, all pickles, name: for each file, module and name of classes and
+    torch.save archives inside larger files, opened or not, including those of values. ``globals``
+    are what its metadata files, all pickles, name: for each file, module and name of classes and
     functions, and the first byte. ``metadata`` are texts about tensors in headers of safetensors
     files, by file and key; under an empty name those for every file.
 
@@ -352,7 +352,7 @@ class Catalog(Struct, frozen=True):
     copies: frozenset[str] = frozenset()
     bare: frozenset[str] = frozenset()
     archives: Sequence[Container] = ()
-    named: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)
+    globals: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)
     metadata: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def with_tensors(self, tensors: dict[str, TensorEntry]) -> Catalog:

@@ -33,7 +33,7 @@ class ScanOptions(Struct, frozen=True):
     ``world_size`` is the number of ranks whose files are read, if several saves share a folder or
     no file records it.
 
-    ``named`` is the file whose path the user gave, if a folder has several checkpoints.
+    ``user_file`` is the one whose path the user gave, if a folder has several checkpoints.
 
     Without ``values``, those among the data are left ``UNREAD`` if a format can. Without
     ``placements``, no mesh is inferred from the chunks: only what shows or keeps placements asks
@@ -49,7 +49,7 @@ class ScanOptions(Struct, frozen=True):
     problems: list[Problem] | None = None
     values: bool = True
     world_size: int | None = None
-    named: str | None = None
+    user_file: str | None = None
     placements: bool = True
     headers: dict[str, SafetensorsFile] | None = None
 
@@ -174,7 +174,7 @@ class Detection(Struct, frozen=True):
 
     ``other_saves`` returns the files of all saves but that of one file, where several may lie in
     one folder. ``has_set`` returns whether a file of a folder says, by its
-    name, to which of several checkpoints there it belongs; ``scan`` heeds ``ScanOptions.named``
+    name, to which of several checkpoints there it belongs; ``scan`` heeds ``ScanOptions.user_file``
     then. ``latest`` is how a run says which of its checkpoints is the latest.
     """
 

@@ -97,7 +97,7 @@ def relocate(catalog: Catalog, folder: str) -> Catalog:
         copies=frozenset(f"{folder}/{name}" for name in catalog.copies),
         bare=frozenset(f"{folder}/{name}" for name in catalog.bare),
         archives=tuple(replace(at, file=f"{folder}/{at.file}") for at in catalog.archives),
-        named={f"{folder}/{name}": classes for name, classes in catalog.named.items()},
+        globals={f"{folder}/{name}": names for name, names in catalog.globals.items()},
         metadata={f"{folder}/{name}": texts for name, texts in catalog.metadata.items()},
     )
 
@@ -158,7 +158,7 @@ def join_catalogs(first: Catalog, *additions: Catalog) -> Catalog:
         copies=frozenset(name for catalog in catalogs for name in catalog.copies),
         bare=frozenset(name for catalog in catalogs for name in catalog.bare),
         archives=tuple(at for catalog in catalogs for at in catalog.archives),
-        named={file: classes for catalog in catalogs for file, classes in catalog.named.items()},
+        globals={file: names for catalog in catalogs for file, names in catalog.globals.items()},
         metadata={file: texts for catalog in catalogs for file, texts in catalog.metadata.items()},
     )
 

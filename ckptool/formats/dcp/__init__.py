@@ -187,7 +187,7 @@ def _catalog(
         world_size=max([planned, *(rank + 1 for rank in ranks)], default=1),
         info=info | describe_framework(contents.objects),
         archives=Joined([inventory.archives, *items]) if items else tuple(inventory.archives),
-        named={file: metadata.positions for file, metadata in parsed.items()},
+        globals={file: metadata.positions for file, metadata in parsed.items()},
     )
 
 

@@ -79,7 +79,7 @@ def _probe(source: Source) -> bool:
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
-    user_file = options.named
+    user_file = options.user_file
     index = index_of(source, user_file)
     weight_map, metadata = read_index(source, index) if index else ({}, None)
     files = sorted(set(weight_map.values())) if index else unindexed(source, user_file)

@@ -100,7 +100,7 @@ class FileCheck:
     def look_at_metadata(self, catalog: Catalog | None) -> None:
         """Check metadata files and whole-file archives, which ``--quick`` reads too."""
         inner = {item.file for item in catalog.archives} | catalog.bare if catalog else set()
-        names_by_file = catalog.named if catalog else {}
+        names_by_file = catalog.globals if catalog else {}
         for file, places in names_by_file.items():
             self.pickles.note(Names({Global(*name): at for name, at in places.items()}), file, 0)
         for file in self._files(catalog):

@@ -203,7 +203,8 @@ def _scan(
 ) -> Recovery | None:
     """Return what is in files padded to full length; lost parts show when they are read."""
     problems: list[Problem] = []
-    scanning = replace(scan_options(options, surveyed.format, problems), named=surveyed.named)
+    how = scan_options(options, surveyed.format, problems)
+    scanning = replace(how, user_file=surveyed.user_file)
     try:
         catalog = surveyed.format.reading.scan(source, scanning)
     except CkptoolError:
