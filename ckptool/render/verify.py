@@ -37,7 +37,7 @@ def show_verify(report: VerifyReport) -> None:
     tensors = f"{plural(report.tensors, 'tensor')} in " if report.tensors else ""
     say((f"  {tensors}{plural(report.files, 'file')}{read}", "dim"))
     show_findings(report.findings)
-    if offer := salvage_offer(report):
+    if not report.ok and (offer := salvage_offer(report)):
         show_lines([[], [("hint:", "cyan"), f" {offer}"]])
     show_summary_line(report.summary, ok=report.ok)
 

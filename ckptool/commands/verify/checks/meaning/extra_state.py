@@ -141,13 +141,13 @@ def stateless_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
 
     The first step makes the state: what is loaded into an optimizer before that may be lost.
     """
-    file, names = _optimizer_of(surveyed.source, catalog)
-    group = next((name for name in names if _OF_ADAM.fullmatch(name)), None)
-    if group is None:
-        return
     for trainer, step, values in trainers_of(surveyed, catalog):
         steps = step - (number_in(values, trainer.skipped) or 0)
-        if number_in(values, trainer.stepped) == step and steps >= _FIRST:
+        if number_in(values, trainer.stepped) != step or steps < _FIRST:
+            continue
+        file, names = _optimizer_of(surveyed.source, catalog)
+        group = next((name for name in names if _OF_ADAM.fullmatch(name)), None)
+        if group is not None:
             message = f"{file or group.rpartition('.param_groups')[0]}: no optimizer state at all,"
             message += f" but {trainer.step} is {step:,}: a resume begins the optimizer again"
             yield Problem(message, "moments-zero", file=file)
