@@ -102,7 +102,7 @@ def _checkpoints(
 def _folder_notes(candidate: Candidate, folders: Mapping[str, str]) -> Iterator[Problem]:
     """Yield one note for all steps, and one for each part that is a checkpoint by itself.
 
-    Of a part that was never finished it is the problem.
+    Of a part that was never finished it says so.
     """
     steps = [folder for folder in folders if _STEP.search(folder.rpartition("/")[2])]
     parts = [folder for folder in folders if folder not in steps]
@@ -111,7 +111,8 @@ def _folder_notes(candidate: Candidate, folders: Mapping[str, str]) -> Iterator[
         yield Problem(message, "checkpoint-nested", file=steps[0])
     files = candidate.source.files if parts else ()
     unfinished = uncommitted_folders({file: file_rule(candidate.format, file) for file in files})
-    yield from (unfinished[folder] for folder in parts if folder in unfinished)
+    for folder in (folder for folder in parts if folder in unfinished):
+        yield Problem(f"not read: {unfinished[folder]}", "checkpoint-nested", file=folder)
     for group in _group_numbered(folder for folder in parts if folder not in unfinished):
         first = group[0]
         names = list_some([f"{name}/" for name in group], 1)
