@@ -5,7 +5,6 @@ from __future__ import annotations
 import posixpath
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import PurePath
 
@@ -27,7 +26,6 @@ from ckptool.commands.verify.checks.optimizer_names import MOMENTUM, RATE, State
 from ckptool.commands.verify.checks.training import StepCounters
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.state_category import lone_masters, state_category
-from ckptool.errors import CkptoolError
 from ckptool.formats.companions import trainer_optimizer
 from ckptool.storage.url import within
 
@@ -107,8 +105,7 @@ class Save(Struct, frozen=True, dict=True):
         if survey.catalog is None:
             return {}
         numbers = (name for name, entry in survey.catalog.tensors.items() if entry.elements == 1)
-        with suppress(CkptoolError):  # said by the check of the save by itself
-            counters.read(locate_whole(survey, numbers).values(), survey.source, announced=False)
+        counters.read(locate_whole(survey, numbers).values(), survey.source, announced=False)
         return steps_of_each(survey.catalog, counters.taken)
 
     @property
@@ -172,8 +169,8 @@ def saves_in(step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath,
     }
 
 
-def _has(save: Survey, part: str) -> bool:
-    return bool(matrices_of(save, part).entries)
+def _has(survey: Survey, part: str) -> bool:
+    return bool(matrices_of(survey, part).entries)
 
 
 def _optimizer_of(model: Survey, parts: Sequence[tuple[Survey, bool, bool]]) -> Survey | None:
@@ -194,11 +191,11 @@ class Matrices(Struct, frozen=True):
     """Matrices of a save, by their names."""
 
     entries: Mapping[str, TensorEntry]
-    save: Survey
+    survey: Survey
 
     def only(self, names: Iterable[str]) -> Matrices:
         """Return the matrices of these names."""
-        return Matrices({name: self.entries[name] for name in names}, self.save)
+        return Matrices({name: self.entries[name] for name in names}, self.survey)
 
     @property
     def looks(self) -> Mapping[str, object]:
@@ -209,7 +206,7 @@ class Matrices(Struct, frozen=True):
     def are_averages(self) -> bool:
         """Return whether the name of a file or of the folder says that they are averages."""
         files = {chunk.at.file for entry in self.entries.values() for chunk in entry.chunks}
-        return any(map(AVERAGE.search, (posixpath.basename(self.save.source.root), *files)))
+        return any(map(AVERAGE.search, (posixpath.basename(self.survey.source.root), *files)))
 
     @property
     def visible_rate(self) -> float:
@@ -220,8 +217,7 @@ class Matrices(Struct, frozen=True):
     @property
     def are_zero(self) -> bool:
         """Return whether all elements are, as far as matrices can be read; the smallest first."""
-        source, ordered = self.save.source, self._smallest_first()
-        opened = (entry for entry in map(self.opened, ordered) if entry is not None)
+        source, opened = self.survey.source, filter(None, map(self.opened, self._smallest_first()))
         return not any(any(largest_sizes([entry], source).values()) for entry in opened)
 
     def _smallest_first(self) -> list[str]:
@@ -230,7 +226,7 @@ class Matrices(Struct, frozen=True):
     def are_moved_by(self, step: float) -> bool:
         """Return whether a step of this size changes elements, once rounded to their types."""
         opened = filter(None, map(self.opened, self.entries))
-        return count_moved(opened, self.save.source, step) >= _SEEN
+        return count_moved(opened, self.survey.source, step) >= _SEEN
 
     def may_be_state_of(self, weights: Matrices) -> bool:
         """Return whether these may be state of weights: of their shapes, and half as many."""
@@ -242,27 +238,25 @@ class Matrices(Struct, frozen=True):
         """Return whether all are bit for bit those of their names in another save."""
         for name in self._smallest_first():
             entry, other_entry = self.opened(name), other.opened(name)
-            sources = self.save.source, other.save.source
+            sources = self.survey.source, other.survey.source
             if entry is None or other_entry is None or not are_equal(entry, other_entry, *sources):
                 return False
         return True
 
     def opened(self, name: str) -> TensorEntry | None:
         """Return the entry of a matrix with its containers opened, None if they cannot be."""
-        with suppress(CkptoolError):  # said by the check of the save by itself
-            return locate_whole(self.save, [name]).get(name)
-        return None
+        return locate_whole(self.survey, [name]).get(name)
 
 
-def matrices_of(save: Survey, part: str) -> Matrices:
-    """Return the matrices of a part of a save: its ``model`` or its ``optimizer``.
+def matrices_of(survey: Survey, part: str) -> Matrices:
+    """Return the matrices of a part of a checkpoint: its ``model`` or its ``optimizer``.
 
     Masters that are a parameter's only weight are of the model.
     """
-    catalog = save.catalog
+    catalog = survey.catalog
     if catalog is None:
-        return Matrices({}, save)
+        return Matrices({}, survey)
     matrices = {n: e for n, e in catalog.tensors.items() if is_matrix(e.shape)}
     for name in matrices.keys() & lone_masters(catalog):
         matrices[name] = replace(matrices[name], part="model")
-    return Matrices({n: e for n, e in matrices.items() if state_category(e) == part}, save)
+    return Matrices({n: e for n, e in matrices.items() if state_category(e) == part}, survey)
