@@ -30,8 +30,8 @@ def catalog_problems(catalog: Catalog) -> Iterator[Problem]:
     """Yield contradictions between ranks, gaps, odd names, unwritten values, and remarks."""
     entries = catalog.tensors.values()
     yield from conflict_problems(catalog)
-    gaps = list(filter(None, map(coverage_problem, entries)))
-    yield from filter(None, [lone_rank_problem(entries, gaps), *gaps])
+    if gaps := list(filter(None, map(coverage_problem, entries))):
+        yield from filter(None, [lone_rank_problem(entries, gaps), *gaps])
     inner = (entry for entry in entries if entry.path)  # a file may be one tensor, without a path
     for name, path in ((entry.name, flat_name(entry.path)) for entry in inner):
         if path != name:
