@@ -10,6 +10,7 @@ another.
 from __future__ import annotations
 
 import re
+from collections import ChainMap, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 
@@ -28,6 +29,8 @@ from ckptool.storage.url import Location
 _DIFFER = "counts-differ"
 _BEFORE = 3
 """How many of the steps before it a step is compared with."""
+_BY_TURNS = 2
+"""How many series have the saves in memory that their steps are compared with."""
 _FEW = 2
 _TAKEN = "the optimizer"
 _COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
@@ -37,13 +40,13 @@ _COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
 class History:
     """Compares each step of a run with those before it, whose saves it reads once.
 
-    Steps are assessed from the newest, so only the saves that were last compared are remembered,
-    of each series.
+    Steps are assessed from the newest, so only the saves that were last compared are remembered:
+    two series may be assessed by turns.
     """
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
-        self._saves: dict[object, Mapping[Location, Mapping[PurePath, Save]]] = {}
+        self._compared = deque[dict[Location, Mapping[PurePath, Save]]](maxlen=_BY_TURNS)
 
     def problems(
         self, step: Step, checkpoints: Iterable[StepSurvey], earlier: Sequence[Step]
@@ -57,7 +60,7 @@ class History:
         saves = self._saves_of(step, checkpoints)
         last = earlier[-_BEFORE:]
         past = {old.path: self._saves_of(old, survey_models(old, self._options)) for old in last}
-        self._saves[earlier[-1].series] = past
+        self._compared.append(past)
         for place, save in saves.items():
             predecessors = [
                 old_saves[place] for old_saves in reversed(past.values()) if place in old_saves
@@ -71,7 +74,7 @@ class History:
 
     def _saves_of(self, step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath, Save]:
         """Return the saves of a step, those of its checkpoints unless it is remembered."""
-        return self._saves.get(step.series, {}).get(step.path) or saves_in(step, checkpoints)
+        return ChainMap(*self._compared).get(step.path) or saves_in(step, checkpoints)
 
 
 def _save_problems(save: Save, predecessors: Sequence[Save], last: Step) -> Iterator[Problem]:
