@@ -209,8 +209,6 @@ _KNOWN = _expand(
         "torch.fx.passes.shape_prop": "TensorMetadata",
         "torch.distributed.remote_device": "_remote_device",
         "mmengine.logging.history_buffer": "HistoryBuffer",
-        "megatron.core.enums": "ModelType",
-        "megatron.core.transformer.enums": "AttnBackend CudaGraphScope CudaGraphModule",
         "megatron.core.rerun_state_machine": "RerunState RerunMode RerunDiagnostic",
         "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
         "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
@@ -222,9 +220,13 @@ _KNOWN_PACKAGES = tuple(
     "torch.distributed.tensor. torch.distributed._tensor. torch.distributed.device_mesh."
     " torch.distributed._mesh_layout. torch.distributed._shard. torch.distributed.checkpoint."
     " megatron.core.dist_checkpointing. nvidia_resiliency_ext.checkpointing."
-    " bytecheckpoint.checkpointer. torchao.".split()
+    " bytecheckpoint.checkpointer. torchao. megatron.core.enums."
+    " megatron.core.transformer.enums.".split()
 )
-"""Their classes are records of shards and metadata; torchao's wrap tensors, and say how to cast."""
+"""Their classes are records of shards and metadata, or settings of a closed set, as Megatron's.
+
+torchao's wrap tensors, and say how to cast.
+"""
 _HARMLESS_PACKAGES = frozenset(
     "__torch__ accelerate addict bitsandbytes composer datasets deepspeed diffusers"
     " distributed_shampoo easydict enum fairseq lightning lightning_fabric megatron"

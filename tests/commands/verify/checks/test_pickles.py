@@ -31,6 +31,8 @@ CODES = {
     "torchao.optim.subclass_8bit OptimState8bit": None,
     "torchao.quantization.quantize_.workflows.int8.int8_tensor Int8Tensor": None,
     "torchao.quantization quantize_": "unknown-callable",
+    "megatron.core.transformer.enums InferenceCudaGraphScope": None,
+    "megatron.core.transformer.module MegatronModule": "unknown-global",
     "omegaconf.dictconfig DictConfig": None,
     "numpy.random._pickle __generator_ctor": None,
 }
