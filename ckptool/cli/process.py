@@ -68,7 +68,8 @@ def _give_memory_back() -> None:
 def end_on_signals() -> None:
     """Unwind on SIGTERM as on Ctrl-C, so that what is written can be resumed.
 
-    An ignored Ctrl-C stays ignored, as nohup needs.
+    An ignored Ctrl-C stays ignored, as nohup needs. One signal is enough: another would break the
+    unwinding off, in the middle of a message, or where Python releases a lock.
     """
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -77,13 +78,21 @@ def end_on_signals() -> None:
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
+    _take_no_more()
     _end_at_last(128 + number)
     sys.exit(128 + number)
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
+    _take_no_more()
     _end_at_last(128 + number)
     raise KeyboardInterrupt
+
+
+def _take_no_more() -> None:
+    """Let further signals do nothing; SIG_IGN would make Python complain of one that has come."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: None)
 
 
 def _send_again(ignored: sys.UnraisableHookArgs) -> None:
@@ -96,6 +105,7 @@ def _send_again(ignored: sys.UnraisableHookArgs) -> None:
     if number is None:
         sys.__unraisablehook__(ignored)
         return
+    signal.signal(number, _terminate if number == signal.SIGTERM else _interrupt)
     leaving = threading.Event()
 
     def send() -> None:

@@ -298,3 +298,38 @@ def test_a_signal_while_the_output_is_flushed_ends_as_any_other(number: int) -> 
     assert done.returncode == 128 + number
     assert done.stderr.endswith("interrupted\n")
     assert "Traceback" not in done.stderr
+
+
+AGAIN = """
+import os, sys
+from ckptool import cli
+from ckptool.cli import app
+from ckptool.render import messages
+numbers = [int(number) for number in sys.argv.pop(1).split(",")]
+show = messages.show_interrupted
+def interrupt():
+    for number in numbers:
+        os.kill(os.getpid(), number)
+def run():
+    try:
+        interrupt()
+    finally:
+        interrupt()
+        print("unwound", flush=True)
+def show_late(left):
+    interrupt()
+    show(left)
+app.app = run
+messages.show_interrupted = show_late
+cli.main()
+"""
+"""A command that is interrupted again while it unwinds, and while it says that it was."""
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_again_and_again_is_one(first: int) -> None:
+    numbers = ",".join(map(str, map(int, (first, signal.SIGINT, signal.SIGTERM))))
+    words = [sys.executable, "-c", AGAIN, numbers]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 128 + first, done.stderr
+    assert (done.stdout, done.stderr) == ("unwound\n", "interrupted\n")
