@@ -10,7 +10,7 @@ import traceback
 from typing import NoReturn
 
 from ckptool.cli.process import known_error, set_up
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, InternalError
 
 
 def main() -> NoReturn:
@@ -67,8 +67,14 @@ def _run() -> int:
 
 
 def _show_failure(error: Exception) -> int:
-    """Show an error, as plain text if memory is exhausted, and return its exit code."""
+    """Show an error, as plain text if memory is exhausted, and return its exit code.
+
+    An unexpected one that an interruption brought about is one: a signal may come where Python
+    takes or releases a lock, and the lock is then not as the code around it left it.
+    """
     failure = known_error(error)
+    if isinstance(failure, InternalError) and (code := _interruption_behind(error)) is not None:
+        return _show_interruption(code, error)
     try:
         if "--debug" in sys.argv:
             traceback.print_exception(error)
@@ -92,6 +98,17 @@ def _print_json_error(error: CkptoolError) -> None:
         from ckptool.render.messages import error_json
 
         print_json(error_json(error))
+
+
+def _interruption_behind(error: BaseException | None) -> int | None:
+    """Return the exit code of the interruption that brought an error about; None if none did."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return 128 + signal.SIGINT
+        if isinstance(error, SystemExit) and error.code in _INTERRUPTED:
+            return int(error.code)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _show_interruption(code: int, error: BaseException | None) -> int:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,26 @@ def test_an_interruption_says_what_continues(
     monkeypatch.chdir(tmp_path)
     assert _run() == 130
     assert "with --resume continues" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143), (SystemExit(3), 70)]
+)
+def test_what_an_interruption_brought_about_is_one(
+    ending: BaseException,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def broken_lock() -> None:
+        lock = threading.Lock()
+        with lock:
+            lock.release()
+            raise ending
+
+    monkeypatch.setattr("ckptool.cli.app.app", broken_lock)
+    assert _run() == code
+    assert (capsys.readouterr().err == "interrupted\n") == (code != 70)
 
 
 def test_debug_shows_the_traceback_too(
