@@ -32,6 +32,9 @@ class SpanReader(Protocol):
 
 
 _PIECE = 1 << 22
+_AHEAD, _MOST_AHEAD = 512, 1 << 18
+"""Bytes that are read at once, at least; doubled each time the next are near, up to the most."""
+_NEAR = 1 << 12
 
 
 class Source(Protocol):
@@ -60,6 +63,25 @@ class Source(Protocol):
 
     def expect(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """Announce the next reads: file, offset and bytes. A store fetches them ahead."""
+
+
+class NearReads:
+    """Small reads of one thread: those near one another are from a block that is read at once."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._file, self._start, self._block = "", 0, b""
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """Return exactly ``nbytes`` bytes at ``offset``; Damaged if the file ends before."""
+        at, length = offset - self._start, len(self._block)
+        is_near = file == self._file and 0 <= at <= length + _NEAR
+        if not is_near or at + nbytes > length:
+            ahead = min(2 * length, _MOST_AHEAD) if is_near else 0
+            rest = self.source.files.get(file, 0) - offset
+            self._block = self.source.read(file, offset, max(nbytes, min(max(ahead, _AHEAD), rest)))
+            self._file, self._start, at = file, offset, 0
+        return self._block[at : at + nbytes]
 
 
 def require(source: Source, file: str, *, wanted_by: str) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ckptool.core.catalog import Container
 from ckptool.core.codec import zstd_edges
 from ckptool.errors import Damaged, coded
-from ckptool.serialization.source import Source, edge_spans
+from ckptool.serialization.source import NearReads, edge_spans
 
 STORED, DEFLATED = 0, 8
 STREAMED = 8
@@ -30,32 +30,30 @@ CRC32_NBYTES = 4
 END = struct.Struct("<4s4H2LH")
 END64 = struct.Struct("<4sQ2H2L4Q")
 LOCATOR64 = struct.Struct("<4sLQL")
-_BLOCK = 512
-"""Bytes between the edges that are read at once; doubled each time the next are near."""
-_LARGEST_BLOCK, _NEAR = 1 << 18, 1 << 12
+_SPREAD = 1 << 12
+"""Bytes for each header up to which all between the edges is announced."""
 
 
 class Region:
     """``nbytes`` of a file from ``offset``; small reads near both edges cost no further access.
 
-    A decoded region has no ``source``: only its first and last bytes, the ``edges``, are available.
+    A decoded region has no ``reads``: only its first and last bytes, the ``edges``, are available.
     """
 
     def __init__(
         self,
-        source: Source | None,
+        reads: NearReads | None,
         file: str,
         offset: int,
         nbytes: int,
         edges: tuple[bytes, bytes] = (b"", b""),
     ) -> None:
-        self.source, self.file, self.offset, self.nbytes = source, file, offset, nbytes
-        if source is None:
+        self.reads, self.file, self.offset, self.nbytes = reads, file, offset, nbytes
+        if reads is None:
             self._head, self._tail = edges
         else:
-            head, *tail = (source.read(*span) for span in edge_spans(file, offset, nbytes))
+            head, *tail = (reads.read(*span) for span in edge_spans(file, offset, nbytes))
             self._head, self._tail = head, b"".join(tail)
-        self._at, self._block = 0, b""
 
     @property
     def what(self) -> str:
@@ -71,14 +69,14 @@ class Region:
 
         If they are near one another, everything between the edges is.
         """
-        if self.source is None:
+        if self.reads is None:
             return
-        low, high = len(self._head), self.nbytes - len(self._tail)
-        if high - low <= _NEAR * count:
-            self.source.expect([(self.file, self.offset + low, high - low)])
+        source, low, high = self.reads.source, len(self._head), self.nbytes - len(self._tail)
+        if high - low <= _SPREAD * count:
+            source.expect([(self.file, self.offset + low, high - low)])
             return
         far = (start for start in starts if low <= start < high)
-        self.source.expect((self.file, self.offset + start, LOCAL.size) for start in far)
+        source.expect((self.file, self.offset + start, LOCAL.size) for start in far)
 
     def joined(self, spans: Iterable[tuple[int, int]]) -> bytes:
         """Return the bytes from each start to its end, one after another."""
@@ -86,9 +84,6 @@ class Region:
 
     def read(self, start: int, nbytes: int) -> bytes:
         """Return ``nbytes`` from ``start`` bytes into the region; Damaged beyond its end."""
-        at = start - self._at
-        if 0 <= at <= (end := at + nbytes) <= len(self._block):
-            return self._block[at:end]
         if start < 0 or nbytes < 0 or start + nbytes > self.nbytes:
             raise Damaged(
                 f"{self.what}: truncated: expected {nbytes:,} bytes at {start:,} of {self.nbytes:,}"
@@ -98,31 +93,20 @@ class Region:
         behind = start - (self.nbytes - len(self._tail))
         if self._tail and behind >= 0:
             return self._tail[behind : behind + nbytes]
-        return self._from_block(start, nbytes)
-
-    def _from_block(self, start: int, nbytes: int) -> bytes:
-        """Read between the edges: a descriptor, the header after it and its name at once."""
-        if self.source is None:
+        if self.reads is None:
             what = f"{nbytes:,} bytes at {start:,} of an encoded entry"
             raise Damaged(f"{self.file}: {what} are out of range")
-        length = len(self._block)
-        is_near = 0 <= start - self._at <= length + _NEAR
-        ahead = max(_BLOCK, min(2 * length, _LARGEST_BLOCK) if is_near else 0)
-        end = min(start + max(nbytes, ahead), self.nbytes - len(self._tail))
-        nbytes_ahead = max(nbytes, end - start)
-        block = self.source.read(self.file, self.offset + start, nbytes_ahead)
-        self._at, self._block = start, block
-        return block[:nbytes]
+        return self.reads.read(self.file, self.offset + start, nbytes)
 
 
-def item_region(source: Source, item: Container, what: str, limit: int, edge: int) -> Region:
+def item_region(reads: NearReads, item: Container, what: str, limit: int, edge: int) -> Region:
     """Return the bytes of an item as a region of its own, decoded if it is packed.
 
     Of a packed one, of ``limit`` decoded bytes at most, the first and last ``edge`` are in memory.
     """
     if not item.transforms:
-        return Region(source, item.file, item.offset, item.nbytes)
-    packed = source.read(item.file, item.offset, item.nbytes)
+        return Region(reads, item.file, item.offset, item.nbytes)
+    packed = reads.source.read(item.file, item.offset, item.nbytes)
     head, tail, size = zstd_edges(packed, limit, edge, what=f"{what} in {item.file}")
     return Region(None, item.file, 0, size, (head, tail))
 

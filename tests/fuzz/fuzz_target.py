@@ -42,12 +42,13 @@ def fuzz_metadata(data: bytes) -> None:
 def fuzz_zip(data: bytes) -> None:
     from ckptool.serialization.archive.read import read_torch_zip
     from ckptool.serialization.archive.recover import find_archives
+    from ckptool.serialization.source import NearReads
     from ckptool.serialization.zip import Region, read_directory
     from ckptool.serialization.zip_headers import check_headers
 
     source = one_file(data, "fuzz.pt")
     list(find_archives(source, "fuzz.pt"))
-    region = Region(source, "fuzz.pt", 0, len(data))
+    region = Region(NearReads(source), "fuzz.pt", 0, len(data))
     check_headers(region, read_directory(region).values())
     read_torch_zip(region)
 

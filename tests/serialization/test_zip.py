@@ -10,7 +10,9 @@ import pytest
 from fuzz_target import one_file
 
 from ckptool.errors import Damaged
+from ckptool.serialization.source import NearReads
 from ckptool.serialization.zip import Region, ZipRecord, read_directory
+from ckptool.storage.virtual.memory import MemoryFiles
 
 
 def stored(names: list[str], *, method: int = zipfile.ZIP_STORED) -> bytes:
@@ -23,7 +25,8 @@ def stored(names: list[str], *, method: int = zipfile.ZIP_STORED) -> bytes:
 
 def outcome(data: bytes) -> list[ZipRecord] | str:
     try:
-        return list(read_directory(Region(one_file(data, "x"), "x", 0, len(data))).values())
+        region = Region(NearReads(one_file(data, "x")), "x", 0, len(data))
+        return list(read_directory(region).values())
     except Damaged as error:
         return str(error)
 
@@ -55,3 +58,32 @@ def test_a_damaged_byte_ends_in_damaged_or_in_another_directory(method: int) -> 
         flipped = bytes([whole[at] ^ chance.choice([1, 0x80, 0xFF])])
         found.add(type(outcome(whole[:at] + flipped + whole[at + 1 :])))
     assert found == {list, str}
+
+
+class Counted(MemoryFiles):
+    """Buffers that note how many bytes are read at once."""
+
+    def __init__(self, buffers: dict[str, memoryview]) -> None:
+        super().__init__(buffers)
+        self.sizes = list[int]()
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        self.sizes.append(nbytes)
+        return super().read(file, offset, nbytes)
+
+
+def test_small_reads_that_follow_one_another_open_a_file_a_few_times() -> None:
+    """As those of many small archives; far from the last one no byte more than 512 is read."""
+    data = random.Random(0).randbytes(1 << 20)
+    source = Counted({"x": memoryview(data)})
+    reads = NearReads(source)
+    for offset in range(0, len(data), 100):
+        nbytes = min(100, len(data) - offset)
+        assert reads.read("x", offset, nbytes) == data[offset : offset + nbytes]
+    assert len(source.sizes) < 16
+    source.sizes.clear()
+    assert reads.read("x", 0, 2048) == data[:2048]
+    assert reads.read("x", 1 << 19, 100) == data[1 << 19 :][:100]
+    assert source.sizes == [2048, 512]
+    with pytest.raises(Damaged, match="truncated"):
+        reads.read("x", len(data) - 100, 200)

@@ -22,7 +22,7 @@ from ckptool.errors import CkptoolError
 from ckptool.formats.dcp.opening import Item, closed_items, locate_item, plain_start
 from ckptool.serialization.archive.read import find_template
 from ckptool.serialization.archive.templates import ArchiveTemplate
-from ckptool.serialization.source import Source, SpanReader, edge_spans
+from ckptool.serialization.source import NearReads, Source, SpanReader, edge_spans
 from ckptool.serialization.zip import Region
 
 _FEWEST = 16
@@ -162,7 +162,7 @@ def _open_model(source: Source, item: Item) -> _Model | None:
     file, offset, nbytes = item.at.file, item.at.offset, item.at.nbytes
     try:
         place = locate_item(source, item)
-        template = find_template(Region(source, file, offset, nbytes))
+        template = find_template(Region(NearReads(source), file, offset, nbytes))
     except CkptoolError:
         return None
     if template is None or len(template.storages) != 1:

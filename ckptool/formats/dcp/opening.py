@@ -38,7 +38,7 @@ from ckptool.serialization.archive.tensors import (
     read_outer,
     read_tensor,
 )
-from ckptool.serialization.source import Source, edge_spans, expect_items
+from ckptool.serialization.source import NearReads, Source, edge_spans, expect_items
 from ckptool.serialization.state_dict.values import type_name
 from ckptool.serialization.zip import item_region
 
@@ -96,7 +96,7 @@ def closed_items(entry: TensorEntry) -> Iterator[Item]:
 
 def open_item(source: Source, item: Container, what: str, limit: int, edge: int) -> TorchFile:
     """Open the archive of one item, decoded as ``item_region`` does."""
-    region = item_region(source, item, what, limit, edge)
+    region = item_region(NearReads(source), item, what, limit, edge)
     head = region.read(0, min(region.nbytes, 9))
     if not item.transforms and not is_zip(head):
         kind = (

@@ -21,7 +21,7 @@ from ckptool.formats.dcp.tables import DATA, rank_of
 from ckptool.serialization.archive.read import read_torch_zip
 from ckptool.serialization.archive.recover import find_archives
 from ckptool.serialization.archive.tensors import locate_tensor, read_tensor
-from ckptool.serialization.source import Source
+from ckptool.serialization.source import NearReads, Source
 from ckptool.serialization.zip import Region
 
 _UNCOMMITTED = f"{METADATA}.tmp"
@@ -59,6 +59,7 @@ def _by_items(source: Source) -> Recovery:
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ObjectEntry] = {}
     problems: list[Problem] = []
+    reads = NearReads(source)
     files = [file for file in sorted(source.files) if DATA.fullmatch(file)]
     for file in files:
         items = find_archives(source, file)
@@ -66,7 +67,7 @@ def _by_items(source: Source) -> Recovery:
         for number, item in enumerate(items):
             name = f"{file.removesuffix('.distcp')}.item{number}"
             try:
-                entry = _entry(Region(source, file, item.offset, item.nbytes), name)
+                entry = _entry(Region(reads, file, item.offset, item.nbytes), name)
             except CkptoolError as error:
                 problems.append(error.message.within(name, tensor=name))
                 continue

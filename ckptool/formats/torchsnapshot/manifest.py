@@ -27,7 +27,7 @@ from ckptool.serialization.archive.tensors import (
     read_sizes,
     read_tensor,
 )
-from ckptool.serialization.source import Source, read_metadata, require, require_rank
+from ckptool.serialization.source import NearReads, Source, read_metadata, require, require_rank
 from ckptool.serialization.zip import Region
 
 METADATA = ".snapshot_metadata"
@@ -181,7 +181,7 @@ class Places(Struct):
         """Open the torch.save archive that an entry refers to."""
         file, start, length = self._span(entry)
         self.archives.add(file)
-        return read_torch_zip(Region(self.source, file, start, length))
+        return read_torch_zip(Region(NearReads(self.source), file, start, length))
 
 
 def element_type(name: str) -> DType | None:

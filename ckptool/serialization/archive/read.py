@@ -32,7 +32,7 @@ from ckptool.serialization.archive.tensors import read_storage
 from ckptool.serialization.file_kinds import not_a, unrecognized_zip
 from ckptool.serialization.pickle.load import Loaded, Truncated, read_pickle, require_harmless
 from ckptool.serialization.pickle.records import Call, Global, PickleValue
-from ckptool.serialization.source import LARGEST, Source
+from ckptool.serialization.source import LARGEST, NearReads, Source
 from ckptool.serialization.state_dict.values import collect_globals
 from ckptool.serialization.zip import (
     DEFLATED,
@@ -118,7 +118,7 @@ def read_torch_file(source: Source, file: str) -> TorchFile:
         with coded("legacy-stream", file=file):
             return _read_legacy(source, file)
     if is_zip(head):
-        return read_torch_zip(Region(source, file, 0, size))
+        return read_torch_zip(Region(NearReads(source), file, 0, size))
     if not size:
         raise Damaged(f"{file}: the file is empty (0 bytes)", "file-empty", file=file)
     raise not_a("a torch.save file", source, file)
@@ -163,7 +163,7 @@ class OpenArchive:
     @classmethod
     def of(cls, source: Source, file: str, templates: Templates) -> OpenArchive:
         """Open a whole file."""
-        return cls(Region(source, file, 0, source.files[file]), templates)
+        return cls(Region(NearReads(source), file, 0, source.files[file]), templates)
 
     @property
     def file(self) -> str:

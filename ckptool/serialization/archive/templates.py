@@ -167,7 +167,7 @@ class ArchiveTemplate(Struct, eq=False):
     def match(self, region: Region) -> Sibling | None:
         """Return an archive of the same number of bytes that is similar; else None."""
         if not all(starmap(region.is_at_hand, self.readings)):
-            if region.source is None:
+            if region.reads is None:
                 return None
             region.expect((start for start, _ in self.readings), len(self.records))
         values = self.template.match(region.joined(self.readings))
@@ -256,7 +256,7 @@ def _template_of(
     payloads = tuple(at for at, record in enumerate(records) if not is_compared(record))
     varied = [records[at] for at in payloads]
     compared = tuple(_between(varied, region.nbytes))
-    is_readable = reads and region.source is not None
+    is_readable = reads and region.reads is not None
     if not is_readable and not all(starmap(region.is_at_hand, compared)):
         return None
     if not _is_sound(region, records):

@@ -30,7 +30,7 @@ from ckptool.serialization.pickle.write import (
     dtype_global,
     dump,
 )
-from ckptool.serialization.source import Source
+from ckptool.serialization.source import NearReads, Source
 from ckptool.serialization.zip import (
     CENTRAL,
     END,
@@ -114,7 +114,7 @@ def is_written_here(source: Source, file: str) -> bool:
 def read_identity(source: Source, file: str) -> str | None:
     """Return the identity of an archive with the default root; None if another program wrote it."""
     try:
-        records = read_directory(Region(source, file, 0, source.files[file]))
+        records = read_directory(Region(NearReads(source), file, 0, source.files[file]))
     except (Damaged, NotFound):
         return None
     pickle, mark = (records.get(f"{ROOT}/{name}") for name in ("data.pkl", _IDENTITY))

@@ -14,6 +14,7 @@ from ckptool.errors import CkptoolError
 from ckptool.serialization.archive import read
 from ckptool.serialization.archive.read import TorchFile, find_template, read_torch_zip
 from ckptool.serialization.archive.templates import Templates
+from ckptool.serialization.source import NearReads
 from ckptool.serialization.zip import Region
 from ckptool.storage.local import LocalSource
 
@@ -31,7 +32,7 @@ def outcome(folder: Path, data: bytes, before: bytes = b"junk") -> TorchFile | s
     """What an archive in the middle of a file is read as, or why it is not."""
     (folder / "items").write_bytes(before + data)
     try:
-        region = Region(LocalSource.folder(folder), "items", len(before), len(data))
+        region = Region(NearReads(LocalSource.folder(folder)), "items", len(before), len(data))
         return read_torch_zip(region)
     except CkptoolError as error:
         return str(error.message)
@@ -63,7 +64,7 @@ def test_it_is_known(tmp_path: Path) -> None:
     read._TEMPLATES = Templates(reads=False)
     assert isinstance(outcome(tmp_path, saved(1, 300, 20)), TorchFile)
     (tmp_path / "items").write_bytes(saved(2, 300, 20))
-    region = Region(LocalSource.folder(tmp_path), "items", 0, len(saved(2, 300, 20)))
+    region = Region(NearReads(LocalSource.folder(tmp_path)), "items", 0, len(saved(2, 300, 20)))
     template = find_template(region)
     assert template is not None
     assert template.file is not None

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ckptool.errors import CkptoolError
 from ckptool.serialization.archive import templates
 from ckptool.serialization.archive.templates import Hole, Sibling, Template, Templates
+from ckptool.serialization.source import NearReads
 from ckptool.serialization.zip import Region, ZipRecord, read_directory
 from ckptool.serialization.zip_headers import check_headers, count_unclaimed_bytes
 
@@ -38,7 +39,7 @@ class Memory:
 
 
 def region_of(data: bytes) -> Region:
-    return Region(Memory(data), "file", 0, len(data))  # type: ignore[arg-type]
+    return Region(NearReads(Memory(data)), "file", 0, len(data))  # type: ignore[arg-type]
 
 
 @given(data=st.data())

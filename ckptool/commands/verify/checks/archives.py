@@ -16,7 +16,7 @@ from ckptool.engine.check.spans import ByteSpan, Packing
 from ckptool.errors import CkptoolError, Problem, coded
 from ckptool.serialization.archive.read import record_bytes
 from ckptool.serialization.archive.templates import Templates, is_compared
-from ckptool.serialization.source import Source
+from ckptool.serialization.source import NearReads, Source
 from ckptool.serialization.zip import (
     DEFLATED,
     Region,
@@ -49,7 +49,7 @@ class ArchiveCheck:
     def __init__(
         self, source: Source, pickles: PickleAudit, *, only_structure: bool = False
     ) -> None:
-        self._source = source
+        self._source, self._reads = source, NearReads(source)
         self._only_structure = only_structure
         self._pickles = pickles
         self._templates = Templates()
@@ -62,7 +62,7 @@ class ArchiveCheck:
         limit = max(_LEAST_LIMIT, _MOST_INFLATED * item.nbytes)
         try:
             with coded("zip-structure", file=item.file):
-                region = item_region(self._source, item, "an item", limit, _EDGE)
+                region = item_region(self._reads, item, "an item", limit, _EDGE)
                 sibling = self._templates.find(region)
                 if sibling is None:
                     self._look_at_all(item, region, list(read_directory(region).values()))
@@ -179,7 +179,7 @@ def _check_name(file: str, saved_as: str, source: Source) -> Iterator[Problem]:
 
 def _with_header_at_hand(region: Region, records: list[ZipRecord]) -> list[ZipRecord]:
     """Return all records; of a decoded item only those near its ends, as the rest is not kept."""
-    if region.source is not None:
+    if region.reads is not None:
         return records
     half, end = _EDGE // 2, region.nbytes - 24
     return [r for r in records if r.header < half or end - r.offset - r.stored < half]
