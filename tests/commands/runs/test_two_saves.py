@@ -88,6 +88,20 @@ def test_files_of_an_earlier_step(file: str, old: int, tmp_path: Path) -> None:
     assert fates(pruned(run, keep_last=2))["checkpoint-6"] == "leave"
 
 
+def test_moments_in_rows_beside_masks_that_stay(tmp_path: Path) -> None:
+    """As of SPAM, which keeps the moments of what a mask selects."""
+    for step, (weights, optimizer) in states(tmp_path / "source").items():
+        for state in optimizer["state"].values():
+            state["mask"] = torch.ones(16, 8, dtype=torch.bool)
+            state |= {name: state[name].flatten() for name in ("exp_avg", "exp_avg_sq")}
+        (run := tmp_path / "run").mkdir(exist_ok=True)
+        torch.save({"model": weights, "optimizer": optimizer}, run / f"step_{step}.pt")
+    assert reasons(run) == {}
+    older, newest = torch.load(run / "step_6.pt"), torch.load(run / "step_8.pt")
+    torch.save(newest | {"optimizer": older["optimizer"]}, run / "step_8.pt")
+    assert "its optimizer is that of step_6.pt" in reasons(run)["step_8.pt"]
+
+
 @pytest.mark.parametrize("where", ["run/checkpoint-{}/{}.pt", "run/{1}_step{0}.pt"])
 @pytest.mark.parametrize("which", ["model", "optimizer"])
 def test_a_model_and_its_optimizer_in_files_of_their_own(

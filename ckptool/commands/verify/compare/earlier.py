@@ -197,7 +197,7 @@ def _mixed_with(save: Save, predecessor: Save) -> str | None:
     if state.looks != old_state.looks or not state.may_be_state_of(weights):
         return None
     has_weights = weights.are_equal_to(old_weights)
-    has_state = state.are_equal_to(old_state)
+    has_state = save.has_state_of(predecessor)
     more = _more_steps(save, predecessor) if has_weights and has_state else None
     if more and not state.are_zero:
         cause = f"its weights and its optimizer are those of {name}, but {more}"

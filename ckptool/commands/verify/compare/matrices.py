@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import posixpath
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import PurePath
 
@@ -19,7 +20,7 @@ from ckptool.commands.verify.checks.content import locate_whole
 from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED, steps_of_each
 from ckptool.commands.verify.checks.meaning.masters import AVERAGE, without_averages
 from ckptool.commands.verify.checks.meaning.numbered import weight_of_each
-from ckptool.commands.verify.checks.meaning.stacks import is_matrix
+from ckptool.commands.verify.checks.meaning.stacks import Index, is_matrix
 from ckptool.commands.verify.checks.meaning.trainer_counts import number_in, trainers_of
 from ckptool.commands.verify.checks.measures import are_equal, count_moved, largest_sizes
 from ckptool.commands.verify.checks.optimizer_names import MOMENTUM, RATE, StateName
@@ -76,6 +77,18 @@ class Save(Struct, frozen=True, dict=True):
     def state(self) -> Matrices:
         """The matrices of the optimizer."""
         return matrices_of(self.optimizer or self.survey, "optimizer")
+
+    def has_state_of(self, predecessor: Save) -> bool:
+        """Return whether the optimizer's tensors are bit for bit those of an earlier save.
+
+        Some keep their moments as rows, beside matrices that stay the same: masks, projections.
+        """
+        rest, old_rest = (
+            tensors_of(save.optimizer or save.survey, "optimizer", _is_row)
+            for save in (self, predecessor)
+        )
+        has_matrices = self.state.are_equal_to(predecessor.state)
+        return has_matrices and rest.looks == old_rest.looks and rest.are_equal_to(old_rest)
 
     @cached_property
     def momenta(self) -> Matrices:
@@ -248,15 +261,24 @@ class Matrices(Struct, frozen=True):
         return locate_whole(self.survey, [name]).get(name)
 
 
+def _is_row(shape: Index) -> bool:
+    return not is_matrix(shape) and math.prod(shape) > 1
+
+
 def matrices_of(survey: Survey, part: str) -> Matrices:
-    """Return the matrices of a part of a checkpoint: its ``model`` or its ``optimizer``.
+    """Return the matrices of a part of a checkpoint: its ``model`` or its ``optimizer``."""
+    return tensors_of(survey, part, is_matrix)
+
+
+def tensors_of(survey: Survey, part: str, has_shape: Callable[[Index], bool]) -> Matrices:
+    """Return the tensors of some shapes of a part of a checkpoint, ``model`` or ``optimizer``.
 
     Masters that are a parameter's only weight are of the model.
     """
     catalog = survey.catalog
     if catalog is None:
         return Matrices({}, survey)
-    matrices = {n: e for n, e in catalog.tensors.items() if is_matrix(e.shape)}
-    for name in matrices.keys() & lone_masters(catalog):
-        matrices[name] = replace(matrices[name], part="model")
-    return Matrices({n: e for n, e in matrices.items() if state_category(e) == part}, survey)
+    tensors = {n: e for n, e in catalog.tensors.items() if has_shape(e.shape)}
+    for name in tensors.keys() & lone_masters(catalog):
+        tensors[name] = replace(tensors[name], part="model")
+    return Matrices({n: e for n, e in tensors.items() if state_category(e) == part}, survey)
