@@ -297,13 +297,21 @@ def model_prefixes(catalog: Catalog) -> tuple[str, ...]:
 
 
 def _prefix_in_container(names: Collection[str], catalog: Catalog) -> str | None:
-    """Return ``app.model`` if a model is wrapped so, beside entries outside it."""
-    if len(names) == len(catalog.tensors) or not names:
-        return None
+    """Return ``app.model`` if a model is wrapped so, beside entries outside it.
+
+    Beside values alone, both steps must be levels of the nested state dict.
+    """
     wrappers = {".".join(name.split(".")[:2]) for name in names if name.count(".") > 1}
     wrapper = next(iter(wrappers)) if len(wrappers) == 1 else ""
+    if not _WRAPPER.fullmatch(wrapper.rpartition(".")[2]):
+        return None
     is_whole = all(name.startswith(wrapper + ".") for name in names)
-    return wrapper if is_whole and _WRAPPER.fullmatch(wrapper.rpartition(".")[2]) else None
+    is_beside = len(names) < len(catalog.tensors)
+    if is_whole and not is_beside:
+        levels = tuple(wrapper.split("."))
+        is_nested = all(catalog.tensors[name].path[:2] == levels for name in names)
+        is_beside = is_nested and any(not n.startswith(wrapper + ".") for n in catalog.objects)
+    return wrapper if is_whole and is_beside else None
 
 
 def _head(name: str) -> str:

@@ -95,6 +95,14 @@ def test_a_model_inside_of_a_container_loses_both_steps() -> None:
     assert model_prefixes(whole) == ("app.model",)
 
 
+def test_a_model_in_a_container_loses_both_steps_beside_values_alone() -> None:
+    name, path, value = "state.model.w.weight", ("state", "model", "w.weight"), "state.metadata.x"
+    values = {value: ObjectEntry(value, (value,), 1)}
+    for at, prefixes in ((path, ("state.model",)), ((name,), ())):
+        tensor = TensorEntry(name, at, BY_NAME["float32"], (1,), ())
+        assert model_prefixes(Catalog("torch-save", {name: tensor}, values, {})) == prefixes
+
+
 def test_masters_are_the_weights_where_there_are_not_others() -> None:
     whole = with_every_part(catalog(["fp32.a.weight", "exp_avg.a.weight", "buffer.x"]))
     assert {n: e.part for n, e in whole.tensors.items()} == {
