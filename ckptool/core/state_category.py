@@ -145,7 +145,7 @@ def _misleading_names(catalog: Catalog) -> dict[str, str]:
         of_masters = []
     masters = {name[len(_MASTERS) + 1 :] for name in of_masters}
     for head, names in groups.items():
-        if _is_beside_masters(head, names, masters):
+        if masters and _are_beside(masters, head, names):
             parts |= dict.fromkeys(names, "optimizer")
         elif _category_of_step(head) is None:
             parts |= _parts_in_container(head, names)
@@ -154,13 +154,12 @@ def _misleading_names(catalog: Catalog) -> dict[str, str]:
     return parts | dict.fromkeys(_beside_param_groups(catalog), "optimizer")
 
 
-def _is_beside_masters(head: str, names: Iterable[str], masters: Collection[str]) -> bool:
+def _are_beside(masters: Collection[str], head: str, names: Iterable[str]) -> bool:
     """Return whether names are those of masters, but for the head, such as Adafactor's ``row_var``.
 
     DeepSpeed saves the states of parameters so, and an optimizer may keep any.
     """
-    is_of_master = (name[len(head) + 1 :] in masters for name in names)
-    return bool(masters) and not _is_prefix(head) and all(is_of_master)
+    return not _is_prefix(head) and all(name[len(head) + 1 :] in masters for name in names)
 
 
 def _parts_in_container(head: str, names: list[str]) -> dict[str, str]:

@@ -45,6 +45,8 @@ def fold(entries: Collection[TensorEntry], looks: Looks | None = None) -> list[T
         for name, first, (part, _), count in fold_names(kinds)
     ]
     lines.sort(key=lambda line: STATE_CATEGORIES.index(line.part))
+    if all(line.part != "optimizer" for line in lines):
+        return lines
     return _fold_optimizer(lines, list(entry_of), looks)
 
 
