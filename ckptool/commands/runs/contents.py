@@ -14,6 +14,7 @@ from ckptool.commands.runs.names import SUFFIX, parse_name
 from ckptool.commands.runs.steps import Run, Step, says_another
 from ckptool.commands.runs.trainers import unfinished_mark, unwritten_last
 from ckptool.errors import Damaged, NotFound
+from ckptool.formats import latest_markers
 from ckptool.serialization.file_roles import is_of_training, may_be_empty, role_of
 from ckptool.serialization.source import are_of_a_node, missing_files
 from ckptool.storage.url import Location, within
@@ -60,9 +61,13 @@ def model_parts(step: Step, run: Run) -> frozenset[str]:
 
 @lru_cache(1 << 14)
 def _key(file: str, number: int | None) -> str | None:
-    """Return a file's name without format, shard and step number; None if training needs it not."""
+    """Return a file's name without format, shard and step number; None if training needs it not.
+
+    What names the latest inside a step, as DeepSpeed's ``latest``, says what to resume from.
+    """
     folder, _, name = file.rpartition("/")
-    if _STATE.fullmatch(name) is None or (name.startswith(".") and name != ".metadata"):
+    is_needed = _STATE.fullmatch(name) is not None or name in latest_markers()
+    if not is_needed or (name.startswith(".") and name != ".metadata"):
         return None
     if _DCP.fullmatch(name):
         path = folder or _DCP_FILES

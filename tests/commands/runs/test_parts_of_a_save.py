@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from unittest.mock import patch
 from zipfile import ZipFile
@@ -9,6 +10,7 @@ from zipfile import ZipFile
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conftest import case
 from safetensors.torch import save_file
 from trainer_runs import OPTIMIZER, WEIGHT, checked, of_dcp
 
@@ -206,6 +208,16 @@ def test_a_save_that_its_date_names_has_what_earlier_ones_have(lost: str, tmp_pa
     newest, *others = checked(tmp_path).steps
     assert newest.path == folder
     assert "is missing; every earlier whole step has it" in newest.reasons[0]
+    assert all(step.ok for step in others)
+
+
+def test_a_save_lacks_what_it_is_resumed_by(tmp_path: Path) -> None:
+    for step in (1, 2, 3):  # as by DeepSpeed inside another trainer, which reads no other name
+        shutil.copytree(case("deepspeed_zero_2").path, tmp_path / f"step-{step}")
+    assert checked(tmp_path).ok
+    (tmp_path / "step-3" / "latest").unlink()
+    newest, *others = checked(tmp_path).steps
+    assert newest.reasons == ("latest is missing; every earlier whole step has it",)
     assert all(step.ok for step in others)
 
 
