@@ -336,6 +336,18 @@ def test_the_last_and_the_best_of_lightning(tmp_path: Path) -> None:
     assert latest(run) == "epoch=3-step=30.ckpt"
 
 
+def test_a_step_of_lightning_that_names_itself_as_the_best(tmp_path: Path) -> None:
+    for step in (1, 2):
+        path = tmp_path / f"epoch=0-step={step}.ckpt"
+        callbacks = {"ModelCheckpoint": {"best_model_path": str(path)}}
+        state = {"global_step": step, "state_dict": {"w": WEIGHT + step}, "callbacks": callbacks}
+        torch.save(state | {"optimizer_states": [OPTIMIZER]}, path)
+    report = ckptool.prune(tmp_path, keep_last=1)
+    assert [(step.fate, step.reason) for step in report.steps] == [
+        ("keep", "it names itself as the best"), ("remove", "no rule keeps it")
+    ]  # fmt: skip
+
+
 def test_a_folder_of_lightning_without_what_its_first_rank_writes_last(tmp_path: Path) -> None:
     for epoch in (1, 2):
         folder = tmp_path / f"epoch={epoch}-val_loss=0.5.ckpt"

@@ -221,7 +221,9 @@ class _Decision(Struct, dict=True):
         """Return the rule that keeps a step, however old it is; None if there is none."""
         every = self.options.keep_every
         if step.path in self.pointers:
-            return f"{self.pointers[step.path][0]} points to it"
+            source = self.pointers[step.path][0]
+            is_own = source == step.path.name
+            return "it names itself as the best" if is_own else f"{source} points to it"
         if not step.position:
             return "has no step number"
         number = step.number
