@@ -88,6 +88,23 @@ def test_files_of_an_earlier_step(file: str, old: int, tmp_path: Path) -> None:
     assert fates(pruned(run, keep_last=2))["checkpoint-6"] == "leave"
 
 
+@pytest.mark.parametrize(
+    ("rate", "dtype", "moves"),
+    [
+        (1e-3, torch.float32, True),
+        (1e-5, torch.float32, False),  # 1e-8 at most, of weights near 1
+        (1e-3, torch.bfloat16, False),
+    ],
+)
+def test_weights_of_an_earlier_step_beside_momentum(
+    rate: float, dtype: torch.dtype, moves: bool, tmp_path: Path
+) -> None:
+    run = train(tmp_path, made=torch.optim.SGD, momentum=0.9, rate=rate, dtype=dtype)
+    assert reasons(run) == {}
+    shutil.copy(run / "checkpoint-6/model.safetensors", run / "checkpoint-8")
+    assert [*reasons(run)] == ["checkpoint-8"] * moves
+
+
 def test_moments_in_rows_beside_masks_that_stay(tmp_path: Path) -> None:
     """As of SPAM, which keeps the moments of what a mask selects."""
     for step, (weights, optimizer) in states(tmp_path / "source").items():

@@ -46,6 +46,17 @@ def largest_sizes(entries: Iterable[TensorEntry], source: Files) -> dict[str, fl
     return measure_each(entries, source, largest)
 
 
+def half_reaches(entry: TensorEntry, source: Files) -> float:
+    """Return a number that half of a tensor's have at least in size, 0 if it cannot be read."""
+
+    def least(entry: TensorEntry, tiles: Iterator[TensorTile]) -> float:
+        import numpy as np
+
+        return min((float(np.median(_sizes(tile, entry))) for tile in tiles), default=0.0)
+
+    return measure_each([entry], source, least).get(entry.name, 0.0)
+
+
 def count_moved(entries: Iterable[TensorEntry], source: Files, step: float) -> float:
     """Return how many numbers differ after a quarter of a ``step``, as their types round them.
 

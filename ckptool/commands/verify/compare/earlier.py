@@ -201,7 +201,7 @@ def _mixed_with(save: Save, predecessor: Save) -> str | None:
     more = _more_steps(save, predecessor) if has_weights and has_state else None
     if more and not state.are_zero:
         cause = f"its weights and its optimizer are those of {name}, but {more}"
-    elif has_weights and not has_state and weights.are_moved_by(save.least_step(predecessor)):
+    elif has_weights and not has_state and save.moves(predecessor, weights.entries):
         cause = f"its weights are those of {name}, but not its optimizer"
     elif has_state and not has_weights and not state.are_zero:
         cause = f"its optimizer is that of {name}, but not its weights"

@@ -22,7 +22,12 @@ from ckptool.commands.verify.checks.meaning.masters import AVERAGE, without_aver
 from ckptool.commands.verify.checks.meaning.numbered import weight_of_each
 from ckptool.commands.verify.checks.meaning.stacks import Index, is_matrix
 from ckptool.commands.verify.checks.meaning.trainer_counts import number_in, trainers_of
-from ckptool.commands.verify.checks.measures import are_equal, count_moved, largest_sizes
+from ckptool.commands.verify.checks.measures import (
+    are_equal,
+    count_moved,
+    half_reaches,
+    largest_sizes,
+)
 from ckptool.commands.verify.checks.optimizer_names import MOMENTUM, RATE, StateName
 from ckptool.commands.verify.checks.training import StepCounters
 from ckptool.core.catalog import TensorEntry
@@ -36,6 +41,8 @@ _VISIBLE = 1e-6
 """A learning rate whose steps change some weight of any model, if divided by sizes of gradients."""
 _VISIBLE_OF_GRADIENTS = 1e-2
 """The same for steps that are not divided, such as SGD's."""
+_LARGEST = 1e-3
+"""How much of a gradient counts at most for a step that is not divided by its size."""
 _SEEN = 8
 """How many weights a visible step changes at least: few of bf16, if none is near zero."""
 
@@ -144,6 +151,38 @@ class Save(Struct, frozen=True, dict=True):
         first, last = (max(save.rates, default=0.0) for save in (predecessor, self))
         step = min(first, last or first) * _VISIBLE / self.state.visible_rate
         return step if step >= _VISIBLE else 0.0
+
+    def moves(self, predecessor: Save, weights: Iterable[str]) -> bool:
+        """Return whether a step since an earlier save must change some weights, once rounded."""
+        matrices = self.weights.only(weights)
+        if matrices.are_moved_by(self.least_step(predecessor)):
+            return True
+        rate = self._least_rate(predecessor)
+        pairs = ((name, self._means.get(name)) for name in matrices.entries if rate)
+        return any(mean and self._is_moved_by(mean, name, rate) for name, mean in pairs)
+
+    def _least_rate(self, predecessor: Save) -> float:
+        """Return the least learning rate of any group between two saves whose steps are not scaled.
+
+        At the end of training, all may be zero.
+        """
+        if self.state.visible_rate == _VISIBLE or self.has_frozen_group(predecessor):
+            return 0.0
+        rates = [min(save.rates, default=0.0) for save in (predecessor, self)]
+        return max(min(filter(None, rates), default=0.0), 0.0)
+
+    def _is_moved_by(self, mean: str, weight: str, rate: float) -> bool:
+        """Return whether a step by a mean of gradients changes a weight, once rounded.
+
+        Half of a matrix moves that far. If more than half of it would change, some of it does. A
+        step that is the sign of the mean, or orthogonal as Muon's, is no smaller than ``_LARGEST``.
+        """
+        momentum, matrix = self.state.opened(mean), self.weights.opened(weight)
+        if momentum is None or matrix is None:
+            return False
+        size = min(half_reaches(momentum, self.state.survey.source), _LARGEST)
+        count = count_moved([matrix], self.weights.survey.source, rate * size)
+        return count >= matrix.elements / 2 + _SEEN
 
     def has_frozen_group(self, predecessor: Save) -> bool:
         """Return whether a group's learning rate is zero, other than all at the end of training."""

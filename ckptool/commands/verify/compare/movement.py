@@ -154,8 +154,7 @@ def _check_standstill(
     moves = {n: save.state_moved(predecessor, n) for n in names if now.looks(n) in shapes}
     frozen = {now.looks(name) for name, moved in moves.items() if moved is False}
     matrices = [name for name in matrices if moves[name] and now.looks(name) not in frozen]
-    step = save.least_step(predecessor)
-    matrices = [name for name in matrices if save.weights.only([name]).are_moved_by(step)]
+    matrices = [name for name in matrices if save.moves(predecessor, [name])]
     if matrices:
         message = f"{list_some(matrices, _FEW)}: as in {last.name}, but not what the optimizer"
         yield Problem(f"{message} keeps of it: they are of two saves", _OF_TWO)
