@@ -15,6 +15,9 @@ from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.tiles import Job, known_runs
 from ckptool.errors import Damaged
 
+_AT_ONCE = 64
+"""Spans that are read at once if a tile has room for as many of each one's size."""
+
 
 class Part(Struct, frozen=True):
     """A box of a tensor of ``shape`` whose elements, of type ``dtype``, fill a run row by row."""
@@ -97,20 +100,28 @@ SpanJob = Job[str | None, ByteReader, SpanTile]
 
 
 def span_jobs(spans: Iterable[ByteSpan], whole: Mapping[str, int], limit: int) -> Iterator[SpanJob]:
-    """Yield one tile of at most ``limit`` bytes, one file, or all spans of one packed blob each.
+    """Yield one tile of at most ``limit`` bytes, small spans, one file, or those of one blob each.
 
     Files of ``whole``, which maps them to their sizes, are read from end to end. One file comes
     after the other, as disks read ahead, also where tensors are cut into all of them.
     """
     packed: dict[Packing, list[ByteSpan]] = {}
     inside: dict[str, list[ByteSpan]] = {file: [] for file in whole}
+    small = list[ByteSpan]()
     for span in sorted(spans, key=lambda span: (span.file, span.offset)):
         if span.packing is not None:
             packed.setdefault(span.packing, []).append(span)
         elif span.file in inside:
             inside[span.file].append(span)
-        else:
+        elif not 0 < span.nbytes <= limit // _AT_ONCE:
             yield from _tile_jobs(span, limit)
+        else:
+            small.append(span)
+            if len(small) == _AT_ONCE:
+                yield _small_job(small)
+                small = []
+    if small:
+        yield _small_job(small)
     for file in sorted(whole, key=lambda file: -whole[file]):
         adjoining, overlapping = _split_overlapping(inside[file])
         runs_of_file = known_runs((file, 0, whole[file]))
@@ -136,6 +147,16 @@ def _tile_jobs(span: ByteSpan, limit: int) -> Iterator[SpanJob]:
     for start, nbytes in _cut(span, limit):
         run = known_runs((span.file, span.offset + start, nbytes))
         yield Job(None, partial(_read_part, span, start, nbytes), [run], nbytes)
+
+
+def _small_job(spans: Sequence[ByteSpan]) -> SpanJob:
+    runs = [(span.file, span.offset, span.nbytes) for span in spans]
+
+    def read(reader: ByteReader) -> Iterator[SpanTile]:
+        for span, data in zip(spans, reader.read_close(runs), strict=True):
+            yield SpanTile(span, 0, data)
+
+    return Job(None, read, [known_runs(*runs)], sum(span.nbytes for span in spans))
 
 
 def _cut(span: ByteSpan, limit: int) -> Iterator[tuple[int, int]]:
