@@ -1,4 +1,4 @@
-"""Names of very many steps: whatever is asked of them, it ends soon, and takes no more memory."""
+"""Names of very many steps, and long texts: what looks through them ends soon, in little memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import pytest
 from attack_harness import MEMORY, SECONDS
 
 import ckptool
+from ckptool.commands.runs.pointers.pointers import find_pointers
+from ckptool.commands.runs.search import find_run
 from ckptool.errors import CkptoolError
 
 torch = pytest.importorskip("torch")
@@ -85,3 +87,32 @@ def test_a_map_is_looked_for(tmp_path: Path) -> None:
     odd, _ = files(tmp_path, *names, "model.norm.weight")
     with pytest.raises(CkptoolError, match="no built-in map matches all model tensors"):
         ckptool.convert(odd, tmp_path / "out.pt", map="auto")
+
+
+TEXTS: dict[str, tuple[str, str]] = {
+    "blanks": ("notes.txt", " " * 4000 + "!"),
+    "empty lines": ("latest", "\n" * 60_000 + "!"),
+    "slashes": ("latest", "/" * 60_000 + " !"),
+    "names": ("latest", "step-1 " * 60_000),
+    "names in one path": ("latest", "step-1/" * 30_000),
+    "lists in lists": ("latest", "[" * 900 + "]" * 900),
+}
+"""Files of a run that may name its steps."""
+
+
+@pytest.mark.parametrize("what", TEXTS)
+def test_steps_are_looked_for(what: str, tmp_path: Path) -> None:
+    for number in range(3):
+        state = b.program(b.pairs((b.text("w"), b.tensor())))
+        b.torch_file(tmp_path / f"step-{number}" / "model.pt", state)
+    name, text = TEXTS[what]
+    (tmp_path / name).write_text(text)
+    assert len(find_pointers(find_run(tmp_path))) == ("step-1" in text)
+
+
+def test_a_number_is_looked_for_among_many_steps(tmp_path: Path) -> None:
+    state = b.program(b.pairs((b.text("w"), b.tensor())))
+    for number in range(300):
+        b.torch_file(tmp_path / f"step-{number}" / "model.pt", state)
+    (tmp_path / "latest").write_text(str([*range(1000, 90_000), 7]))
+    assert [path.name for path in find_pointers(find_run(tmp_path))] == ["step-7"]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from ckptool.commands.model.adapter_config import ADAPTER_CONFIG
@@ -35,8 +36,11 @@ _LENGTH = re.compile(
     r"|.*[-_](?:hist|interval|every|freq|frequency)|.*[-_](?:on|off)[-_](?:step|epoch|iter)"
 )
 """Keys of settings, as in timm's args.yaml: how long something takes, or how often it is done."""
-_COUNTED = re.compile(r"""(?m)^\s*(?:["']?([\w. -]+?)["']?\s*[:=]\s*)?["']?(\d{1,19})["']?,?\s*$""")
-_PATH = re.compile(r"""(?m)^\s*["']?(?:\S*[/\\])?([^\s/\\"']+?)[/\\]*["']?\s*$""")
+_KEY = re.compile(r"""["']?([\w. -]*)["']?""")
+_NUMBER = re.compile(r"""["']?(\d{1,19})["']?,?""")
+_SEPARATOR = re.compile(r"[\s\"',;:=()\[\]{}<>]")
+_LONGEST = 255
+"""As many characters as a file's name may have; of a path before a name no more are looked at."""
 
 
 def unreadable(path: Location | str, why: str) -> TransferError:
@@ -77,6 +81,9 @@ class StepNames:
                     [entry.name.strip(), stem] if step.parts else [entry.name]
                 ):
                     self._steps.setdefault(name, []).append(step)
+        self._numbered: dict[int | None, list[Step]] = {}
+        for step in run.steps:
+            self._numbered.setdefault(step.number, []).append(step)
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -102,41 +109,49 @@ class StepNames:
     def in_text(self, text: str, folder: str) -> Iterator[Step]:
         """Yield the steps that a text of a file in a folder of the run names or counts."""
         try:
-            value: Any = json.loads(text)
+            leaves = list(_leaves(json.loads(text)))
         except (ValueError, RecursionError):
-            pass
-        else:
-            if not isinstance(value, int):
-                text += "\n" + "\n".join(_strings(value))
-            for number in _numbers(value):
-                yield from self._by_number(number, folder)
-        matches = list(self._pattern.finditer(text))
-        for match in matches:
-            yield from self._by_name(match, text, folder)
-        for name in () if matches else _PATH.findall(text):  # as with other zeros in front
-            yield from self._by_number(parse_name(name, is_folder=True).position.number, folder)
-        for key, number in _COUNTED.findall(text):
-            if not key.strip() or _counts(key):
-                yield from self._by_number(int(number), folder)
+            leaves = []
+        text = "\n".join([text, *(leaf for _, leaf in leaves if isinstance(leaf, str))])
+        names = dict.fromkeys(self._find_names(text))
+        numbers = [leaf for key, leaf in leaves if type(leaf) is int and _counts(key)]
+        if not names:  # as with other zeros in front
+            parsed = (parse_name(name, is_folder=True) for name in _last_names(text))
+            counted = (name.position.number for name in parsed)
+            numbers += (number for number in counted if number is not None)
+        numbers += (number for key, number in _counted(text) if not key or _counts(key))
+        for head, name in names:
+            yield from self._by_name(head, name, folder)
+        for number in dict.fromkeys(numbers):
+            yield from self._by_number(number, folder)
+
+    def _find_names(self, text: str) -> Iterator[tuple[str, str]]:
+        """Yield the names of steps in a text, each behind the path that it is part of."""
+        separators = chain((m.end() for m in _SEPARATOR.finditer(text)), [len(text) + 1])
+        begin, following = 0, next(separators)
+        for match in self._pattern.finditer(text):
+            end = match.start()
+            while following <= end:
+                begin, following = following, next(separators)
+            yield text[max(begin, end - _LONGEST) : end].replace("\\", "/"), match[0]
 
     def _by_number(self, number: int | None, folder: str) -> Iterator[Step]:
         """Yield the steps of a number below a folder."""
         below = self._run.path / folder if folder else self._run.path
-        for step in self._run.steps:
-            if step.number == number is not None and below in step.path.parents:
+        for step in () if number is None else self._numbered.get(number, ()):
+            if below in step.path.parents:
                 yield step
 
-    def _by_name(self, match: re.Match[str], text: str, folder: str) -> Iterable[Step]:
-        """Return the steps that a name in a text may mean, by the path that it is part of."""
-        head = re.split(r"[\s\"',;:=()\[\]{}<>]", text[: match.start()])[-1].replace("\\", "/")
-        steps = self._steps[match[0]]
+    def _by_name(self, head: str, name: str, folder: str) -> Iterable[Step]:
+        """Return the steps that a name in a text may mean, by the path before it."""
+        steps = self._steps[name]
         for start in (folder, ""):
-            place = _normalize(f"{start}/{head}{match[0]}")
+            place = _normalize(f"{start}/{head}{name}")
             exact = [s for s in steps if self._run.relative(s.path) == place]
             if exact and head:
                 return exact
         if head:
-            tail = _normalize(f"{head}{match[0]}").split("/")
+            tail = _normalize(f"{head}{name}").split("/")
             shared = {s.path: _overlap(self._run.relative(s.path).split("/"), tail) for s in steps}
             most = max(shared.values())
             return [s for s in steps if shared[s.path] == most]
@@ -186,33 +201,42 @@ def _overlap(path: Collection[str], tail: Collection[str]) -> int:
     return count
 
 
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield str(key)
-            yield from _strings(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _strings(inner)
+def _last_names(text: str) -> Iterator[str]:
+    """Yield the last part of each path that is alone on a line."""
+    for words in map(str.split, text.splitlines()):
+        path = words[0].strip("\"'").rstrip("/\\") if len(words) == 1 else ""
+        name = re.split(r"[/\\]", path)[-1]
+        if 0 < len(name) <= _LONGEST and not {*"\"'"} & {*name}:
+            yield name
+
+
+def _counted(text: str) -> Iterator[tuple[str, int]]:
+    """Yield the number of each line that has no more than that, and a key in front of it."""
+    for line in text.splitlines():
+        *keys, value = re.split(r"[:=]", line, maxsplit=1)
+        number = _NUMBER.fullmatch(value.strip())
+        key = [_KEY.fullmatch(key.strip()) for key in keys]
+        if number is not None and None not in key:
+            yield "".join(match[1].strip() for match in key if match is not None), int(number[1])
+
+
+def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a JSON value by their keys, and the keys themselves as texts."""
+    todo = [("step", value)]
+    while todo:
+        key, value = todo.pop()
+        if isinstance(value, Mapping):
+            yield from ((key, name) for name in value)
+            todo += reversed([*value.items()])
+        elif isinstance(value, list):
+            todo += ((key, inner) for inner in reversed(value))
+        else:
+            yield key, value
 
 
 def _counts(key: str) -> bool:
     """Return whether a number under a key may be that of a step."""
     return _COUNTS.fullmatch(key) is not None and _LENGTH.fullmatch(key) is None
-
-
-def _numbers(value: Any, key: str = "step") -> Iterator[int]:
-    """Yield the integers of a JSON value that count steps, by their keys."""
-    if type(value) is int and _counts(key):
-        yield value
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _numbers(inner, str(name))
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _numbers(inner, key)
 
 
 def _recorded_step(file: Location) -> int | None:
