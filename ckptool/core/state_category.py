@@ -121,7 +121,7 @@ def with_every_part(catalog: Catalog) -> Catalog:
     Masters are the model if they are its only weights.
     """
     parts = {entry.name: state_category(entry) for entry in entries_of(catalog)}
-    return _mark(catalog, parts | dict.fromkeys(weights(catalog), "model"))
+    return _mark(catalog, parts | dict.fromkeys(lone_masters(catalog), "model"))
 
 
 def _mark(catalog: Catalog, parts: Mapping[str, str]) -> Catalog:

@@ -160,8 +160,10 @@ def _optimizer_of(source: Files, catalog: Catalog) -> tuple[str | None, Sequence
         with suppress(CkptoolError):  # said by its own check
             leaves = read_file_leaves(source, name)
             return name, [] if any(".state." in f".{leaf}" for leaf in leaves) else [*leaves]
+    if name or not catalog.objects:
+        return None, []
     states = optimizer_names(catalog) - catalog.objects.keys()
-    if name or not all(map(is_master, states)):
+    if not all(map(is_master, states)):
         return None, []
     return None, [*catalog.objects]
 
