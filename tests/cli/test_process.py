@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from fork_server import forking_python
 
 from ckptool.cli import _run
 from ckptool.cli.process import _writes_to_sockets
@@ -208,7 +209,7 @@ def start_alone(seconds: float, out: Path) -> subprocess.Popen[str]:
     words = [str(seconds), "reshard", str(DCP), str(out / "m"), "--mesh", "2"]
     job = JOB | {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return subprocess.Popen(
-        [sys.executable, "-c", ALONE, *words],
+        [forking_python(out.parent), "-c", ALONE, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
