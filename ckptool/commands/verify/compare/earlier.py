@@ -197,13 +197,13 @@ def _mixed_with(save: Save, predecessor: Save) -> str | None:
     if state.looks != old_state.looks or not state.may_be_state_of(weights):
         return None
     has_weights = weights.are_equal_to(old_weights)
-    has_state = save.has_state_of(predecessor)
+    has_state = state.are_equal_to(old_state)
     more = _more_steps(save, predecessor) if has_weights and has_state else None
     if more and not state.are_zero:
         cause = f"its weights and its optimizer are those of {name}, but {more}"
     elif has_weights and not has_state and save.moves(predecessor, weights.entries):
         cause = f"its weights are those of {name}, but not its optimizer"
-    elif has_state and not has_weights and not state.are_zero:
+    elif has_state and not (has_weights or state.are_zero) and save.has_rows_of(predecessor):
         cause = f"its optimizer is that of {name}, but not its weights"
     else:
         return None

@@ -85,17 +85,16 @@ class Save(Struct, frozen=True, dict=True):
         """The matrices of the optimizer."""
         return matrices_of(self.optimizer or self.survey, "optimizer")
 
-    def has_state_of(self, predecessor: Save) -> bool:
-        """Return whether the optimizer's tensors are bit for bit those of an earlier save.
+    def has_rows_of(self, predecessor: Save) -> bool:
+        """Return whether what the optimizer has beside matrices is that of an earlier save.
 
         Some keep their moments as rows, beside matrices that stay the same: masks, projections.
         """
-        rest, old_rest = (
+        rows, old_rows = (
             tensors_of(save.optimizer or save.survey, "optimizer", _is_row)
             for save in (self, predecessor)
         )
-        has_matrices = self.state.are_equal_to(predecessor.state)
-        return has_matrices and rest.looks == old_rest.looks and rest.are_equal_to(old_rest)
+        return rows.looks == old_rows.looks and rows.are_equal_to(old_rows)
 
     @cached_property
     def momenta(self) -> Matrices:
