@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -16,7 +16,6 @@ from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.core.text import list_some, natural_key, one_of
 from ckptool.errors import (
     CkptoolError,
-    Damaged,
     NotFound,
     Problem,
     Several,
@@ -35,7 +34,7 @@ from ckptool.serialization.file_kinds import (
     read_head,
     require_packed,
 )
-from ckptool.storage.commit_note import UNFINISHED
+from ckptool.storage.commit_note import require_finished, unfinished_problem
 from ckptool.storage.files import Files
 from ckptool.storage.local import LocalSource
 from ckptool.storage.place import (
@@ -113,25 +112,6 @@ def holds_checkpoint(path: Location) -> bool:
         return path.is_dir() and detect(folder_at(path)) is not None
     except (CkptoolError, OSError):
         return False
-
-
-def unfinished_problem(source: Files) -> Problem | None:
-    """Return the problem of a folder that ckptool is writing, or left unfinished."""
-    if UNFINISHED not in source.files:
-        return None
-    message = f"{source.root}: unfinished ckptool output (contains {UNFINISHED})"
-    return Problem(message, "save-incomplete", file=UNFINISHED)
-
-
-def require_finished(source: Files) -> None:
-    """Raise Damaged if ckptool has not finished writing a folder."""
-    problem = unfinished_problem(source)
-    if problem is not None:
-        hint = (
-            "if no ckptool command is writing it, run the same command with --resume, in place of"
-            " --overwrite if it had that"
-        )
-        raise Damaged(problem, hint=hint)
 
 
 def _detect(path: Location, format_name: str | None) -> Candidate:
@@ -223,7 +203,7 @@ def _find_enclosing(path: Location, folder: Files) -> Candidate | None:
 
 def _find_in_folder_of(path: Location, folder: Files) -> Candidate | None:
     """Return the checkpoint that a file of a folder is a part of, or all of; None if neither."""
-    whole = detect_folder(folder)
+    whole = _LAST_FOLDER.detect(folder)
     rows = [row for row in FORMATS.values() if row.detection.has_set(folder, path.name)]
     whole_files = _files_of(whole, folder) if rows and whole else None
     if rows and (whole_files is None or path.name not in whole_files[0]):
@@ -322,6 +302,26 @@ def detect_folder(source: Files) -> Format | None:
     if row is None or not row.detection.suffixes:
         return row
     return None if len(source.files) == 1 or row.detection.folder is not None else row
+
+
+class _LastFolder:
+    """Remembers what the folder is in which a file was looked for last, until the folder changes.
+
+    All files of a run may be in one folder: to detect it for each takes the square of their number.
+    """
+
+    def __init__(self) -> None:
+        self._key, self._format = ("", ""), cast("Format | None", None)
+
+    def detect(self, folder: Files) -> Format | None:
+        """Return what ``detect_folder`` does."""
+        key = folder.root, folder.fingerprint(folder.files, exact=True)
+        if key != self._key:
+            self._key, self._format = key, detect_folder(folder)
+        return self._format
+
+
+_LAST_FOLDER = _LastFolder()
 
 
 def _try_detect(

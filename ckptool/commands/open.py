@@ -10,12 +10,7 @@ from enum import Enum, auto
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptool.commands.detect import (
-    Candidate,
-    detect_checkpoint,
-    require_finished,
-    unfinished_problem,
-)
+from ckptool.commands.detect import Candidate, detect_checkpoint
 from ckptool.commands.options.files import flat_param_shapes
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.unread_files import (
@@ -43,6 +38,7 @@ from ckptool.errors import (
 )
 from ckptool.formats.base import DELTA, Format, ScanOptions
 from ckptool.serialization.safetensors import SafetensorsFile
+from ckptool.storage.commit_note import require_finished, unfinished_problem
 from ckptool.storage.files import Files
 from ckptool.storage.place import run_bounded
 from ckptool.storage.url import Location

@@ -11,11 +11,12 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
 
-from ckptool.errors import Unsupported
+from ckptool.errors import Damaged, Problem, Unsupported
 from ckptool.storage.disk import identity, in_the_way, is_real_file, is_real_folder, sync_folder
 from ckptool.storage.file_status import is_file_there
 from ckptool.storage.note import (
@@ -28,6 +29,9 @@ from ckptool.storage.note import (
     read_note,
     require_plain,
 )
+
+if TYPE_CHECKING:
+    from ckptool.storage.files import Files
 
 Stamp = tuple[Size, Time]
 """The size of a file and the time of its last change, in nanoseconds."""
@@ -206,3 +210,22 @@ def stamp(path: Path) -> Stamp | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return status.st_size, status.st_mtime_ns
+
+
+def unfinished_problem(source: Files) -> Problem | None:
+    """Return the problem of a folder that ckptool is writing, or left unfinished."""
+    if UNFINISHED not in source.files:
+        return None
+    message = f"{source.root}: unfinished ckptool output (contains {UNFINISHED})"
+    return Problem(message, "save-incomplete", file=UNFINISHED)
+
+
+def require_finished(source: Files) -> None:
+    """Raise Damaged if ckptool has not finished writing a folder."""
+    problem = unfinished_problem(source)
+    if problem is not None:
+        hint = (
+            "if no ckptool command is writing it, run the same command with --resume, in place of"
+            " --overwrite if it had that"
+        )
+        raise Damaged(problem, hint=hint)

@@ -9,6 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 import ckptool
+from ckptool.commands import detect
+from ckptool.formats.base import Format
+from ckptool.storage.files import Files
 
 
 def test_a_step_is_not_compared_with_all_before_it(
@@ -27,3 +30,23 @@ def test_a_step_is_not_compared_with_all_before_it(
     monkeypatch.setattr(PurePath, "__eq__", counted)
     assert len(ckptool.list_steps(tmp_path).steps) == count
     assert compared[0] < count * count
+
+
+def test_a_folder_of_many_files_is_detected_as_long_as_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(1, 31):
+        torch.save({"w": torch.ones(4)}, tmp_path / f"ckpt_{number}.pt")
+    detections, detect_folder = [0], detect.detect_folder
+
+    def counted(source: Files) -> Format | None:
+        detections[0] += 1
+        return detect_folder(source)
+
+    monkeypatch.setattr(detect, "detect_folder", counted)
+    assert len(ckptool.list_steps(tmp_path).steps) == 30
+    assert detections[0] < 10
+    torch.save({"w": torch.ones(8)}, tmp_path / "ckpt_31.pt")
+    before = detections[0]
+    assert ckptool.open(tmp_path / "ckpt_31.pt").catalog.tensors["w"].shape == (8,)
+    assert detections[0] > before

@@ -11,7 +11,6 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptool.commands.detect import unfinished_problem
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.runs.assessment import Assessor, StepReport
 from ckptool.commands.runs.contents import model_parts
@@ -27,6 +26,7 @@ from ckptool.commands.transfer.overwrite import find_side
 from ckptool.core.text import list_some
 from ckptool.engine.write.removal import mounted_in
 from ckptool.errors import CkptoolError, NoAnswer
+from ckptool.storage.commit_note import unfinished_problem
 from ckptool.storage.url import Location
 
 Notify = Callable[[str], None]
