@@ -285,6 +285,21 @@ def test_momentum_that_is_lost(tmp_path: Path) -> None:
     assert reasons(run, ignore=("moments-zero",)) == {}
 
 
+def test_a_mean_that_is_lost_and_counts_no_steps(tmp_path: Path) -> None:
+    """As of Lion, which keeps nothing else."""
+    run = train(tmp_path)
+    for path in run.glob("*/optimizer.pt"):
+        state = torch.load(path)
+        for each in state["state"].values():
+            del each["step"], each["exp_avg_sq"]
+            if path.parent.name == "checkpoint-50":
+                each["exp_avg"].zero_()
+        torch.save(state, path)
+    why = "moments-zero: state.0.exp_avg: all momentum is zero, but not in checkpoint-40:"
+    assert reasons(run)["checkpoint-50"].startswith(why)
+    assert [*reasons(run)] == ["checkpoint-50"]
+
+
 def test_each_optimizer_is_read_once_for_the_steps_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ def train(
     *,
     frozen: bool = False,
     learns: bool = True,
-    rate: float = 1e-3,
+    rate: float | torch.Tensor = 1e-3,
     decays: bool = False,
     made: Any = torch.optim.AdamW,
     dtype: torch.dtype = torch.float32,
@@ -103,6 +103,29 @@ def test_weights_of_an_earlier_step_beside_momentum(
     assert reasons(run) == {}
     shutil.copy(run / "checkpoint-6/model.safetensors", run / "checkpoint-8")
     assert [*reasons(run)] == ["checkpoint-8"] * moves
+
+
+def test_weights_of_an_earlier_step_beside_a_rate_that_is_a_tensor(tmp_path: Path) -> None:
+    run = train(tmp_path, rate=torch.tensor(1e-3))
+    assert reasons(run) == {}
+    shutil.copy(run / "checkpoint-6/model.safetensors", run / "checkpoint-8")
+    assert [*reasons(run)] == ["checkpoint-8"]
+
+
+def test_weights_of_an_earlier_step_beside_state_of_bitsandbytes(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    for path in run.glob("*/optimizer.bin"):
+        optimizer = torch.load(path)
+        for state in optimizer["state"].values():
+            mean, square = state.pop("exp_avg"), state.pop("exp_avg_sq")
+            state["__bnb_optimizer_quant_state__"] = {
+                "state1": (mean * 1e4 + 128).byte(),
+                "state2": (square * 1e7).byte(),
+            }
+        torch.save(optimizer, path)
+    assert reasons(run) == {}
+    shutil.copy(run / "checkpoint-6/model.safetensors", run / "checkpoint-8")
+    assert [*reasons(run)] == ["checkpoint-8"]
 
 
 def test_moments_in_rows_beside_masks_that_stay(tmp_path: Path) -> None:

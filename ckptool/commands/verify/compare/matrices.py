@@ -36,7 +36,8 @@ from ckptool.formats.companions import trainer_optimizer
 from ckptool.storage.url import within
 
 _MEANS = frozenset(["exp_avg", MOMENTUM])
-_SQUARES = frozenset(["exp_avg_sq", "square_avg"])
+_SQUARES = frozenset(["exp_avg_sq", "square_avg", "state2"])
+"""``state2`` is bitsandbytes'."""
 _VISIBLE = 1e-6
 """A learning rate whose steps change some weight of any model, if divided by sizes of gradients."""
 _VISIBLE_OF_GRADIENTS = 1e-2
@@ -98,9 +99,10 @@ class Save(Struct, frozen=True, dict=True):
 
     @cached_property
     def momenta(self) -> Matrices:
-        """The momentum that SGD and Muon keep for each matrix."""
+        """The momentum of each matrix that counts no steps: of SGD and Muon, or Lion's mean."""
+        kinds = {MOMENTUM} if self.steps_taken else _MEANS
         names = self.state.entries
-        return self.state.only(name for name in names if StateName.of(name).kind == MOMENTUM)
+        return self.state.only(name for name in names if StateName.of(name).kind in kinds)
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
@@ -133,14 +135,18 @@ class Save(Struct, frozen=True, dict=True):
         counts = self.steps_taken.values()
         return max((count for count in counts if count < UNCOUNTED), default=0)
 
-    @property
+    @cached_property
     def rates(self) -> list[float]:
-        """The learning rates of the optimizer that are finite numbers."""
-        catalog = self.optimizer.catalog if self.optimizer else None
-        objects = catalog.objects.items() if catalog else ()
-        rates = (entry.value for name, entry in objects if RATE.fullmatch(name))
-        numbers = (rate for rate in rates if type(rate) in (int, float))
-        return [float(number) for number in numbers if abs(number) <= sys.float_info.max]
+        """The learning rates of the optimizer that are finite numbers, or tensors of one."""
+        survey = self.optimizer
+        if survey is None or survey.catalog is None:
+            return []
+        values = (e.value for n, e in survey.catalog.objects.items() if RATE.fullmatch(n))
+        rates = [value for value in values if type(value) in (int, float)]
+        tensors = (n for n, e in survey.catalog.tensors.items() if e.elements == 1)
+        entries = locate_whole(survey, filter(RATE.fullmatch, tensors)).values()
+        rates += largest_sizes(entries, survey.source).values()
+        return [float(rate) for rate in rates if abs(rate) <= sys.float_info.max]
 
     def least_step(self, predecessor: Save) -> float:
         """Return the size of a step between two saves, 0 if it may be too small to be seen.
