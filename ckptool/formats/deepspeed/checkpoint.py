@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptool.core.text import plural
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, Problem
 from ckptool.formats.deepspeed.states import State, read_optimizer, read_state
 from ckptool.serialization.source import Source, find_missing_ranks, require_rank
 from ckptool.serialization.state_dict.leaves import Barred
@@ -210,9 +210,11 @@ def read_checkpoint(source: Source, files: TagFiles) -> DeepSpeedCheckpoint:
     if not files.models:
         message = f"{source.root}: no file of model states, such as mp_rank_00_model_states.pt or"
         message += " with ZeRO 3 zero_pp_rank_0_mp_rank_00_model_states.pt"
+        hint = "use another copy, or the previous checkpoint"
         if files.optimizers:
             message += f", beside {plural(len(files.optimizers), 'file')} of optimizer states"
-        raise Damaged(message, "file-missing")
+            hint += "; --from torch-save reads one of these by itself"
+        raise Damaged(Problem(message, "file-missing").with_hint(hint))
     models = {ranks: read_state(source, file) for ranks, file in files.models.items()}
     optimizers, expert_optimizers = (
         {ranks: read_optimizer(source, file) for ranks, file in kind.items()}

@@ -122,3 +122,6 @@ def test_a_lost_file_of_model_states_is_named(copy_of: Callable[[str], Path]) ->
         assert finding.code == "file-missing"
         assert "no file of model states, such as mp_rank_00_model_states.pt" in finding.message
         assert finding.message.endswith("beside 2 files of optimizer states")
+        assert "--from torch-save reads one of these by itself" in (finding.hint or "")
+    one = next(folder.rglob("*_optim_states.pt"))
+    assert ckptool.open(one, from_format="torch-save").tensors
