@@ -157,9 +157,11 @@ def _misleading_names(catalog: Catalog) -> dict[str, str]:
 def _are_beside(masters: Collection[str], head: str, names: Iterable[str]) -> bool:
     """Return whether names are those of masters, but for the head, such as Adafactor's ``row_var``.
 
-    DeepSpeed saves the states of parameters so, and an optimizer may keep any.
+    DeepSpeed saves the states of parameters so, and an optimizer may keep any. What has a master of
+    its own is a parameter: ``b.a`` beside ``a``.
     """
-    return not _is_prefix(head) and all(name[len(head) + 1 :] in masters for name in names)
+    are_of_masters = (n[len(head) + 1 :] in masters and n not in masters for n in names)
+    return not _is_prefix(head) and all(are_of_masters)
 
 
 def _parts_in_container(head: str, names: list[str]) -> dict[str, str]:

@@ -72,6 +72,7 @@ def test_a_models_own_names(tensors: list[str], values: list[str]) -> None:
         (["model.module.a.weight"], ["fp32.a.weight"], []),
         (["buffer.scale"], ["exp_avg.a.weight", "fp32.a.weight"], ["client_state.x"]),
         (["module.a.weight"], ["fp32.a.weight", "row_var.a.weight", "step.a.weight"], []),
+        (["a", "b.a"], ["fp32.a", "fp32.b.a", "row_var.a"], []),
         (["layers.0.weight"], ["optimizer.state.layers.0.weight.exp_avg"], []),
         (["model.0.weight"], ["optim.moments.0.weight"], []),
     ],
