@@ -10,7 +10,7 @@ import pytest
 from fuzz_target import one_file
 
 from ckptool.errors import Damaged
-from ckptool.serialization.source import NearReads
+from ckptool.serialization.source import EDGE, NearReads
 from ckptool.serialization.zip import Region, ZipRecord, read_directory
 from ckptool.storage.virtual.memory import MemoryFiles
 
@@ -87,3 +87,13 @@ def test_small_reads_that_follow_one_another_open_a_file_a_few_times() -> None:
     assert source.sizes == [2048, 512]
     with pytest.raises(Damaged, match="truncated"):
         reads.read("x", len(data) - 100, 200)
+
+
+def test_of_large_archives_only_the_announced_edges_are_read() -> None:
+    """The next one's beginning follows one's end; a store has fetched no more than the edges."""
+    nbytes = 100_000
+    source = Counted({"x": memoryview(bytes(3 * nbytes))})
+    reads = NearReads(source)
+    for offset in range(0, 3 * nbytes, nbytes):
+        Region(reads, "x", offset, nbytes)
+    assert source.sizes == [EDGE] * 6
