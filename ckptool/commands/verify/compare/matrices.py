@@ -244,7 +244,7 @@ def _optimizer_of(model: Survey, parts: Sequence[tuple[Survey, bool, bool]]) -> 
     return states[0] if is_alone else None
 
 
-class Matrices(Struct, frozen=True):
+class Matrices(Struct, frozen=True, dict=True):
     """Matrices of a save, by their names."""
 
     entries: Mapping[str, TensorEntry]
@@ -265,7 +265,7 @@ class Matrices(Struct, frozen=True):
         files = {chunk.at.file for entry in self.entries.values() for chunk in entry.chunks}
         return any(map(AVERAGE.search, (posixpath.basename(self.survey.source.root), *files)))
 
-    @property
+    @cached_property
     def visible_rate(self) -> float:
         """Return the least learning rate with which this state's steps are seen in weights."""
         is_scaled = any(StateName.of(name).kind in _SQUARES for name in self.entries)
