@@ -183,6 +183,17 @@ def test_weights_of_an_earlier_step_beside_an_average(tmp_path: Path) -> None:
     assert reasons(run) == {}  # it may begin later
 
 
+@pytest.mark.parametrize("run", ["run", "with_ema"])
+def test_files_of_their_own_in_a_run_of_any_name(run: str, tmp_path: Path) -> None:
+    (folder := tmp_path / run).mkdir()
+    for step, (model, optimizer) in states(tmp_path / "trained").items():
+        torch.save({"model": model, "optimizer": optimizer}, folder / f"ckpt_{step}.pt")
+    assert reasons(folder) == {}
+    newest, older = (torch.load(folder / f"ckpt_{step}.pt") for step in (8, 6))
+    torch.save({**newest, "optimizer": older["optimizer"]}, folder / "ckpt_8.pt")
+    assert [*reasons(folder)] == ["ckpt_8.pt"]
+
+
 @pytest.mark.parametrize("name", ["last", "best_model", "model_final"])
 def test_the_last_is_compared_with_those_beside_it_that_count(name: str, tmp_path: Path) -> None:
     for step, (weights, optimizer) in states(tmp_path / "source").items():

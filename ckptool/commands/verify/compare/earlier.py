@@ -191,7 +191,7 @@ def _mixed_with(save: Save, predecessor: Save) -> str | None:
     """
     weights, old_weights, name = save.weights, predecessor.weights, predecessor.name
     one, other = save.optimizer, predecessor.optimizer
-    if not one or not other or weights.looks != old_weights.looks or weights.are_averages:
+    if not one or not other or weights.looks != old_weights.looks or save.has_averages:
         return None
     state, old_state = save.state, predecessor.state
     if state.looks != old_state.looks or not state.may_be_state_of(weights):

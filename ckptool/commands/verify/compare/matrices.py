@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import posixpath
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -85,6 +84,13 @@ class Save(Struct, frozen=True, dict=True):
     def state(self) -> Matrices:
         """The matrices of the optimizer."""
         return matrices_of(self.optimizer or self.survey, "optimizer")
+
+    @property
+    def has_averages(self) -> bool:
+        """Whether the name of a file, or of a folder from the step's on, says so of its weights."""
+        files = {c.at.file for entry in self.weights.entries.values() for c in entry.chunks}
+        folders = self.name, *within(self.survey.path, self.step.path).parts
+        return any(map(AVERAGE.search, (*folders, *files)))
 
     def has_rows_of(self, predecessor: Save) -> bool:
         """Return whether what the optimizer has beside matrices is that of an earlier save.
@@ -258,12 +264,6 @@ class Matrices(Struct, frozen=True, dict=True):
     def looks(self) -> Mapping[str, object]:
         """Their shapes and types, by their names."""
         return {name: (entry.shape, entry.source_dtype) for name, entry in self.entries.items()}
-
-    @property
-    def are_averages(self) -> bool:
-        """Return whether the name of a file or of the folder says that they are averages."""
-        files = {chunk.at.file for entry in self.entries.values() for chunk in entry.chunks}
-        return any(map(AVERAGE.search, (posixpath.basename(self.survey.source.root), *files)))
 
     @cached_property
     def visible_rate(self) -> float:

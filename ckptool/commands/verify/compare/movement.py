@@ -52,7 +52,7 @@ def movement_problems(save: Save, predecessors: Sequence[Save]) -> Iterator[Prob
     have_places = now.all_names == last.all_names  # other layers may have other numbers
     yield from _check_exchanges(now, last, older, names) if have_places else ()
     if older:
-        are_trained = not save.weights.are_averages
+        are_trained = not save.has_averages
         yield from _check_standstill(now, last, older[0], names) if are_trained else ()
         yield from _check_foreign(now, last, older[0], moved) if have_places else ()
 
