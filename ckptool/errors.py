@@ -340,8 +340,8 @@ def damaged(problems: Sequence[str], *, subject: str, hint: str | None = None) -
     if len(different) > 1:
         shown = [f"  - {problem}" for problem in different[:12]]
         if len(different) > len(shown):
-            shown.append(f"  - and {len(different) - len(shown)} more")
-        message = f"{len(different)} problems in {subject}:\n" + "\n".join(shown)
+            shown.append(f"  - and {len(different) - len(shown):,} more")
+        message = f"{len(different):,} problems in {subject}:\n" + "\n".join(shown)
     own_hint = getattr(different[0], "hint", None) if len(different) == 1 else None
     error = Damaged(message, hint=own_hint or hint)
     error.problems = tuple(p if isinstance(p, Problem) else Problem(p) for p in problems)

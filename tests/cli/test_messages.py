@@ -29,6 +29,12 @@ def test_the_list_of_commands_says_what_each_says_of_itself(command: str) -> Non
     assert " ".join(text.partition("\n\n")[0].split()) == SUMMARIES[command]
 
 
+def test_many_problems_are_counted_in_thousands() -> None:
+    lines = damaged([f"x{n}" for n in range(80_000)], subject="w").message.splitlines()
+    assert lines[0] == "80,000 problems in w:"
+    assert lines[-1] == "  - and 79,988 more"
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [

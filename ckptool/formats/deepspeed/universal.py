@@ -113,7 +113,7 @@ def _read_states(
         if (MASTER, name) not in states.tensors and f"{MASTER}.{name}" not in refused
     ]
     if missing:
-        message = f"{folder}zero/{missing[0]}/{MASTER}.pt is missing ({len(missing)} in total)"
+        message = f"{folder}zero/{missing[0]}/{MASTER}.pt is missing ({len(missing):,} in total)"
         raise Damaged(message, "file-missing", tensor=missing[0])
     _add_common_step(states, optimizer, shapes)
     states.add_leaves(read_optimizer_leaves(optimizer, source), 0)
@@ -289,7 +289,8 @@ def _split_tensors(catalog: Catalog) -> _Parts:
             strange.append(entry.name)
     if strange:
         raise Unsupported(
-            f"a universal checkpoint has no place for {len(strange)} tensors, such as {strange[0]}",
+            f"a universal checkpoint has no place for {len(strange):,} tensors, such as"
+            f" {strange[0]}",
             hint="its names are module.*, frozen.*, buffer.*, fp32.* and <state>.* of the same"
             " parameters; --drop 'NAME' leaves others out",
         )

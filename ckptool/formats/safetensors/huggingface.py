@@ -231,7 +231,7 @@ def _index_notes(
         notes.append(Problem(message, "index-total-size", file=index))
     unlisted = [name for name in tensors if name not in weight_map]
     if unlisted:
-        message = f"{index} does not list {len(unlisted)} of the tensors: {unlisted[0]}, ..."
+        message = f"{index} does not list {len(unlisted):,} of the tensors: {unlisted[0]}, ..."
         notes.append(Problem(message, "index-unlisted", file=index))
     return notes
 

@@ -228,7 +228,7 @@ class _Joiner:
         notes = []
         if parts:
             notes.append(
-                f"vLLM expects qkv_proj and gate_up_proj; {len(parts)} tensors such as {parts[0]}"
+                f"vLLM expects qkv_proj and gate_up_proj; {len(parts):,} tensors such as {parts[0]}"
                 " are written as they are, not joined"
             )
         if joined and self._ranks > 1 and not self._heads:

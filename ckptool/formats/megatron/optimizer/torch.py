@@ -278,11 +278,11 @@ def _add_group(
         raise Undetermined("a group does not number its parameters")
     if len(numbers) != len(parameters):
         raise Undetermined(
-            f"a group of {len(numbers)} parameters, but the model has {len(parameters)} for it"
+            f"a group of {len(numbers):,} parameters, but the model has {len(parameters):,} for it"
         )
     halves = [parameter for parameter in parameters if parameter.dtype.name in _HALVES]
     if masters and len(masters) != len(halves):
-        raise Undetermined(f"{len(masters)} fp32 masters for {len(halves)} 16-bit parameters")
+        raise Undetermined(f"{len(masters):,} fp32 masters for {len(halves):,} 16-bit parameters")
     for parameter, master in zip(halves, masters, strict=False):
         _add_state(fragments, "fp32", parameter, read_tensor(master), file, rank)
         rule = _read_rule(master)
