@@ -348,6 +348,20 @@ def test_a_step_of_lightning_that_names_itself_as_the_best(tmp_path: Path) -> No
     ]  # fmt: skip
 
 
+def test_a_link_has_the_name_of_the_step_that_it_leads_to(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    steps_in = run / "checkpoints"
+    steps_in.mkdir(parents=True)
+    for step in (1, 2):
+        state = {"global_step": step, "state_dict": {"w": WEIGHT + step}}
+        torch.save(
+            state | {"optimizer_states": [OPTIMIZER]}, steps_in / f"epoch=0-step={step}.ckpt"
+        )
+    (run / "epoch=0-step=1.ckpt").symlink_to("checkpoints/epoch=0-step=1.ckpt")
+    reasons = {step.path: step.reason for step in ckptool.prune(run, keep_last=1).steps}
+    assert reasons[steps_in / "epoch=0-step=1.ckpt"] == "epoch=0-step=1.ckpt points to it"
+
+
 def test_a_folder_of_lightning_without_what_its_first_rank_writes_last(tmp_path: Path) -> None:
     for epoch in (1, 2):
         folder = tmp_path / f"epoch={epoch}-val_loss=0.5.ckpt"

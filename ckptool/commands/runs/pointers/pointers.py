@@ -146,7 +146,7 @@ def _recorded_best(run: Run, names: StepNames, options: ReadOptions) -> Iterator
         for best in recorded_best(step, options):
             homes.add(step.home)
             for best_step in names.in_text(best, "/".join(step.home.parts)):
-                yield step.path.name, best_step
+                yield run.relative(step.path), best_step
 
 
 def _best(run: Run, names: StepNames) -> Iterator[tuple[str, Step]]:

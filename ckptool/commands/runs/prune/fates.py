@@ -222,7 +222,7 @@ class _Decision(Struct, dict=True):
         every = self.options.keep_every
         if step.path in self.pointers:
             source = self.pointers[step.path][0]
-            is_own = source == step.path.name
+            is_own = source == self.run.relative(step.path)
             return "it names itself as the best" if is_own else f"{source} points to it"
         if not step.position:
             return "has no step number"
