@@ -116,10 +116,10 @@ def span_jobs(spans: Iterable[ByteSpan], whole: Mapping[str, int], limit: int) -
         elif not 0 < span.nbytes <= limit // _AT_ONCE:
             yield from _tile_jobs(span, limit)
         else:
-            small.append(span)
-            if len(small) == _AT_ONCE:
+            if small and (len(small) == _AT_ONCE or small[-1].file != span.file):
                 yield _small_job(small)
                 small = []
+            small.append(span)
     if small:
         yield _small_job(small)
     for file in sorted(whole, key=lambda file: -whole[file]):

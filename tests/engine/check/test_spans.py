@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ckptool.engine.check.content import check_spans
 from ckptool.engine.check.spans import ByteSpan, span_jobs
+from ckptool.engine.progress import UNWATCHED
 from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.containers import runs_of
 from ckptool.storage.virtual.memory import MemoryFiles
@@ -39,4 +41,11 @@ def test_small_spans_are_read_together_and_each_is_a_tile_of_its_own() -> None:
             assert tile.span is not None
             tiles.append((tile.span.file, tile.span.offset + tile.start, bytes(tile.data)))
     assert tiles == [(file, at, data[at : at + 15]) for file, at in places]
-    assert files.reads == 5
+    assert files.reads == 4
+
+
+def test_a_file_that_cannot_be_read_hides_no_damage_in_another() -> None:
+    files = MemoryFiles({"a": memoryview(bytes(20)), "b": memoryview(bytes(10))})
+    spans = [ByteSpan(file, 0, 20, 1, f"a record of {file}") for file in "ab"]
+    problems = check_spans(spans, files, 1, UNWATCHED).problems
+    assert {problem.code for problem in problems} == {"file-truncated", "crc-mismatch"}
