@@ -47,7 +47,7 @@ def largest_sizes(entries: Iterable[TensorEntry], source: Files) -> dict[str, fl
 
 
 def half_reaches(entry: TensorEntry, source: Files) -> float:
-    """Return a number that half of a tensor's have at least in size, 0 if it cannot be read."""
+    """Return a size that at least half of a tensor's numbers have, 0 if it cannot be read."""
 
     def least(entry: TensorEntry, tiles: Iterator[TensorTile]) -> float:
         import numpy as np
