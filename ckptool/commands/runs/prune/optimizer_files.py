@@ -64,6 +64,8 @@ def separate_files(
         catalog = with_every_part(opened.format.reading.scan(view, ScanOptions()))
     except CkptoolError as error:
         raise Unsupported(f"{name} is incomplete without {text}: {error.problems[0]}") from None
+    for conflict in catalog.conflicts.keys() - opened.catalog.conflicts.keys():
+        raise Unsupported(f"{name} is incomplete without {text}: {catalog.conflicts[conflict]}")
     values = sorted(rest.objects.keys() - catalog.objects.keys())
     if values or _looks(catalog) != _looks(rest):
         what = list_some(values, 1) if values else "tensors"

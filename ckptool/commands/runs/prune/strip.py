@@ -79,9 +79,6 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
     names = catalog.tensors.keys() - rest.tensors.keys()
     if not names:
         return _plan_removal(opened)
-    suspects = sorted(name for name in names if not is_state_of_optimizer(name))
-    if suspects:
-        raise Unsupported(f"{list_some(suspects)} may be the model's")
     if on_disk(opened.path) is None:
         raise Unsupported("stores cannot replace a checkpoint in one step")
     if isinstance(opened.source, PlacedFiles):
@@ -90,8 +87,12 @@ def _plan(part: Location, read: ReadOptions, run: RunOptions) -> Strip | None:
         raise Unsupported("it has no tensors of a model")
     require_agreement(opened, catalog)
     options = TransferOptions(overwrite=True, run=run)
-    if opened.format.writing.convert is None:
-        files = separate_files(opened, rest, [catalog.tensors[name] for name in names])
+    is_written = opened.format.writing.convert is not None
+    files = () if is_written else separate_files(opened, rest, [catalog.tensors[n] for n in names])
+    suspects = sorted(name for name in names if not is_state_of_optimizer(name))
+    if suspects:
+        raise Unsupported(f"{list_some(suspects)} may be the model's")
+    if not is_written:
         return _exchange(opened, _copy_without(opened, files, options))
     opened = replace(opened, catalog=opened.open_containers(rest))
     name = opened.format.name
