@@ -5,8 +5,8 @@ BIN := .venv/bin
 SECONDS := 60
 # Of the system calls at which a command is made to fail: every so manieth.
 FAULTS := 1
-# Of processes for the tests, which wait a quarter of their time for what they start: three keep two cores busy.
-WORKERS := 3
+# Of processes for the tests, which wait for what they start and for the disk: four keep two cores busy.
+WORKERS := 4
 PYTHONS := 3.12 3.13
 TORCHES := 2.4.1 2.6.0 2.9.1 2.11.0 2.15.0
 CORE := tests/core tests/serialization tests/formats tests/engine tests/matrix
