@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -305,20 +305,20 @@ def detect_folder(source: Files) -> Format | None:
 
 
 class _LastFolder:
-    """Remembers what the folder is in which a file was looked for last, until the folder changes.
-
-    All files of a run may be in one folder: to detect it for each takes the square of their number.
-    """
+    """Remembers what the folder of the last file is, until it changes: many files may be in it."""
 
     def __init__(self) -> None:
-        self._key, self._format = ("", ""), cast("Format | None", None)
+        self._last: tuple[Files, Format | None] | None = None
 
     def detect(self, folder: Files) -> Format | None:
         """Return what ``detect_folder`` does."""
-        key = folder.root, folder.fingerprint(folder.files, exact=True)
-        if key != self._key:
-            self._key, self._format = key, detect_folder(folder)
-        return self._format
+        if self._last is None or not _are_alike(self._last[0], folder):
+            self._last = folder, detect_folder(folder)
+        return self._last[1]
+
+
+def _are_alike(*folders: Files) -> bool:
+    return len({(f.root, f.fingerprint(f.files, exact=True)) for f in folders}) == 1
 
 
 _LAST_FOLDER = _LastFolder()
