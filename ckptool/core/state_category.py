@@ -234,7 +234,7 @@ def optimizer_names(catalog: Catalog) -> set[str]:
     """
     tensors = {n for n, e in catalog.tensors.items() if state_category(e) == "optimizer"}
     heads = {_head(name) for name in tensors}
-    by_kind = begin_with_state(tensors)
+    by_kind = begin_with_state(heads)
     values = {
         name
         for name, entry in catalog.objects.items()
