@@ -91,12 +91,18 @@ def test_a_weight_of_deepspeed_that_is_not_its_master(tmp_path: Path) -> None:
     )
 
 
-def test_masters_of_deepspeed_of_another_step(tmp_path: Path) -> None:
-    copy = shutil.copytree(FIXTURES / "deepspeed_universal" / "ckpt", tmp_path / "c")
+def with_other_masters(folder: Path) -> Path:
+    """Copy a universal checkpoint of DeepSpeed, with masters that are not those of its weights."""
+    copy = shutil.copytree(FIXTURES / "deepspeed_universal" / "ckpt", folder / "c")
     for path in copy.rglob("fp32.pt"):
         state = torch.load(path, weights_only=False)
         state["param"] = state["param"] + 0.25
         torch.save(state, path)
+    return copy
+
+
+def test_masters_of_deepspeed_of_another_step(tmp_path: Path) -> None:
+    copy = with_other_masters(tmp_path)
     (finding,) = found(copy)
     assert len(finding.affected) > 1
 
@@ -104,11 +110,7 @@ def test_masters_of_deepspeed_of_another_step(tmp_path: Path) -> None:
 def test_a_weight_that_cannot_be_read_again_leaves_the_others_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = shutil.copytree(FIXTURES / "deepspeed_universal" / "ckpt", tmp_path / "c")
-    for path in copy.rglob("fp32.pt"):
-        state = torch.load(path, weights_only=False)
-        state["param"] = state["param"] + 0.25
-        torch.save(state, path)
+    copy = with_other_masters(tmp_path)
     (finding,) = found(copy)
     lost, read = min(finding.names), Gatherer.read_values
 
