@@ -127,8 +127,9 @@ class Refusal(Problem):
 class CkptoolError(Exception):
     """Base of all errors meant for the user; ``exit_code`` is the exit code of the process.
 
-    ``code``, ``file``, ``tensor`` and ``end`` are those of its ``Problem``; a message that is a
-    Problem brings its own. ``problems`` are its parts: one, unless ``damaged`` joined several.
+    ``code``, ``file``, ``tensor``, ``end`` and ``hint`` are those of its ``Problem``; a message
+    that is a Problem brings its own. ``problems`` are its parts: one, unless ``damaged`` joined
+    several.
     """
 
     exit_code = 1
@@ -146,8 +147,10 @@ class CkptoolError(Exception):
         super().__init__(message)
         if not isinstance(message, Problem):
             message = Problem(message, code, file=file, tensor=tensor, end=end)
+        if hint is not None:  # so that verify, which takes problems apart, shows it, too
+            message = message.with_hint(hint)
         self.message: Problem = message
-        self.hint = hint = hint or message.hint
+        self.hint = hint = message.hint
         if hint is not None:
             self.add_note(f"hint: {hint}")
         self.problems: tuple[Problem, ...] = (self.message,)

@@ -43,17 +43,17 @@ def no_metadata(source: Source, metadata: str) -> Damaged:
             f" data files hold ({files})"
         )
         hint = f"{_COPY}; if it has none, the save never finished: use the previous checkpoint"
-        return Damaged(Problem(message, "rank-missing").with_hint(hint), hint=hint)
+        return Damaged(message, "rank-missing", hint=hint)
     if place := _elsewhere(source, metadata):
         message = f"{source.root}: a DCP folder without its {metadata}; one lies in {place}"
         hint = f"if it names these files ({files}), move it to them"
-        return Damaged(Problem(message, "file-missing", file=metadata).with_hint(hint), hint=hint)
+        return Damaged(message, "file-missing", file=metadata, hint=hint)
     message = (
         f"{source.root}: a DCP folder whose save never finished: {state}; nothing else names"
         f" what its data files hold ({files})"
     )
     hint = f"use the previous checkpoint; {metadata} is written last, once all data is safe"
-    return Damaged(Problem(message, "save-incomplete").with_hint(hint), hint=hint)
+    return Damaged(message, "save-incomplete", hint=hint)
 
 
 def join_absent(

@@ -253,6 +253,15 @@ def test_ranks_that_took_each_others_place(
     assert [f.code for f in report.findings if f.severity is Severity.ERROR] == ["rank-copied"] * 2
 
 
+def test_the_next_step_is_the_one_of_the_reader(copy_of: Callable[[str], Path]) -> None:
+    """Where the reader that refuses a file knows more than the finding's code does."""
+    folder = copy_of("deepspeed_experts")
+    expert = sorted(folder.rglob("*_expert_0_*"))[0]
+    shutil.copyfile(expert, expert.with_name(expert.name.replace("_expert_0_", "_expert_99_")))
+    hints = [f.hint for f in checked(folder).findings if f.code == "saves-mixed"]
+    assert hints == ["an earlier save with more experts may have left it: move it away"]
+
+
 @pytest.mark.parametrize("field", range(4, 16))
 def test_a_descriptor_that_contradicts_the_directory(
     field: int, copy_of: Callable[[str], Path]
