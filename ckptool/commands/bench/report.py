@@ -22,6 +22,19 @@ Limits = Mapping[str, float | None]
 ``host_to_device_``, each with ``pageable``, ``pinned`` and ``registered`` memory: bytes a second of
 all ranks together; None if there is no such."""
 
+_BOUND_BY = {
+    "blocked": ("device_to_host_pinned", "memory_copy"),
+    "overlapped": (),
+    "written": (),
+    "durable": ("write", "upload"),
+    "loaded": ("host_to_device_pinned", "memory_copy"),
+}
+"""The times of a strategy, and what bounds each: the first of its limits that was measured.
+
+State leaves the device and reaches it as fast as pinned memory is copied; that of CPU ranks, as
+fast as any memory.
+"""
+
 
 class Settings(Struct, frozen=True):
     """What was asked for. ``nbytes`` is the state of all ranks together."""
@@ -149,11 +162,6 @@ class Measured(Struct, frozen=True):
         return statistics.median(steady(self.durable))
 
     @property
-    def loaded_median(self) -> float | None:
-        """Seconds of a load of what was just saved, from the page cache; None if none was timed."""
-        return statistics.median(steady(self.loaded)) if self.loaded else None
-
-    @property
     def slowdown(self) -> float | None:
         """How much longer a step takes beside a steady save: 0.06 is 6 %; None if none ran."""
         steps = [seconds for save in steady(self.during) for seconds in save]
@@ -250,53 +258,23 @@ class BenchReport(Report, frozen=True):
         cost = self.cost(result)
         return cost.save if cost.lost is None else cost.lost
 
-    @property
-    def staging_limit(self) -> float | None:
-        """The fastest that state can leave the device; on CPU ranks, a memory copy."""
-        pinned = self.limits.get("device_to_host_pinned")
-        return pinned or self.limits.get("memory_copy")
+    def limit(self, time: str) -> float | None:
+        """Return the most bytes a second that the hardware can do in a time; None if unmeasured."""
+        return next(filter(None, map(self.limits.get, _BOUND_BY[time])), None)
 
-    @property
-    def loading_limit(self) -> float | None:
-        """The fastest that state can reach the device; on CPU ranks, a memory copy."""
-        return self.limits.get("host_to_device_pinned") or self.limits.get("memory_copy")
-
-    @property
-    def write_limit(self) -> float | None:
-        """Raw writing and syncing; where a store is saved to, raw uploading."""
-        return self.limits.get("write") or self.limits.get("upload")
-
-    def blocked_fraction(self, result: Measured) -> float | None:
-        """Return the rate at which state leaves the loop, as a part of ``staging_limit``."""
-        return self._fraction(self.staging_limit, result.blocked_median)
-
-    def durable_fraction(self, result: Measured) -> float | None:
-        """Return the rate at which bytes become safe, as a part of ``write_limit``."""
-        return self._fraction(self.write_limit, result.durable_median)
-
-    def loaded_fraction(self, result: Measured) -> float | None:
-        """Return the rate at which state reaches the device, as a part of ``loading_limit``."""
-        return self._fraction(self.loading_limit, result.loaded_median or 0.0)
-
-    def _fraction(self, limit: float | None, seconds: float) -> float | None:
+    def fraction(self, time: str, result: Measured) -> float | None:
+        """Return the rate of a strategy in a time, as a part of the time's limit."""
+        limit, samples = self.limit(time), getattr(result, time)
+        seconds = statistics.median(steady(samples)) if samples else 0.0
         return self.settings.nbytes / seconds / limit if limit and seconds else None
 
 
 def _strategy(report: BenchReport, result: Measured) -> dict[str, Any]:
-    nbytes = report.settings.nbytes
     return {
         "name": result.name,
         "library": result.library,
         "cost": report.cost(result) if report.training.is_known else None,
-        "blocked": _times(result.blocked, nbytes, report.blocked_fraction(result)),
-        "overlapped": None
-        if result.overlapped is None
-        else _times(result.overlapped, nbytes, None),
-        "written": _times(result.written, nbytes, None),
-        "durable": _times(result.durable, nbytes, report.durable_fraction(result)),
-        "loaded": _times(result.loaded, nbytes, report.loaded_fraction(result))
-        if result.loaded
-        else None,
+        **{time: _samples(report, time, result) for time in _BOUND_BY},
         "steps": {
             "before": result.before,
             "during": result.during,
@@ -318,8 +296,11 @@ def _strategy(report: BenchReport, result: Measured) -> dict[str, Any]:
     }
 
 
-def _times(samples: Sequence[float], nbytes: int, fraction: float | None) -> dict[str, Any]:
+def _samples(report: BenchReport, time: str, result: Measured) -> dict[str, Any] | None:
     """Describe samples; ``median``, ``lowest`` and ``highest`` are without the first."""
+    samples = getattr(result, time)
+    if not samples:
+        return None
     rest = steady(samples)
     median = statistics.median(rest)
     return {
@@ -327,7 +308,7 @@ def _times(samples: Sequence[float], nbytes: int, fraction: float | None) -> dic
         "median": median,
         "lowest": min(rest),
         "highest": max(rest),
-        "bytes_per_second": nbytes / median if median else None,
-        "of_limit": fraction,
+        "bytes_per_second": report.settings.nbytes / median if median else None,
+        "of_limit": report.fraction(time, result),
         "samples": samples,
     }

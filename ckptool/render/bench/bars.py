@@ -43,11 +43,7 @@ def draw_bars(report: BenchReport, screen: Console) -> list[Text]:
     loads = room >= _NARROWEST + _LOADS
     width = max(_NARROWEST, min(_WIDEST, room - _LOADS if loads else room))
     for result in report.ranked:
-        fractions = (
-            report.blocked_fraction(result),
-            report.durable_fraction(result),
-            report.loaded_fraction(result),
-        )
+        fractions = [report.fraction(time, result) for time in ("blocked", "durable", "loaded")]
         cells = [Text("" if value is None else f"{value:.0%}") for value in fractions]
         rows.append(
             [Text(f"  {visible(result.name)}"), _bar(report, result, width, shades), *cells]
@@ -112,8 +108,8 @@ def write_plot(report: BenchReport, path: Path) -> None:
     axes.set_yticks(range(len(results)), labels)
     axes.set_xlabel("seconds after the call (median of the steady saves)")
     axes.set_title(_title(report), loc="left", fontsize=10)
-    if report.write_limit:
-        raw = report.settings.nbytes / report.write_limit
+    if limit := report.limit("durable"):
+        raw = report.settings.nbytes / limit
         label = "raw upload" if report.limits.get("upload") else "raw write and fsync"
         axes.axvline(raw, color="#555555", linestyle="--", linewidth=1, label=label)
     for side in ("top", "right", "left"):

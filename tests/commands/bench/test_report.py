@@ -38,22 +38,22 @@ def test_of_those_that_block_as_long_the_best_is_durable_first() -> None:
 
 def test_rates_are_fractions_of_what_the_hardware_can_do() -> None:
     found = report(FAST)
-    assert found.blocked_fraction(FAST) == pytest.approx(0.2)
-    assert found.durable_fraction(FAST) == pytest.approx(0.25)
+    assert found.fraction("blocked", FAST) == pytest.approx(0.2)
+    assert found.fraction("durable", FAST) == pytest.approx(0.25)
 
 
 def test_staging_is_measured_against_pinned_copies_where_there_are_such() -> None:
     limits = {"memory_copy": 9.0, "write": None, "device_to_host_pinned": 4.0 * GIB}
     found = report(FAST, limits=limits)
-    assert found.blocked_fraction(FAST) == pytest.approx(0.5)
-    assert found.durable_fraction(FAST) is None
+    assert found.fraction("blocked", FAST) == pytest.approx(0.5)
+    assert found.fraction("durable", FAST) is None
 
 
 def test_a_load_is_a_fraction_of_copies_to_the_device() -> None:
-    assert report(FAST).loaded_fraction(FAST) == pytest.approx(0.1)
+    assert report(FAST).fraction("loaded", FAST) == pytest.approx(0.1)
     found = report(FAST, limits={"memory_copy": 9.0, "host_to_device_pinned": 2.0 * GIB})
-    assert found.loaded_fraction(FAST) == pytest.approx(0.5)
-    assert found.loaded_fraction(measured("never", 1, 1, loaded=())) is None
+    assert found.fraction("loaded", FAST) == pytest.approx(0.5)
+    assert found.fraction("loaded", measured("never", 1, 1, loaded=())) is None
     (row,) = found.to_dict()["strategies"]
     assert (row["loaded"]["median"], row["loaded"]["of_limit"]) == (1.0, pytest.approx(0.5))
 

@@ -241,7 +241,7 @@ def test_a_picture_that_cannot_be_is_refused_before_the_run(tmp_path: Path) -> N
 
 def test_saves_to_a_store_are_measured_against_uploads(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(FAST, limits={"memory_copy": 9.0, "write": None, "upload": 0.5 * GIB})
-    assert found.durable_fraction(FAST) == pytest.approx(0.5)
+    assert found.fraction("durable", FAST) == pytest.approx(0.5)
     screen = shown(found, capsys)
     assert "raw upload 512 MiB/s" in screen
     assert "of raw upload" in screen
