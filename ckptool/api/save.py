@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptool.api.arguments import AnyPath, Keywords, location, with_keywords
 from ckptool.api.commands import OnProgress, counted
 from ckptool.api.keywords import SaveKeywords
-from ckptool.api.save_shards import TO_SAVE_SHARDS, LocalState, save_shards
+from ckptool.api.save_shards import TO_SAVE_SHARDS, open_memory, save_shards
 from ckptool.api.state_dict import leaves_of
 from ckptool.api.tensors import (
     bits_of,
@@ -24,9 +23,7 @@ from ckptool.commands.options.target import SaveOptions
 from ckptool.commands.transfer.target import resolve_target
 from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, Path, TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.state_category import with_parts
 from ckptool.errors import Unsupported
-from ckptool.formats.base import Detection, Format, Reading
 from ckptool.storage.virtual.memory import MemoryFiles
 
 if TYPE_CHECKING:
@@ -71,21 +68,18 @@ def _is_one_of_several() -> bool:
 
 def _open(tree: dict[str, Any]) -> OpenedCheckpoint:
     """Return the state dict as an open checkpoint, each storage of its tensors as a file."""
-    state = _collect(tree)
-    for name, entry in state.tensors.items():
+    catalog, source = _collect(tree)
+    for name, entry in catalog.tensors.items():
         count = sum(chunk.box.volume for chunk in entry.chunks)
         if count != entry.elements:
             raise Unsupported(
                 f"{name}: this process holds only a part of its {entry.elements:,} elements",
                 hint=TO_SAVE_SHARDS,
             )
-    files = {file: len(data) for file, data in state.buffers.items()}
-    catalog = with_parts(Catalog("memory", state.tensors, state.objects, files))
-    row = Format("memory", "tensors in memory", Detection(), Reading(lambda _, options: catalog))
-    return OpenedCheckpoint(FilePath("memory"), MemoryFiles(state.buffers), row, catalog)
+    return open_memory(catalog, source)
 
 
-def _collect(tree: dict[str, Any], rank: int = 0) -> LocalState:
+def _collect(tree: dict[str, Any], rank: int = 0) -> tuple[Catalog, MemoryFiles]:
     """Return what this rank holds of a state dict, each storage of its tensors as a file."""
     import torch
 
@@ -98,7 +92,8 @@ def _collect(tree: dict[str, Any], rank: int = 0) -> LocalState:
         else:
             _require_plain(name, leaf.value)
             objects[name] = ObjectEntry(name, leaf.path, leaf.value)
-    return LocalState(tensors, objects, buffers)
+    source = MemoryFiles(buffers)
+    return Catalog("memory", tensors, objects, dict(source.files)), source
 
 
 def _entry(

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.commands.convert import ConvertReport, prepare_save
@@ -34,25 +33,15 @@ TO_SAVE_SHARDS = (
 _TO_NAME_APART = "use a different name on each rank for values that differ, such as rng.0 on rank 0"
 
 
-class LocalState(Struct, frozen=True):
-    """The state in one rank's memory; ``buffers`` are its bytes, by the names that chunks use."""
-
-    tensors: dict[str, TensorEntry]
-    objects: dict[str, ObjectEntry]
-    buffers: dict[str, memoryview]
-
-
-class _StateDescription(Struct, frozen=True):
-    """A rank's state as sent to the others: all but the bytes. ``token`` identifies its memory."""
-
-    tensors: dict[str, TensorEntry]
-    objects: dict[str, ObjectEntry]
-    files: dict[str, int]
-    token: str
-
-
 Holders = dict[tuple[str, Box], dict[int, Chunk]]
 """For each box of each tensor: where it lies on the ranks that hold it."""
+
+
+def open_memory(catalog: Catalog, source: MemoryFiles) -> OpenedCheckpoint:
+    """Return what is in memory as an open checkpoint."""
+    catalog = with_parts(catalog)
+    row = Format("memory", "tensors in memory", Detection(), Reading(lambda _, options: catalog))
+    return OpenedCheckpoint(FilePath("memory"), source, row, catalog)
 
 
 class ShardsTransfer(Transfer[ConvertReport], frozen=True, kw_only=True):
@@ -81,48 +70,43 @@ class ShardsTransfer(Transfer[ConvertReport], frozen=True, kw_only=True):
 
 
 def save_shards(
-    collect: Callable[[int], LocalState],
+    collect: Callable[[int], tuple[Catalog, MemoryFiles]],
     target: Location,
     options: SaveOptions,
     progress: Progress,
 ) -> ConvertReport:
     """Write what all ranks of the program's process group hold; all of them must call it.
 
-    ``collect`` returns this rank's state, given its number. Raises Damaged if ranks hold different
-    values under one name, Unsupported if the format has no file per rank; the same on every rank.
+    ``collect`` returns what is in this rank's memory, given its number. Raises Damaged if ranks
+    hold different values under one name, Unsupported if the format has no file per rank; the same
+    on every rank.
     """
     ranks = RunningRanks()
     try:
         with no_collecting():
             with ranks.together():
-                state = collect(ranks.rank)
-            planned = _prepare(state, target, options, ranks)
+                catalog, source = collect(ranks.rank)
+            planned = _prepare(catalog, source, target, options, ranks)
         return planned.run(progress, ranks)
     finally:
         ranks.close()
 
 
 def _prepare(
-    state: LocalState, target: Location, options: SaveOptions, ranks: Ranks
+    local: Catalog, source: MemoryFiles, target: Location, options: SaveOptions, ranks: Ranks
 ) -> ShardsTransfer:
     """Plan the save: the same on every rank."""
-    source = MemoryFiles(state.buffers)
-    states = ranks.gather(
-        _StateDescription(state.tensors, state.objects, dict(source.files), source.token)
-    )
-    source.token = states[0].token
+    states, tokens = zip(*ranks.gather((local, source.token)), strict=True)
+    source.token = tokens[0]
     with ranks.together():
-        holders = _find_holders([part.tensors for part in states])
+        holders = _find_holders([state.tensors for state in states])
     shared = [place for place, chunks in holders.items() if len(chunks) > 1]
-    boxes = (_box_alone(state.tensors[name], holders[name, box][ranks.rank])
+    boxes = (_box_alone(local.tensors[name], holders[name, box][ranks.rank])
             for name, box in shared if ranks.rank in holders[name, box])  # fmt: skip
     sums = ranks.gather(digests(boxes, TensorSource(source), source.policy.workers))
     with ranks.together():
         _require_equal(holders, sums)
-        catalog = _merge_states(states, holders)
-    row = Format("memory", "tensors in memory", Detection(), Reading(lambda _, options: catalog))
-    opened = OpenedCheckpoint(FilePath("memory"), source, row, catalog)
-    with ranks.together():
+        opened = open_memory(_merge_states(states, holders), source)
         save = prepare_save(opened, target, options)
     return ShardsTransfer(
         opened, save.plan, save.target, save.options, save.report, save.decided, world=ranks.size
@@ -174,7 +158,7 @@ def _require_equal(holders: Holders, sums: Sequence[Mapping[str, str]]) -> None:
         raise damaged(problems, subject="the tensors of ranks", hint=_TO_NAME_APART)
 
 
-def _merge_states(states: Sequence[_StateDescription], holders: Holders) -> Catalog:
+def _merge_states(states: Sequence[Catalog], holders: Holders) -> Catalog:
     """Return all ranks' tensors and values as one checkpoint.
 
     If several ranks hold a box, the one with the fewest bytes so far writes it.
@@ -189,10 +173,10 @@ def _merge_states(states: Sequence[_StateDescription], holders: Holders) -> Cata
     names = dict.fromkeys(name for state in states for name in state.tensors)
     tensors = {name: replace(first[name], chunks=tuple(chunks[name])) for name in names}
     files = {file: nbytes for state in states for file, nbytes in state.files.items()}
-    return with_parts(Catalog("memory", tensors, _merge_objects(states), files))
+    return Catalog(states[0].format, tensors, _merge_objects(states), files)
 
 
-def _merge_objects(states: Sequence[_StateDescription]) -> dict[str, ObjectEntry]:
+def _merge_objects(states: Sequence[Catalog]) -> dict[str, ObjectEntry]:
     """Return the values of all ranks; Damaged if two of one name differ, or one is a tensor."""
     merged: dict[str, tuple[int, ObjectEntry]] = {}
     tensors = {name: rank for rank, state in enumerate(states) for name in state.tensors}
