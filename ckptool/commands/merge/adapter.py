@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ckptool.commands.merge.operands import Operand
 from ckptool.commands.model.adapter_config import ADAPTER_CONFIG, adapter_problems, method_of
@@ -68,6 +68,8 @@ _QUANTIZES = (
     " init_lora_weights true"
 )
 _INITIALIZED = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+_NEVER_EMPTY = ("r", "lora_alpha", "bias")
+"""Keys of which an empty value is a wrong one; of others it says as much as none."""
 _KNOWN = frozenset(
     "peft_type task_type base_model_name_or_path revision inference_mode auto_mapping peft_version"
     " r target_modules exclude_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora"
@@ -95,7 +97,7 @@ class Settings(Struct, frozen=True):
     target_modules: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()
     trainable_token_indices: Mapping[str, tuple[int, ...]] | tuple[int, ...] = ()
-    base: str = ""
+    base: str = field(name="base_model_name_or_path", default="")
     peft_version: str = ""
 
     def rank_of(self, key: str) -> int:
@@ -262,28 +264,14 @@ def _require_understood(record: Record, where: str) -> None:
 
 def _settings(record: Record, where: str) -> Settings:
     """Return the settings of a LoRA; Unsupported for values of other types than PEFT's."""
-    tokens = record.get("trainable_token_indices") or ()
-    values: dict[str, Any] = {
-        "r": record.get("r", 8),
-        "lora_alpha": record.get("lora_alpha", 8),
-        "rank_pattern": record.get("rank_pattern") or {},
-        "alpha_pattern": record.get("alpha_pattern") or {},
-        "bias": record.get("bias", "none"),
-        "trainable_token_indices": tokens,
-        "base": record.get("base_model_name_or_path") or "",
-        "peft_version": record.get("peft_version") or "",
-    }
-    for key in ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying"):
-        values[key] = record.get(key) or False
-    for key in ("target_parameters", "modules_to_save"):
-        values[key] = record.get(key) or ()
+    stated = {key: value for key, value in record.items() if value or key in _NEVER_EMPTY}
     chosen = any(record.get(key) is not None for key in ("exclude_modules", "layers_to_transform"))
     targets = record.get("target_modules")
-    values["target_modules"] = targets if isinstance(targets, list) and not chosen else ()
+    stated["target_modules"] = targets if isinstance(targets, list) and not chosen else ()
     from msgspec import ValidationError, convert
 
     try:
-        return convert({"place": where, **values}, Settings)
+        return convert({**stated, "place": where}, Settings)
     except ValidationError as error:
         raise Unsupported(f"{where}: {error}") from None
 
