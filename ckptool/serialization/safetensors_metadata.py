@@ -135,7 +135,7 @@ def rewrite_texts(
     for key in filter(is_written_anew, additions):
         raise UsageError(f"--metadata {key}: describes the file itself and is written anew")
     is_dropped = meant_by(dropped, keys)
-    result = _without(after, lambda key, text: is_dropped(key))
+    result = without_texts(after, lambda key, text: is_dropped(key))
     if not dequantized:
         _require_named(before, result)
     changed = dequantized or _look(before) != _look(after)
@@ -148,15 +148,16 @@ def rewrite_texts(
     texts = [pair for of_file in result.metadata.values() for pair in of_file.items()]
     if stale := {key for key, text in texts if is_stale(key, text)}:
         note = f"metadata left out, no longer true of the tensors: {list_some(sorted(stale))}"
-        result = replace(_without(result, is_stale), notes=(*result.notes, note))
+        result = replace(without_texts(result, is_stale), notes=(*result.notes, note))
     if not additions:
         return result
-    metadata = _without(result, lambda key, text: key in additions).metadata
+    metadata = without_texts(result, lambda key, text: key in additions).metadata
     common = {**metadata.get(EVERY_FILE, {}), **additions}
     return replace(result, metadata={**metadata, EVERY_FILE: common})
 
 
-def _without(catalog: Catalog, is_left_out: Callable[[str, str], bool]) -> Catalog:
+def without_texts(catalog: Catalog, is_left_out: Callable[[str, str], bool]) -> Catalog:
+    """Return a catalog without the texts that a function of key and text says to leave out."""
     texts = {
         file: {key: text for key, text in content.items() if not is_left_out(key, text)}
         for file, content in catalog.metadata.items()

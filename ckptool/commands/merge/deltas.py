@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from ckptool.commands.merge.expressions import Computation, Expression, computed
 from ckptool.commands.merge.operands import Operand
@@ -23,6 +22,7 @@ from ckptool.engine.formulas.delta import (
 from ckptool.engine.formulas.delta_changes import CHANGES
 from ckptool.errors import Unsupported, UsageError
 from ckptool.formats.safetensors import WeightDelta, read_delta
+from ckptool.serialization.safetensors_metadata import without_texts
 from ckptool.serialization.source import is_there, parse_json_object, read_metadata
 
 _FEW = 3
@@ -106,11 +106,7 @@ def _change(entry: TensorEntry, chain: Sequence[_Link], changes: KeptChanges) ->
 def _without_digests(catalog: Catalog, chain: Sequence[_Link]) -> Catalog:
     """Return a catalog without the checksums of tensors that change, as ModelExpress has them."""
     names = {name for link in chain for name in link.operand.catalog.tensors}
-    metadata = {
-        file: {key: text for key, text in texts.items() if key not in names}
-        for file, texts in catalog.metadata.items()
-    }
-    return replace(catalog, metadata={file: texts for file, texts in metadata.items() if texts})
+    return without_texts(catalog, lambda key, _: key in names)
 
 
 def _require_known(link: _Link) -> None:
