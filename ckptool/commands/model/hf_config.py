@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from ckptool.commands.model.architectures import HEAD, shapes_of
+from ckptool.commands.model.architectures import HEAD, class_of, shapes_of
 from ckptool.commands.model.records import Record
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
@@ -80,7 +80,7 @@ def _of_meta(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
         "rope_theta": record.get("rope_theta", 10000.0),
         "tie_word_embeddings": False,
     }
-    return _check_names("llama", "LlamaForCausalLM", config, catalog)
+    return _check_names("llama", config, catalog)
 
 
 def _of_megatron(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
@@ -91,8 +91,8 @@ def _of_megatron(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
     config = {key: record[name] for name, key in _MEGATRON.items()}
     groups = record.get("num_query_groups") or record["num_attention_heads"]
     config["num_key_value_heads"] = groups
-    model_type, architecture, more = _architecture(record, catalog)
-    return _check_names(model_type, architecture, config | more, catalog)
+    model_type, more = _model_type(record, catalog)
+    return _check_names(model_type, config | more, catalog)
 
 
 def _unsupported_values(record: Record) -> list[str]:
@@ -133,28 +133,28 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or (isinstance(value, str | list | tuple) and not value)
 
 
-def _architecture(record: Record, catalog: Catalog) -> tuple[str, str, Config]:
-    """Return the transformers model with these names, its class, and the keys only it records."""
+def _model_type(record: Record, catalog: Catalog) -> tuple[str, Config]:
+    """Return the type of transformers' model with these names, and the keys only it records."""
     names = catalog.tensors
     if not record.get("num_experts"):
         if any(name.endswith(".q_norm.weight") for name in names):
-            return "qwen3", "Qwen3ForCausalLM", {}
+            return "qwen3", {}
         if any(name.endswith(".q_proj.bias") for name in names):
-            return "qwen2", "Qwen2ForCausalLM", {}
-        return "llama", "LlamaForCausalLM", {}
+            return "qwen2", {}
+        return "llama", {}
     experts = record["num_experts"]
     width = record.get("moe_ffn_hidden_size") or record["ffn_hidden_size"]
     config = {"num_experts_per_tok": record.get("moe_router_topk", 2)}
     if any("block_sparse_moe" in name for name in names):
         config |= {"num_local_experts": experts, "intermediate_size": width}
-        return "mixtral", "MixtralForCausalLM", config
+        return "mixtral", config
     config |= {
         "num_experts": experts,
         "moe_intermediate_size": width,
         "norm_topk_prob": True,
         "mlp_only_layers": _dense_layers(record),
     }
-    return "qwen3_moe", "Qwen3MoeForCausalLM", config
+    return "qwen3_moe", config
 
 
 def _dense_layers(record: Record) -> list[int]:
@@ -169,13 +169,12 @@ def _dense_layers(record: Record) -> list[int]:
     return [layer for layer in layers if layer % frequency]
 
 
-def _check_names(
-    model_type: str, architecture: str, config: Config, catalog: Catalog
-) -> tuple[Config | None, str]:
+def _check_names(model_type: str, config: Config, catalog: Catalog) -> tuple[Config | None, str]:
     """Add the sizes of tensors; None if they are not exactly the architecture's."""
     shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
     embedding = shapes.get("model.embed_tokens.weight")
     gate = shapes.get("model.layers.0.mlp.gate_proj.weight")
+    architecture = class_of({"model_type": model_type})
     config = {"architectures": [architecture], "model_type": model_type, **config}
     config |= {"vocab_size": embedding[0]} if embedding else {}
     config |= {"intermediate_size": gate[0]} if gate else {}
