@@ -129,6 +129,11 @@ def size_of(axis: Axis, sizes: Sizes) -> int | None:
     return sum(sizes[name] for name in axis)
 
 
+def length_of(dim: Dim, sizes: Sizes) -> int:
+    """Return how many indices the axes of a dim have together, 0 if a size is unknown."""
+    return math.prod(size_of(axis, sizes) or 0 for axis in dim)
+
+
 def unknown_axes(dims: Axes, sizes: Sizes) -> Iterator[str]:
     """Yield the names of axes whose size is unknown."""
     for axis in axes_of(dims):

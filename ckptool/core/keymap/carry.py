@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Chunk, EncodedBlob, Extent, Place, TensorEntry, merge_copies
-from ckptool.core.keymap.axes import Axis, Dim, Sizes, axes_of, size_of, solve, unknown_axes
+from ckptool.core.keymap.axes import Axis, Sizes, axes_of, length_of, size_of, solve, unknown_axes
 from ckptool.core.keymap.model import (
     Binding,
     Block,
@@ -19,6 +19,7 @@ from ckptool.core.keymap.model import (
     Rule,
     UnknownSizes,
     kept_size,
+    misfit,
 )
 from ckptool.core.views import (
     insert_dim,
@@ -76,16 +77,16 @@ def _blocks(rule: Rule, tensor: BoundTensor, known_sizes: Sizes) -> Iterator[Bou
     patterns = rule.blocks(tensor.pattern)
     dims = [d for d in range(len(tensor.axes)) if d != block.dim]
     if len(tensor.axes) != len(entry.shape):
-        raise _refuse_shape(tensor, known_sizes)
+        raise misfit(tensor, known_sizes)
     rest = tuple(tensor.axes[d] for d in dims), tuple(entry.shape[d] for d in dims)
     sizes = solve([rest], known_sizes)
     whole = [(pattern.axes or ())[block.dim] for pattern in patterns]
     if missing := sorted({*unknown_axes(tuple(whole), sizes)}):
         raise UnknownSizes(missing, tensor.pattern.text)
     outer, inner = _lengths(block, sizes)
-    lengths = [_length(dim, sizes) // (outer * inner) if outer * inner else 0 for dim in whole]
+    lengths = [length_of(dim, sizes) // (outer * inner) if outer * inner else 0 for dim in whole]
     if outer * sum(lengths) * inner != entry.shape[block.dim]:
-        raise _refuse_shape(tensor, sizes)
+        raise misfit(tensor, sizes)
     entry, start = split_dim(entry, block.dim, [outer, sum(lengths), inner]), 0
     for pattern, length in zip(patterns, lengths, strict=True):
         part = narrow(entry, block.dim + 1, start, start + length)
@@ -93,22 +94,9 @@ def _blocks(rule: Rule, tensor: BoundTensor, known_sizes: Sizes) -> Iterator[Bou
         start += length
 
 
-def _length(dim: Dim, sizes: Sizes) -> int:
-    return math.prod(size_of(axis, sizes) or 0 for axis in dim)
-
-
 def _lengths(block: Block, sizes: Sizes) -> tuple[int, int]:
     """Return how many indexes the axes outside and inside of blocks have."""
-    return _length(block.outer, sizes), _length(block.inner, sizes)
-
-
-def _refuse_shape(tensor: BoundTensor, sizes: Sizes) -> Unsupported:
-    names = {name for axis in axes_of(tensor.axes) for name in axis}
-    details = ", ".join(f"{name} {size:,}" for name, size in sizes.items() if name in names)
-    return Unsupported(
-        f"{tensor.entry.name}: shape {list(tensor.entry.shape)} does not match"
-        f" {tensor.pattern.text}" + (f" with {details}" if details else "")
-    )
+    return length_of(block.outer, sizes), length_of(block.inner, sizes)
 
 
 def join_blocks(blocks: Sequence[CarriedTensor]) -> list[CarriedTensor]:

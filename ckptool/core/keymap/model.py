@@ -8,7 +8,6 @@ say how to rename, split, join, stack, unstack, permute and pad, and how to undo
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -25,8 +24,8 @@ from ckptool.core.keymap.axes import (
     Sizes,
     axes_of,
     divides,
+    length_of,
     show_axes,
-    size_of,
     solve,
     unknown_axes,
 )
@@ -345,19 +344,18 @@ def group_sizes(rule: Rule, group: Sequence[BoundTensor], known_sizes: Sizes) ->
         sizes.setdefault(rule.padding, 0)
     for tensor in group:
         if len(tensor.axes) != len(tensor.entry.shape):
-            raise _misfit(tensor, sizes)
+            raise misfit(tensor, sizes)
     sizes = solve([(tensor.axes, tensor.entry.shape) for tensor in group], sizes)
     unknown = {name for tensor in group for name in unknown_axes(tensor.axes, sizes)}
     unknown |= {a for p in (*rule.sources, *rule.targets) for a in p.spelled} - sizes.keys()
     for tensor in group:
         if not divides(tensor.axes, tensor.entry.shape, sizes):
-            raise _misfit(tensor, sizes)
+            raise misfit(tensor, sizes)
     if unknown - set(rule.common):
         raise UnknownSizes(sorted(unknown - set(rule.common)), rule.whole.text)
     for tensor in group:
-        lengths = [math.prod(size_of(axis, sizes) or 0 for axis in dim) for dim in tensor.axes]
-        if lengths != list(tensor.entry.shape):
-            raise _misfit(tensor, sizes)
+        if tuple(length_of(dim, sizes) for dim in tensor.axes) != tensor.entry.shape:
+            raise misfit(tensor, sizes)
     return sizes
 
 
@@ -382,13 +380,14 @@ def _spelled_sizes(rule: Rule, group: Sequence[BoundTensor]) -> dict[str, tuple[
     return sizes
 
 
-def _misfit(tensor: BoundTensor, sizes: Sizes) -> Unsupported:
-    axes = tensor.axes
+def misfit(tensor: BoundTensor, sizes: Sizes) -> Unsupported:
+    """Return the error that a tensor's shape does not match its axes."""
+    axes, pattern = tensor.axes, tensor.pattern
     texts = [f"{n} {sizes[n]:,}" for axis in axes_of(axes) for n in axis if n in sizes]
     details = f" with {', '.join(texts)}" if texts else ""
     return Unsupported(
         f"{tensor.entry.name}: shape {list(tensor.entry.shape)} does not match"
-        f" [{show_axes(axes)}]{details}"
+        f" {pattern.text if pattern.block else f'[{show_axes(axes)}]'}{details}"
     )
 
 
