@@ -18,7 +18,6 @@ from ckptool.api.state_dict import (
     StateLeaf,
     keys_differ,
     leaves_of,
-    list_names,
     match_names,
 )
 from ckptool.api.tensors import (
@@ -37,6 +36,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.state_category import state_category
+from ckptool.core.text import list_first
 from ckptool.engine.read.gather import Array, raw, unit
 from ckptool.engine.read.tensors import FillRequest
 from ckptool.errors import Unsupported
@@ -164,7 +164,7 @@ def _require_alike(
     mismatches = (_mismatch(entry, leaves[name].value) for name, entry in entries.items())
     problems += filter(None, mismatches)
     if problems:
-        lines = list_names([problem.message for problem in problems])
+        lines = list_first([problem.message for problem in problems])
         raise Unsupported(
             f"{checkpoint.path} cannot fill the state dict:\n  " + "\n  ".join(lines),
             hint=next((problem.hint for problem in problems if problem.hint), None),

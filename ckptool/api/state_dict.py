@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -13,6 +13,7 @@ from ckptool.commands.verify.compare.fit import Prefix, prefix_changes
 from ckptool.core.catalog import Index, Path
 from ckptool.core.keymap.wrappers import WRAPPERS, unwrapping_rule
 from ckptool.core.selection import substitution
+from ckptool.core.text import list_first
 from ckptool.errors import CkptoolError, Unsupported, UsageError
 
 
@@ -86,9 +87,6 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}" + ("; give its state_dict()" if _has_state(value) else "")
 
 
-_MOST_SHOWN = 12
-
-
 class KeysDiffer(Unsupported):
     """The names of the state dict and the checkpoint differ.
 
@@ -122,7 +120,7 @@ def match_names(checkpoint: Checkpoint, names: Collection[str]) -> NameMatch:
 def keys_differ(checkpoint: Checkpoint, matched: NameMatch) -> KeysDiffer:
     """Return the error that lists one-sided names, and the keyword that would match the names."""
     lines = [
-        f"  {what} ({len(names):,}): {', '.join(list_names(names))}"
+        f"  {what} ({len(names):,}): {', '.join(list_first(names))}"
         for what, names in (("missing", matched.missing), ("unexpected", matched.unexpected))
         if names
     ]
@@ -134,12 +132,6 @@ def keys_differ(checkpoint: Checkpoint, matched: NameMatch) -> KeysDiffer:
     )
     error.missing, error.unexpected = matched.missing, matched.unexpected
     return error
-
-
-def list_names(items: Sequence[str]) -> list[str]:
-    """Return the first few of many names, and how many more there are."""
-    rest = len(items) - _MOST_SHOWN
-    return [*items[:_MOST_SHOWN], *([f"and {rest:,} more"] if rest > 0 else [])]
 
 
 def _hint(checkpoint: Checkpoint, matched: NameMatch) -> str:

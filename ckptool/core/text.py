@@ -6,7 +6,7 @@ And patterns that files state, which anybody may have written.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from itertools import islice
 from math import prod
@@ -19,6 +19,7 @@ MOST_STEPS = 64
 """Steps of a name, between dots, of which each is looked at with all before or after it: a hostile
 name has millions, and that takes the square of its length in memory, or hours.
 """
+_DOZEN = 12
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -32,6 +33,17 @@ def list_some(names: Collection[str], most: int = 8) -> str:
     """Return text such as ``a, b, c and 113 more``: the first names, and the number of others."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return f"{', '.join(islice(names, most))}{more}"
+
+
+def list_first(names: Sequence[str]) -> list[str]:
+    """Return the first dozen of some names, and how many more there are."""
+    rest = len(names) - _DOZEN
+    return [*names[:_DOZEN], *([f"and {rest:,} more"] if rest > 0 else [])]
+
+
+def list_lines(names: Sequence[str]) -> str:
+    """List the first of some names, one a line, and how many more there are."""
+    return "\n".join(f"  - {line}" for line in list_first(names))
 
 
 def did_you_mean(word: str, words: Iterable[str], otherwise: str | None = None) -> str | None:

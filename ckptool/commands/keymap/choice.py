@@ -11,7 +11,6 @@ from ckptool.commands.keymap.sizes import facts
 from ckptool.commands.model.records import MODEL_TYPES, Record
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.core.catalog import Catalog
-from ckptool.core.keymap.apply import list_lines
 from ckptool.core.keymap.match import (
     Frames,
     Matcher,
@@ -24,7 +23,7 @@ from ckptool.core.keymap.match import (
 )
 from ckptool.core.keymap.model import KeyMap
 from ckptool.core.quantization.names import dequantizing_hint
-from ckptool.core.text import list_some
+from ckptool.core.text import list_lines, list_some
 from ckptool.errors import UsageError
 
 HUGGING_FACE = "Hugging Face"

@@ -35,9 +35,9 @@ from ckptool.commands.model.records import (
 from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.core.catalog import Catalog
-from ckptool.core.keymap.apply import Move, apply_map, list_lines
+from ckptool.core.keymap.apply import Move, apply_map
 from ckptool.core.keymap.model import KeyMap, UnknownSizes
-from ckptool.core.text import list_some, plural
+from ckptool.core.text import list_lines, list_some, plural
 from ckptool.errors import Unsupported, UsageError
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -23,10 +22,9 @@ from ckptool.core.keymap.wrappers import unwrapping_hint
 from ckptool.core.quantization.names import dequantizing_hint
 from ckptool.core.selection import rename_entry
 from ckptool.core.state_category import state_category
-from ckptool.core.text import plural
+from ckptool.core.text import list_lines, plural
 from ckptool.errors import Unsupported, UsageError
 
-_MOST_SHOWN = 12
 _MOMENTS = (".exp_avg", ".exp_avg_sq", ".max_exp_avg_sq", ".momentum_buffer")
 
 
@@ -298,11 +296,3 @@ def _is_list_of_names(entry: ObjectEntry) -> bool:
     if state_category(entry) != "optimizer" or not isinstance(entry.value, list | tuple):
         return False
     return bool(entry.value) and all(isinstance(item, str) for item in entry.value)
-
-
-def list_lines(names: Sequence[Any]) -> str:
-    """List some names, one a line, and how many more there are."""
-    shown = [f"  - {name}" for name in names[:_MOST_SHOWN]]
-    if len(names) > len(shown):
-        shown.append(f"  - and {len(names) - len(shown):,} more")
-    return "\n".join(shown)
