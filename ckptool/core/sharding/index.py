@@ -16,16 +16,10 @@ _FEW = 1024
 """Boxes up to which tensors that are cut alike share an index, and common boxes that it keeps."""
 
 
-class SharedBox(NamedTuple):
-    """The part that the chunk at ``place`` shares with a box: ``box``, in the tensor's coordinates.
-
-    ``local`` is the same in the chunk's own coordinates, ``where`` in those of the box.
-    """
-
-    place: int
-    box: Box
-    local: Box
-    where: Box
+SharedBox = tuple[int, Box, Box, Box]
+"""The place of a box among many, and what it shares with another: in the coordinates of the tensor,
+of the box at that place, and of the other.
+"""
 
 
 class BoxIndex:
@@ -70,8 +64,7 @@ class BoxIndex:
             candidate = self.boxes[at]
             common = candidate.intersect(box)
             if common is not None:
-                local, where = common.relative_to(candidate.lo), common.relative_to(box.lo)
-                yield SharedBox(at, common, local, where)
+                yield at, common, common.relative_to(candidate.lo), common.relative_to(box.lo)
 
 
 def as_key(boxes: Sequence[Box]) -> Sequence[Box]:
@@ -118,6 +111,6 @@ class ChunkIndex:
 
     def band(self, box: Box) -> tuple[set[int], Box]:
         """Return the indices of the chunks that overlap a box, and its rows as wide as they are."""
-        places = {shared.place for shared in self._boxes.find(box)}
+        places = {place for place, *_ in self._boxes.find(box)}
         around = hull([box, *map(self._boxes.boxes.__getitem__, places)])
         return places, Box((box.lo[0], *around.lo[1:]), (box.hi[0], *around.hi[1:]))

@@ -23,7 +23,7 @@ from ckptool.core.box import spans_of
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.chunks import Spans, chunks_of
 from ckptool.core.mesh import Mesh, Placements, Replicate, StridedShard
-from ckptool.core.sharding.cuts import Order, chunk_bounds, placements_of
+from ckptool.core.sharding.cuts import Cut, Order, chunk_bounds, placements_of, table_index
 from ckptool.core.text import plural
 
 _MOST_DIMS = 3
@@ -261,13 +261,8 @@ def _rank_rows(length: int, shape: _Shape, order: Order) -> tuple[_Span, ...]:
 @lru_cache(maxsize=256)
 def _chunk_numbers(shape: _Shape, order: Order) -> tuple[int, ...]:
     """Return for each rank the number of its chunk, row-major in the order of the cuts."""
-    numbers = []
-    for at in itertools.product(*map(range, shape)):
-        number = 0
-        for mesh_dim in order:
-            number = number * shape[mesh_dim] + at[mesh_dim]
-        numbers.append(number)
-    return tuple(numbers)
+    cuts = tuple(Cut(mesh_dim, shape[mesh_dim], 1) for mesh_dim in order)
+    return tuple(table_index(cuts, at) for at in itertools.product(*map(range, shape)))
 
 
 def _complexity(placements: Placements) -> tuple[int, int, str]:

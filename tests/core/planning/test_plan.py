@@ -245,5 +245,5 @@ def test_what_many_chunks_have_in_common_with_a_box_is_found_one_by_one() -> Non
     index = BoxIndex(boxes)
     boxes.looked_at = 0
     found = iter(index.find(Box((0,), (64000,))))
-    assert [next(found).place for _ in range(3)] == [0, 1, 2]
+    assert [next(found)[0] for _ in range(3)] == [0, 1, 2]
     assert boxes.looked_at == 3
