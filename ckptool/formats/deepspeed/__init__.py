@@ -49,5 +49,5 @@ UNIVERSAL_FORMAT = Format(
     "DeepSpeed's universal checkpoint: a folder per parameter",
     Detection(_probe_universal),
     Reading(Deferred("ckptool.formats.deepspeed.universal:scan")),
-    Writing(convert=Deferred("ckptool.formats.deepspeed.universal:lay_out")),
+    Writing(convert=Deferred("ckptool.formats.deepspeed.write:lay_out")),
 )

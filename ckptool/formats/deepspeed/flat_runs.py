@@ -44,6 +44,8 @@ STATES = frozenset(
 )
 """The names of a parameter's state in DeepSpeed's and torch's optimizers."""
 STEP = "step"
+MODEL_KINDS = ("module", "frozen", "buffer")
+"""The kinds of what the model itself has."""
 _QUANT_STATE, _CODES = "__bnb_optimizer_quant_state__", {"qmap1", "absmax1"}
 _FEWEST = 16
 _PIECE = 1 << 20

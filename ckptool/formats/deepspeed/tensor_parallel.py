@@ -33,7 +33,7 @@ from ckptool.core.text import compile_stated
 from ckptool.errors import Damaged, Refusal, Undetermined, Unsupported
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.deepspeed.checkpoint import Grid
-from ckptool.formats.deepspeed.flat_runs import Name, RankContents, RankShard
+from ckptool.formats.deepspeed.flat_runs import MODEL_KINDS, Name, RankContents, RankShard
 from ckptool.serialization.archive.tensors import read_natural, read_sizes
 from ckptool.serialization.pickle.records import Call, Global, new_object
 from ckptool.serialization.state_dict.leaves import Assembled
@@ -90,7 +90,7 @@ def _refuse_lacking(name: Name, error: Damaged) -> Refusal:
     """Return why a tensor is refused if a rank has no shard of it, and ranks refuse some."""
     text, why = ".".join(name), error.message
     refusal = Refusal(why, why.code, file=why.file, tensor=text)
-    refusal.part = "model" if name[0] in ("module", "frozen", "buffer") else "optimizer"
+    refusal.part = "model" if name[0] in MODEL_KINDS else "optimizer"
     refusal.derived = True
     return refusal
 

@@ -12,7 +12,7 @@ from conftest import bits, case, convert_to, load_torch, read_back
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.errors import Problem, Unsupported
-from ckptool.formats.deepspeed import universal
+from ckptool.formats.deepspeed import write
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 
@@ -72,7 +72,7 @@ def test_zero_3_finds_vectors_where_its_version_loads_no_others(
     source: str, bare: bool, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepSpeed up to 0.19.0 takes a file's ``.view(-1)`` at ZeRO 3, and its ``["param"]`` else."""
-    monkeypatch.setattr(universal, "_LOADS_BOTH", (9, 0, 0))
+    monkeypatch.setattr(write, "_LOADS_BOTH", (9, 0, 0))
     report = convert_to("deepspeed-universal", case(source).path, out / "u")
     states = [load_torch(path) for path in (out / "u").glob("*/zero/*/exp_avg.pt")]
     assert {getattr(saved, "ndim", None) for saved in states} == {1 if bare else None}
