@@ -22,7 +22,7 @@ from ckptool.core.catalog import Chunk, Path, TensorEntry, flat_name, merge_copi
 from ckptool.core.dtype import DType
 from ckptool.core.sharding.tensor_parallel import Fit
 from ckptool.errors import Damaged, Undetermined
-from ckptool.formats.megatron.model import is_buffer, number_expert, number_layer
+from ckptool.formats.megatron.model import EMBEDDING, is_buffer, number_expert, number_layer
 from ckptool.formats.megatron.optimizer.buckets import (
     Group,
     find_bucket_group,
@@ -55,7 +55,6 @@ _MODEL = re.compile(r"model[0-9]{0,4}")
 _NUMBERED = re.compile(r"\blayers\.[0-9]")
 _LAYER = re.compile(r"((?:.*?\.)?layers\.)([0-9]+)")
 _LOCAL_EXPERT = re.compile(r"(local_experts\.)[0-9]+|(linear_fc[12]\.(?:weight|bias))[0-9]+$")
-_EMBEDDING = "embedding.word_embeddings.weight"
 _STACKED_EXPERTS = ".experts.experts."
 
 
@@ -182,7 +181,7 @@ def _name_globally(name: str, part: ShardRecord) -> str:
 
     The last stage's copy of a tied embedding has the embedding's name.
     """
-    if part.key.endswith(_EMBEDDING):
+    if part.key.endswith(EMBEDDING):
         return part.key
     offsets = list(part.box.lo[: part.prepended])
     layer = _LAYER.match(name)

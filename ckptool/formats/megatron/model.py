@@ -46,6 +46,7 @@ _GATES = ("swiglu", "quick_geglu", "gated_linear_unit")
 _LAYER = re.compile(r"((?:.*?\.)?layers\.)([0-9]+)((?:\..*)?)")
 _EXPERT = re.compile(r"(.*\blocal_experts\.)([0-9]+)(\..*)")
 _GROUPED = re.compile(r"(.*\bexperts\.linear_fc[12]\.(?:weight|bias))([0-9]+)()")
+EMBEDDING = "embedding.word_embeddings.weight"
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "inv_freq")
 
 StageRun = tuple[int, int]
@@ -71,6 +72,11 @@ class Arguments(Struct, frozen=True):
         """Whether ``linear_fc1`` has a gate and an up projection; None if unknown."""
         values = [self.values[name] for name in _GATES if type(self.values.get(name)) is bool]
         return any(values) if values else None
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer shares the embedding's weights; only if that is recorded."""
+        return not self.values.get("untie_embeddings_and_output_weights", True)
 
     @property
     def transformer(self) -> str | None:

@@ -13,6 +13,7 @@ from ckptool.core.views import whole_tensor
 from ckptool.errors import Refusal, Undetermined, damaged
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.megatron.model import (
+    EMBEDDING,
     Arguments,
     find_layer_offsets,
     is_buffer,
@@ -127,16 +128,12 @@ def _prepare(folders: list[RankFolder], args: Arguments) -> _ModelRanks:
     sizes = count_degrees([folder.rank for folder in folders])
     names = {name for run in runs.values() for name in run}
     names |= {name for folder in folders for name in _list_refused(folder)}
-    word = next((n for n in names if n.endswith("embedding.word_embeddings.weight")), None)
-    tied = (
-        {}
-        if args.values.get("untie_embeddings_and_output_weights", True)
-        else dict.fromkeys((name for name in names if name.endswith(_HEADS)), word or "")
-    )
+    word = next((n for n in names if n.endswith(EMBEDDING)), None)
+    heads = (name for name in names if name.endswith(_HEADS))
     return _ModelRanks(
         ParameterRules(args, sizes, given_rules((), ())),
         find_layer_offsets(runs),
-        tied if word else {},
+        dict.fromkeys(heads, word) if word and args.tied else {},
     )
 
 

@@ -26,14 +26,14 @@ from ckptool.core.quantization.master_names import NORMS
 from ckptool.core.views import join
 from ckptool.errors import Undetermined
 from ckptool.formats.dcp import SavePlan
-from ckptool.formats.megatron.model import is_buffer
+from ckptool.formats.megatron.model import EMBEDDING, is_buffer
 
 EXPERTS = "mlp.experts.experts."
 _NESTED = "transformer_layer."
 _QKV_NORM, _FC1_NORM = NORMS["input_layernorm."], NORMS["pre_mlp_layernorm."]
 _PROJECTION = "self_attention.linear_proj.weight"
 _EMBEDDINGS = (
-    "embedding.word_embeddings.weight",
+    EMBEDDING,
     "embedding.position_embeddings.weight",
     "embedding.tokentype_embeddings.weight",
 )

@@ -26,7 +26,7 @@ from ckptool.core.dtype import DType
 from ckptool.core.sharding.tensor_parallel import TpRule
 from ckptool.core.views import join, narrow, whole_tensor
 from ckptool.errors import Undetermined
-from ckptool.formats.megatron.model import is_expert
+from ckptool.formats.megatron.model import EMBEDDING, is_expert
 from ckptool.formats.megatron.optimizer.buckets import (
     BucketSlot,
     cut_buckets,
@@ -49,7 +49,7 @@ from ckptool.serialization.pickle.records import Call, Global
 from ckptool.serialization.source import Source
 
 _LAYOUT = ("buckets_coalesced", "per_bucket_numel", "per_bucket_numel_unpadded")
-_SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
+_SHARED = (EMBEDDING, "output_layer.weight")
 _MASTERS = "fp32_from_fp16_params"
 _HALVES = ("bfloat16", "float16")
 _MOST_BLOCKS = 100

@@ -20,7 +20,7 @@ from ckptool.core.sharding.tensor_parallel import RankCut, fit_rank
 from ckptool.core.state_category import state_category
 from ckptool.errors import Undetermined
 from ckptool.formats.dcp import SavePlan
-from ckptool.formats.megatron.model import Arguments, find_arguments, is_expert
+from ckptool.formats.megatron.model import EMBEDDING, Arguments, find_arguments, is_expert
 from ckptool.formats.megatron.optimizer.buckets import (
     Group,
     find_bucket_group,
@@ -58,8 +58,7 @@ _GATHERED = re.compile(
     r"(?:chained_([0-9]{1,3})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,7})\.param_state"
 )
 _BY_BUCKET = "the optimizer's state is kept by bucket, for its parameters are not known"
-_EMBEDDING = "embedding.word_embeddings.weight"
-_EMBEDDINGS = (_EMBEDDING, "embedding.position_embeddings.weight")
+_EMBEDDINGS = (EMBEDDING, "embedding.position_embeddings.weight")
 _PREDICTION = "mtp.layers."
 
 
@@ -95,10 +94,9 @@ def _read_fragments(source: Source, state: Iterable[TensorEntry], stages: Stages
     entries = list(state)
     for group, buffers in group_buckets(entries).items():
         add_fragments(fragments, read_buckets(buffers, stages.list_buffers(group)))
-    tied = not stages.args.values.get("untie_embeddings_and_output_weights", True)
     for group, saved in _group_gathered(entries).items():
         pairs = match_buffers([saved], [stages.list_buffers(group)])
-        add_fragments(fragments, read_gathered(source, pairs, tied))
+        add_fragments(fragments, read_gathered(source, pairs, stages.args.tied))
     return fragments
 
 
@@ -292,9 +290,8 @@ class Stages(Struct, dict=True):
     def _list_tied(self, rank: Rank) -> Iterator[LocalParameter]:
         """Yield the last stage's own copy of an embedding that the output layer shares."""
         last = self.args.degree("PP") - 1
-        untied = self.args.values.get("untie_embeddings_and_output_weights", True)
-        if 0 < last == rank[1] and not untied and _EMBEDDING in self.model:
-            yield self._make_parameter(_EMBEDDING, _EMBEDDING, rank, 0)
+        if 0 < last == rank[1] and self.args.tied and EMBEDDING in self.model:
+            yield self._make_parameter(EMBEDDING, EMBEDDING, rank, 0)
 
     def _make_parameter(self, name: str, key: str, rank: Rank, prepended: int) -> LocalParameter:
         entry = self._whole[key]
