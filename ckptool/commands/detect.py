@@ -43,6 +43,7 @@ from ckptool.storage.place import (
     file_at,
     folder_at,
     folder_of,
+    names_in,
     on_disk,
     require_there,
     run_bounded,
@@ -280,7 +281,7 @@ def _detect_below(path: Location, source: Files) -> Candidate:
         raise _several(path, candidates)
     require_listed(unlisted_problems(source.unlisted))
     require_packed(path.resolve(), source.files)
-    raise nothing_found(path, folder_of(path), source)
+    raise nothing_found(path, folder_of(path), source, names_in(path))
 
 
 def _with_beside(child: Candidate, path: Location, source: Files) -> Candidate:

@@ -342,12 +342,18 @@ def larger_names(source: Source) -> set[str]:
     return {name.rpartition("/")[2].translate(_NO_DIGITS) for name in larger}
 
 
-def nothing_found(path: object, around: object, source: Source) -> Unrecognized:
-    """Return the error for a folder without a checkpoint, with what else is in and around it."""
+def nothing_found(
+    path: object, around: object, source: Source, folders: Collection[str]
+) -> Unrecognized:
+    """Return the error for a folder without a checkpoint, with what else is in and around it.
+
+    ``folders`` are the names of those right in it, which may be empty.
+    """
     names = list(source.files)
     if not names:
+        inner = f"no file in it, nor in {list_some(folders)}"
         hint = f"`ckptool inspect {quote(str(around))}` shows what is beside it"
-        return Unrecognized(f"{path}: the folder is empty", hint=hint)
+        return Unrecognized(f"{path}: {inner if folders else 'the folder is empty'}", hint=hint)
     message = f"{path}: no checkpoint found in {plural(len(names), 'file')}: {list_some(names)}"
     hint = "run `ckptool formats` to list known formats; use --from FORMAT to force one"
     for name, kind in _foreign_files(source):

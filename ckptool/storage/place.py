@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptool.core.text import list_some, nearest
-from ckptool.errors import Damaged, NotFound, Unrecognized, refused_hint
+from ckptool.errors import Damaged, NoAnswer, NotFound, Unrecognized, refused_hint
 from ckptool.storage.disk import write_whole
 from ckptool.storage.files import Files
 from ckptool.storage.local import LocalSource
@@ -102,6 +102,16 @@ def has_any(folder: Location, names: Collection[str]) -> bool:
     if isinstance(folder, Path):
         return any((folder / name).exists() for name in names)
     return folder.is_dir() and not folder.listing.keys().isdisjoint(names)
+
+
+def names_in(folder: Location) -> list[str]:
+    """Return the names of what is right in a folder; nothing if it is gone or cannot be listed."""
+    try:
+        return [entry.name for entry in folder.iterdir()]
+    except NoAnswer:
+        raise
+    except (NotFound, OSError):
+        return []
 
 
 def folder_at(path: Location) -> Files:

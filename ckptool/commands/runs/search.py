@@ -23,14 +23,14 @@ from ckptool.commands.runs.steps import Run, Step, fixed_in, read_from, says_ano
 from ckptool.commands.runs.trainers import POINTERS, SPARED
 from ckptool.core.state_category import weights
 from ckptool.core.text import natural_key
-from ckptool.errors import NoAnswer, NotFound, Unrecognized
+from ckptool.errors import Unrecognized
 from ckptool.formats import file_rule, latest_markers
 from ckptool.formats.base import FileRole
 from ckptool.formats.companions import TRAINER_FILES
 from ckptool.serialization.file_kinds import nothing_found
 from ckptool.serialization.file_roles import is_beside_model, is_of_training
 from ckptool.storage.files import Files
-from ckptool.storage.place import folder_at, folder_of, has_any, require_there
+from ckptool.storage.place import folder_at, folder_of, has_any, names_in, require_there
 from ckptool.storage.url import Location, within
 
 _NAMES_FILES = (FileRole.METADATA, FileRole.INDEX)
@@ -50,7 +50,7 @@ def find_run(place: Location) -> Run:
     source = folder_at(place)
     checkpoints = list(_checkpoints(place, place, source))
     if not checkpoints:
-        raise nothing_found(place, folder_of(place), source)
+        raise nothing_found(place, folder_of(place), source, names_in(place))
     saves = saves_by_contents(place, checkpoints)
     entries = _entries(place, checkpoints, saves, fixed_in(source))
     entries += _without_checkpoint(entries)
@@ -279,7 +279,7 @@ def _without_checkpoint(steps: Sequence[Step]) -> Iterator[Step]:
     paths = {step.path for step in steps}
     kinds = {(step.path.parent, step.name.kind): step for step in steps if step.position}
     for parent in dict.fromkeys(parent for parent, _ in kinds):
-        for path in _entries_in(parent):
+        for path in (parent / name for name in names_in(parent)):
             for as_folder in (True, False):
                 name = parse_name(path.name, is_folder=as_folder)
                 sibling = kinds.get((parent, name.kind))
@@ -309,13 +309,3 @@ def _inside(run: Location, steps: Iterable[Step], source: Files) -> Iterator[Ste
             _, paths = find_checkpoints(step.path, folder_at(step.path))
             inner = [path for path in paths if path not in parts]
             yield from _entries(run, inner, saves_by_contents(run, inner), fixed)
-
-
-def _entries_in(folder: Location) -> list[Location]:
-    """Return the entries of a folder; nothing if it is gone or cannot be listed."""
-    try:
-        return list(folder.iterdir())
-    except NoAnswer:
-        raise
-    except (NotFound, OSError):
-        return []

@@ -426,6 +426,13 @@ def test_an_empty_folder_leads_to_what_is_beside_it(
         assert refused.value.hint == f"`ckptool inspect '{folder.parent}'` shows what is beside it"
 
 
+def test_a_run_of_nothing_but_an_empty_step_names_it(tmp_path: Path) -> None:
+    (tmp_path / "step-10").mkdir()
+    for find in (checked, ckptool.verify):
+        with pytest.raises(Unrecognized, match="no file in it, nor in step-10"):
+            find(tmp_path)
+
+
 def test_a_folder_of_zip_archives_that_are_no_checkpoints(tmp_path: Path) -> None:
     with ZipFile(tmp_path / "rl_model_40_steps.zip", "w") as archive:
         archive.writestr("data", "{}")
