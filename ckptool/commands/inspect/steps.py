@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from msgspec import Struct
 
+from ckptool.commands.detect import detect_folder
 from ckptool.commands.document import Report, cells_html, plain, table_html
 from ckptool.commands.open import Survey
 from ckptool.commands.options.read import AS_DETECTED, ReadOptions
@@ -20,17 +21,18 @@ from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.pointers.pointers import find_pointers, is_pointer
 from ckptool.commands.runs.records import has_optimizer
 from ckptool.commands.runs.search import as_one_step
-from ckptool.commands.runs.steps import Step
+from ckptool.commands.runs.steps import Run, Step
 from ckptool.core.mesh import Mesh
 from ckptool.errors import NotFound, TransferError
-from ckptool.storage.place import on_disk
+from ckptool.storage.place import folder_at, on_disk
 from ckptool.storage.url import Location
 
 
 class StepSummary(Struct, frozen=True):
     """One step. ``saved`` is when its last file was written, None in a store.
 
-    ``complete`` is judged by metadata, names and sizes; ``reasons`` say why it is not.
+    ``complete`` is judged by metadata, names and sizes; ``reasons`` say why it is not. It is
+    ``unread`` if its format is only recognized.
     ``optimizer`` is true if it has an optimizer's state. ``mesh`` is None if nothing records one.
     ``pointer`` is what is in the run to name the step: a file such as ``latest``, or a link.
     """
@@ -41,6 +43,7 @@ class StepSummary(Struct, frozen=True):
     nbytes: int
     formats: tuple[str, ...]
     complete: bool
+    unread: bool
     reasons: tuple[str, ...]
     optimizer: bool
     ranks: int | None
@@ -83,28 +86,38 @@ def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:
     steps = []
     for step in reversed(opened.steps):
         names = [name for name in pointers.get(step.path, ()) if name not in mentions]
-        steps.append(_describe(step, assessor, names[0] if names else None))
+        steps.append(_describe(step, opened, assessor, names[0] if names else None))
     parts = next((step.parts for step in opened.steps if step.path == run), ())
     return RunSummary(run, tuple(steps), mentions, parts)
 
 
-def _describe(step: Step, assessor: Assessor, pointer: str | None) -> StepSummary:
+def _describe(step: Step, run: Run, assessor: Assessor, pointer: str | None) -> StepSummary:
     assessment = assessor.assess(step)
     surveys, report = assessment.surveys, assessment.report
     catalogs = [survey.catalog for survey in surveys if survey.catalog is not None]
+    unread = [] if surveys else [*filter(None, map(_format_recognized, step.parts))]
+    sizes = [survey.source.files.values() for survey in surveys]
+    sizes = sizes or [run.files_in(entry).values() for entry in step.entries]
     return StepSummary(
         step.path,
         step.number,
         _save_time(surveys),
-        sum(sum(survey.source.files.values()) for survey in surveys),
-        tuple(dict.fromkeys(survey.format.name for survey in surveys)),
+        sum(map(sum, sizes)),
+        tuple(dict.fromkeys(unread or (survey.format.name for survey in surveys))),
         report.ok,
+        bool(unread),
         report.reasons,
         any(map(has_optimizer, surveys)),
         next((catalog.world_size for catalog in catalogs if catalog.world_size is not None), None),
         next((catalog.mesh for catalog in catalogs if catalog.mesh is not None), None),
         pointer,
     )
+
+
+def _format_recognized(part: Location) -> str | None:
+    """Return the name of a folder's format if that is only recognized."""
+    row = detect_folder(folder_at(part)) if part.is_dir() else None
+    return row.name if row is not None and not row.reading.is_possible else None
 
 
 def _save_time(surveys: Iterable[Survey]) -> datetime | None:

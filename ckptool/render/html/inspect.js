@@ -186,7 +186,7 @@ function runPage(report) {
       { head: "saved", of: (s) => s.saved || "", cell: (s) => h("span", { class: "whole" }, s.saved ? `${s.saved.slice(0, 16).replace("T", " ")} UTC` : "–") },
       { head: "bytes", right: true, of: (s) => s.bytes, cell: (s) => size(s.bytes) },
       { head: "format", cell: (s) => s.formats.join(" + ") },
-      { head: "", cell: (s) => [chip(s.complete ? "complete" : "incomplete", s.complete ? "good" : "bad"), h("ul", { class: "reasons" }, s.reasons.map((why) => h("li", null, shown(why))))] },
+      { head: "", cell: (s) => [chip(s.unread ? "not read" : s.complete ? "complete" : "incomplete", s.complete ? "good" : "bad"), h("ul", { class: "reasons" }, s.reasons.map((why) => h("li", null, shown(why))))] },
       { head: "optimizer", cell: (s) => s.optimizer ? "yes" : "–" },
       { head: "mesh", cell: (s) => s.mesh ? meshText(s.mesh).slice(5) : s.ranks ? plural(s.ranks, "rank") : "–" },
     ], report.steps, { search: (s) => s.path, label: "Filter steps" }))];

@@ -70,10 +70,16 @@ def _row(step: StepSummary, run: RunSummary, brief: bool, width: int) -> list[Ce
         (_name(step, run), "bold"),
         (saved, "dim"),
         size(step.nbytes),
-        ("complete", "green") if step.complete else ("INCOMPLETE", "red"),
+        _state(step),
         "yes" if step.optimizer else "-",
     ]
     return row if brief else [*row, _mesh(step.mesh, step.ranks)]
+
+
+def _state(step: StepSummary) -> Cell:
+    if step.unread:
+        return "not read", "yellow"
+    return ("complete", "green") if step.complete else ("INCOMPLETE", "red")
 
 
 def _name(step: StepSummary, run: RunSummary) -> str:

@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import case
+from rich.console import Console
 from safetensors.torch import save_file
 
+from ckptool.commands.inspect.steps import list_steps
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.verify import verify
 from ckptool.errors import CkptoolError, Several
+from ckptool.render.inspect.steps import steps_lines
 
 NAME = "model-{:05d}-of-{:05d}.safetensors"
 
@@ -104,18 +107,35 @@ def test_ranks_of_nanotron_are_no_shards_of_a_model(ranks: tuple[int, ...], tmp_
             open_checkpoint(tmp_path)
 
 
-def test_a_step_of_nanotron_is_recognized_but_not_read(tmp_path: Path) -> None:
+def save_nanotron(step: Path) -> Path:
     name = "model/model/decoder/0/attn/model_weight_pp-rank-0-of-1_tp-rank-{}-of-2.safetensors"
     for rank in range(2):
-        file = tmp_path / name.format(rank)
+        file = step / name.format(rank)
         file.parent.mkdir(parents=True, exist_ok=True)
         save_file({"data": torch.ones(3, 3)}, file)
-    (tmp_path / "checkpoint_metadata.json").write_text("{}")
-    (tmp_path / "optimizer").mkdir()
-    torch.save({"state": {}}, tmp_path / "optimizer/optimizer_pp-0-of-1_dp-0-of-1_tp-0-of-2.pt")
+    (step / "checkpoint_metadata.json").write_text("{}")
+    (step / "optimizer").mkdir()
+    torch.save({"state": {}}, step / "optimizer/optimizer_pp-0-of-1_dp-0-of-1_tp-0-of-2.pt")
+    return step
+
+
+def test_a_step_of_nanotron_is_recognized_but_not_read(tmp_path: Path) -> None:
     with pytest.raises(CkptoolError, match="nanotron: ranks' parts of each tensor") as caught:
-        open_checkpoint(tmp_path)
+        open_checkpoint(save_nanotron(tmp_path))
     assert "convert_nanotron_to_hf.py" in str(caught.value.hint)
+
+
+def test_the_steps_of_nanotron_are_not_called_incomplete(tmp_path: Path) -> None:
+    steps = [save_nanotron(tmp_path / name) for name in ("100", "200")]
+    (tmp_path / "latest.txt").write_text("200")
+    run = list_steps(tmp_path)
+    sizes = [sum(f.stat().st_size for f in step.rglob("*") if f.is_file()) for step in steps]
+    assert [(s.formats, s.unread, s.nbytes) for s in run.steps] == [
+        (("nanotron",), True, sizes[1]), (("nanotron",), True, sizes[0])
+    ]  # fmt: skip
+    rows = [line.plain for line in steps_lines(run, Console(width=100))]
+    assert sum("not read" in row for row in rows) == 2
+    assert not any("INCOMPLETE" in row for row in rows)
 
 
 def test_a_shard_of_the_consolidated_model_beside_dcps_shards() -> None:
