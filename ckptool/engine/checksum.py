@@ -78,7 +78,7 @@ class RecordCheck:
     """
 
     def __init__(self, *, shared: bool = False) -> None:
-        self._shared = shared
+        self.is_shared = shared
         self._required: set[Record] = set()
         self._joined: set[Record] = set()
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class RecordCheck:
         """Note that bytes of this record are needed for this tensor."""
         with self._lock:
             self._tensor.setdefault(record, tensor)
-            if required or not self._shared:
+            if required or not self.is_shared:
                 self._required.add(record)
             if joined:
                 self._joined.add(record)

@@ -60,8 +60,8 @@ _AS_BALANCED = 1.05
 """Times the most bytes of an owner, where all are balanced, that neighbors of one may have."""
 
 
-CutChunks = list[tuple["TensorEntry", "Chunk"]]
-"""Chunks of the source, with their tensors, of which several writers read a run each."""
+SourceChunks = list[tuple["TensorEntry", "Chunk"]]
+"""Chunks of the source, with their tensors."""
 
 
 def parts_of(plan: Plan, numbers: Iterable[int]) -> Iterator[Part]:
@@ -69,18 +69,16 @@ def parts_of(plan: Plan, numbers: Iterable[int]) -> Iterator[Part]:
     return (part for number in numbers for part in plan.layout.files[number].parts)
 
 
-def checked_chunks(
-    plan: Plan, numbers: Collection[int], cut: CutChunks | None = None
-) -> Iterator[tuple[TensorEntry, Chunk]]:
-    """Yield the chunks, with their tensors, whose records the writer of some files checks.
+def checked_chunks(plan: Plan, numbers: Collection[int]) -> tuple[SourceChunks, SourceChunks]:
+    """Return the chunks whose records the writer of some files checks, and those it reads runs of.
 
     ``numbers`` are indices in the layout. A record that several files need is checked whole only by
     the writer of one of them, which all writers know from the places of chunks alone: each opens
-    those of its own files. What is stored as it is has no record.
-
-    ``cut``, if there is one, gets the chunks that several files need a run each of, instead:
-    nobody has to read their records whole if each writer notes the CRC-32 of its run.
+    those of its own files. What is stored as it is has no record. If several files need a run each
+    of a record, nobody has to read it whole: each writer notes the CRC-32 of its runs.
     """
+    whole: SourceChunks = []
+    cut: SourceChunks = []
     first_ids: set[object] = set()
     own_numbers, shared = frozenset(numbers), _shared_places(plan)
     names = {entry.name for entry in plan.entries if not chunks_of(entry).bare}
@@ -92,10 +90,11 @@ def checked_chunks(
             continue
         first_ids.add(id(first[1]))
         files = sorted({n for tensor, part in chunks for n in plan.files_with(tensor, part.box)})
-        if cut is not None and len(files) > 1 and _is_read_in_runs(plan, chunks):
+        if len(files) > 1 and _is_read_in_runs(plan, chunks):
             cut.append(first)
         elif files[zlib.crc32(first[0].name.encode(errors="replace")) % len(files)] in own_numbers:
-            yield first
+            whole.append(first)
+    return whole, cut
 
 
 def _place(at: Place) -> object:
@@ -103,12 +102,12 @@ def _place(at: Place) -> object:
     return at.record if isinstance(at, Extent) else (at.file, at.offset)
 
 
-def _shared_places(plan: Plan) -> dict[object, CutChunks]:
+def _shared_places(plan: Plan) -> dict[object, SourceChunks]:
     """Return the chunks, of tensors that are written, by the place that several of them share.
 
     Chunks of tables, and chunks that are opened late, are in records of their own.
     """
-    places: dict[object, CutChunks] = {None: []}
+    places: dict[object, SourceChunks] = {None: []}
     for entry in plan.entries:
         if not chunks_of(entry).alone:
             for chunk in entry.chunks:
@@ -121,7 +120,7 @@ def _shared_places(plan: Plan) -> dict[object, CutChunks]:
     }
 
 
-def _is_read_in_runs(plan: Plan, chunks: CutChunks) -> bool:
+def _is_read_in_runs(plan: Plan, chunks: SourceChunks) -> bool:
     """Return whether the files together read all of the record that the chunks share, in runs.
 
     Runs are only noted of a chunk that is one run as stored, with its values unchanged.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from msgspec import Struct
@@ -18,12 +19,14 @@ from ckptool.commands.transfer.report import Part, TransferReport, standing_note
 from ckptool.core.casts import RangeCounts, beyond_notes
 from ckptool.core.planning.plan import Plan
 from ckptool.engine.check.replicas import copied_files, differing_replicas
+from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.ranks import Ranks, begin_output
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import require_unchanged
-from ckptool.engine.share import ALL, Share
+from ckptool.engine.share import Share
 from ckptool.engine.write.disk_target import DiskTarget, was_to_replace
+from ckptool.engine.write.parts import note_cut
 from ckptool.engine.write.room import room_left
 from ckptool.engine.write.run import fetched_ahead, workers_within_budget
 from ckptool.engine.write.stage import FINISH, WHOLE, Stage, StageOptions, part_role
@@ -276,10 +279,11 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             stage.target.join(ranks.rank)
         share = self.options.part or node.share
         numbers = stage.takes(self._files_of(share))
-        sums = ReadSums()
+        records, sums = RecordCheck(shared=not share.is_all), ReadSums()
         noted = sums if self.options.verify and not self._is_in_memory else None
         with ranks.together():
-            self._move(stage, progress, numbers, share, noted)
+            self._move(stage, progress, numbers, records, noted)
+        stage.noted += chain.from_iterable(ranks.gather(note_cut(records)))
         remarks: list[str] = []
         if self.options.verify:
             with ranks.together():
@@ -308,12 +312,11 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         stage: Stage,
         progress: Progress,
         numbers: Collection[int],
-        share: Share = ALL,
+        records: RecordCheck,
         sums: ReadSums | None = None,
     ) -> None:
         run, source = self.options.run, self.opened.source
-        work = Work(self.plan, source, run, numbers, share, progress, sums, stage.joined)
-        stage.target.write(work)
+        stage.target.write(Work(self.plan, source, run, numbers, records, progress, sums))
 
     def _commit(self, stage: Stage, progress: Progress, share: Share) -> str | None:
         """Put the output in place, of which this process wrote a share; or mark a part as done."""
@@ -323,11 +326,11 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             from ckptool.engine.check.complete import require_complete
 
             require_complete(self.plan)
-        if self.options.finish:
+        if stage.noted:
             source = self.opened.source
             stage.require_joined(source, workers_within_budget(self.plan, self.options.run, source))
         if stage.target.last_files:
-            self._move(stage, progress, stage.target.last_files)
+            self._move(stage, progress, stage.target.last_files, RecordCheck())
             if self.options.verify:
                 self._verify(stage, progress, stage.target.last_files, ReadSums())
         target = on_disk(self.target) if self.plan.layout.folder else None

@@ -1,15 +1,14 @@
-"""Output made in parts by independent processes: what the notes of all parts say together.
+"""Output made by several processes, parts or ranks: what the notes of all say together.
 
 A part's note is its journal on a disk, and an object in a store. It has the number of parts, and
 once the part is done the files it wrote, as they were then, and what it read of records of the
-source that no part reads whole. Nobody reads such a record for its CRC-32: whoever finishes joins
-those of the bytes that the parts read, and reads what no part has noted.
+source that no part reads whole. Nobody reads such a record for its CRC-32: whoever commits joins
+those of the bytes that the parts or ranks read, and reads what none has noted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -110,20 +109,19 @@ def damaged_part(target: object, number: int, count: int, files: Sequence[str]) 
     )
 
 
-def note_cut(check: RecordCheck | None) -> list[NotedRecord]:
-    """Return a part's note of what another process is to join, from what it read."""
-    cut = () if check is None else check.cut()
-    return [NotedRecord(*record, tensor, pieces) for record, tensor, pieces in cut]
+def note_cut(check: RecordCheck) -> list[NotedRecord]:
+    """Return a part's or rank's note of what another process is to join, from what it read."""
+    return [NotedRecord(*record, tensor, pieces) for record, tensor, pieces in check.cut()]
 
 
-def require_joined(notes: Iterable[Sequence[NotedRecord]], source: Files, workers: int) -> None:
-    """Check the records that parts noted, and read what is missing; Damaged if one differs.
+def require_joined(notes: Iterable[NotedRecord], source: Files, workers: int) -> None:
+    """Check records that parts or ranks noted, and read what is missing; Damaged if one differs.
 
     Runs of different lengths that overlap are read again, too.
     """
     records = RecordCheck()
     crcs: dict[tuple[object, ...], int] = {}
-    for note in chain.from_iterable(notes):
+    for note in notes:
         if not note.is_in(source.files):
             raise _no_such_record(note)
         record = Record(note.file, note.offset, note.nbytes, note.crc32)
@@ -146,6 +144,6 @@ def _no_such_record(note: NotedRecord) -> Unsupported:
 
 def _differently_read(note: NotedRecord, offset: int, nbytes: int) -> Damaged:
     span = f"bytes {offset:,} to {offset + nbytes:,}"
-    message = f"{note.file}: two parts read different {span} ({note.tensor})"
+    message = f"{note.file}: two processes read different {span} ({note.tensor})"
     hint = "a disk or memory is faulty: write the parts again elsewhere"
     return Damaged(Problem(message, "crc-mismatch", file=note.file, tensor=note.tensor), hint=hint)

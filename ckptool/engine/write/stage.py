@@ -13,12 +13,10 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from ckptool.core.layout import Layout
-from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.share import Share
 from ckptool.engine.write.parts import (
     PartState,
     damaged_part,
-    note_cut,
     require_joined,
     require_parts,
 )
@@ -166,8 +164,8 @@ class Target(Protocol):
 class Stage:
     """The output of one run, as one process makes its share of it.
 
-    One process begins it, others that write into it ``join`` its target. ``joined`` is what a part
-    reads of records that no part reads whole.
+    One process begins it, others that write into it ``join`` its target. ``noted`` is what parts
+    or ranks read of records that none of them reads whole.
     """
 
     def __init__(self, target: Target, layout: Layout, options: StageOptions) -> None:
@@ -176,10 +174,8 @@ class Stage:
         self._role = role = options.role
         self._names = [file.path for file in layout.files] if role.part is None else []
         self._files = layout.files
-        self._joined_records: Sequence[Sequence[NotedRecord]] = ()
+        self.noted: list[NotedRecord] = []
         self._is_possible = False
-        part = role.part
-        self.joined = None if part is None else RecordCheck(shared=not part.is_all)
 
     def require_possible(self) -> None:
         """Raise Unsupported if the target is not free, does not fit, or a part is not done."""
@@ -193,7 +189,7 @@ class Stage:
         target, marker = self.target.path, self.target.marker
         written = [file.path for number, file in enumerate(self._files) if number != marker]
         ended = require_parts(target, self.target.parts(), self.options, written)
-        self._joined_records = [end.joined for end in ended]
+        self.noted = [note for end in ended for note in end.joined]
         for number, end in enumerate(ended):
             now = self.target.marks(end.files)
             changed = [name for name, mark in end.files.items() if now.get(name) != mark]
@@ -227,16 +223,15 @@ class Stage:
         return own_numbers
 
     def require_joined(self, source: Files, workers: int) -> None:
-        """Check the records of which each part read a run; Damaged if one differs."""
-        require_joined(self._joined_records, source, workers)
+        """Check the records of which each part or rank read a run; Damaged if one differs."""
+        require_joined(self.noted, source, workers)
 
     def commit(self) -> str | None:
         """Put the output in place, or note that a part is done; return a remark, if any."""
         if self._role.part is None:
             return self.target.publish()
-        marks, noted = self.target.seal(self._names), note_cut(self.joined)
-        options = self.options
-        self.target.end_part(PartEnd(options.verify, options.source_state, marks, noted))
+        marks, options = self.target.seal(self._names), self.options
+        self.target.end_part(PartEnd(options.verify, options.source_state, marks, self.noted))
         return None
 
     def is_committed(self) -> bool:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
-from ckptool.core.catalog import Chunk, TensorEntry
 from ckptool.core.planning.plan import Plan
 from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.containers import openings
 from ckptool.engine.read.planned import touch
 from ckptool.engine.read.sums import ReadSums
-from ckptool.engine.share import ALL, CutChunks, Share, checked_chunks, parts_of
+from ckptool.engine.share import SourceChunks, checked_chunks, parts_of
 from ckptool.storage.files import Files
 
 
@@ -35,51 +34,36 @@ class RunOptions(Protocol):
 
 
 class Work(Struct, frozen=True):
-    """The plan's files of ``numbers`` (layout indices), to be written as a share of all the work.
+    """The plan's files of ``numbers`` (layout indices), to be written.
 
-    ``progress`` counts bytes as they are written. ``sums``, if the output is to be proved,
-    get the checksum of all that is read. What a process notes of records for another one to check
-    goes into ``joined``.
+    ``records`` note what is read of records. ``progress`` counts bytes as they are written.
+    ``sums``, if the output is to be proved, get the checksum of all that is read.
     """
 
     plan: Plan
     source: Files
     options: RunOptions
     numbers: Collection[int]
-    share: Share = ALL
+    records: RecordCheck = field(default_factory=RecordCheck)
     progress: Progress = UNWATCHED
     sums: ReadSums | None = None
-    joined: RecordCheck | None = None
 
     def check_records(self, finished: Collection[int]) -> RecordCheck:
-        """Return the check that notes what is read of records, with the records that must be read.
+        """Return the records, with those that must be read: whole, or in runs that are noted.
 
         If nothing is shared these are all records that are touched, also by the ``finished`` files,
-        which are not written again.
+        which are not written again. What must be opened first is requested at once.
         """
-        records = self.joined or RecordCheck(shared=not self.share.is_all)
-        if self.share.is_all:
-            self._touch(self.plan.chunks(parts_of(self.plan, finished)), records)
-            return records
-        cut: CutChunks = []
-        chunks = checked_chunks(self.plan, self.numbers, None if self.joined is None else cut)
-        self._touch(chunks, records)
-        self._touch(cut, records, joined=True)
-        return records
-
-    def _touch(
-        self,
-        chunks: Iterable[tuple[TensorEntry, Chunk]],
-        records: RecordCheck,
-        *,
-        joined: bool = False,
-    ) -> None:
-        """Note that the records of chunks, each with its tensor, must be read, or ``joined``.
-
-        What must be opened first is requested at once.
-        """
-        chunks = list(chunks)
-        unopened = dict.fromkeys(opening for _, chunk in chunks for opening in openings(chunk.at))
-        self.source.expect([edge for opening in unopened for edge in opening.edges])
-        for entry, chunk in chunks:
-            touch(records, entry, chunk, required=not joined, joined=joined)
+        whole, cut = SourceChunks(), SourceChunks()
+        if self.records.is_shared:
+            whole, cut = checked_chunks(self.plan, self.numbers)
+        else:
+            whole += self.plan.chunks(parts_of(self.plan, finished))
+        unopened = (opening for _, chunk in (*whole, *cut) for opening in openings(chunk.at))
+        edges = [edge for opening in dict.fromkeys(unopened) for edge in opening.edges]
+        self.source.expect(edges)
+        for entry, chunk in whole:
+            touch(self.records, entry, chunk, required=True)
+        for entry, chunk in cut:
+            touch(self.records, entry, chunk, joined=True)
+        return self.records

@@ -1,11 +1,13 @@
-"""Records of which several parts read some of the rows: their checksums are joined at the end."""
+"""Records of which several parts or ranks read some rows: their checksums are joined at the end."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,10 @@ from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.catalog import Container
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine import checksum
+from ckptool.engine.ranks import TorchRanks
 from ckptool.engine.read.byte_reader import byte_job
 from ckptool.errors import (
+    CkptoolError,
     Damaged,
     Problem,
     Unsupported,
@@ -49,6 +53,16 @@ def count_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return read
 
 
+def change_a_record(source: Path, quarter: int) -> None:
+    """Change a bit in a quarter of the item that the fourth and the fifth of seven files need."""
+    chunks = open_checkpoint(source).catalog.tensors["blocks.1.w"].chunks
+    item = chunks[len(chunks) * 4 // 7].at
+    assert isinstance(item, Container)
+    data = bytearray((source / item.file).read_bytes())
+    data[item.offset + item.nbytes * quarter // 4] ^= 1
+    (source / item.file).write_bytes(data)
+
+
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_records_cut_by_rows_are_joined_from_what_parts_read(
     is_remote: bool, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -62,6 +76,58 @@ def test_records_cut_by_rows_are_joined_from_what_parts_read(
     made = content(target) if isinstance(target, Path) else stored(target)
     alone = content(tmp_path / "alone")
     assert {name.removeprefix("m/"): data for name, data in made.items()} == alone
+
+
+class ThreadRanks(TorchRanks):
+    """Ranks that are threads of one process."""
+
+    def __init__(self, rank: int, values: list[Any], barrier: Barrier) -> None:
+        self.rank = self.local_rank = rank
+        self.size, self._values, self._barrier = len(values), values, barrier
+
+    def gather(self, value: Any) -> list[Any]:
+        self._values[self.rank] = value
+        self._barrier.wait(60)
+        values = [*self._values]
+        self._barrier.wait(60)
+        return values
+
+
+def write_on_threads(source: Path, target: Path, count: int) -> list[Exception | None]:
+    """Write by rows on as many ranks; return how each ended."""
+    values, barrier = [None] * count, Barrier(count)
+
+    def run(rank: int) -> Exception | None:
+        try:
+            by_rows(source, target, asked()).run(ranks=ThreadRanks(rank, values, barrier))
+        except CkptoolError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(count) as pool:
+        return [*pool.map(run, range(count))]
+
+
+def test_records_cut_by_rows_are_joined_from_what_ranks_read(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = count_bytes(monkeypatch)
+    assert write_on_threads(rows, tmp_path / "m", 3) == [None] * 3
+    assert not sum(read)
+    by_rows(rows, tmp_path / "alone", asked()).run()
+    assert content(tmp_path / "m") == content(tmp_path / "alone")
+
+
+def test_a_changed_record_that_several_ranks_read_is_found_before_the_commit(
+    rows: Path, tmp_path: Path
+) -> None:
+    mine, target = tmp_path / "rows", tmp_path / "m"
+    shutil.copytree(rows, mine)
+    change_a_record(mine, 3)
+    for error in write_on_threads(mine, target, 7):
+        assert isinstance(error, Damaged)
+        assert "(blocks.1.w) have CRC-32" in error.message
+    assert not [*tmp_path.glob("*m*")]
 
 
 def make_columns(folder: Path) -> Path:
@@ -137,12 +203,7 @@ def test_a_changed_record_that_several_parts_read_is_found_at_the_end(
 ) -> None:
     mine, target = tmp_path / "rows", tmp_path / "m"
     shutil.copytree(rows, mine)
-    chunks = open_checkpoint(mine).catalog.tensors["blocks.1.w"].chunks
-    item = chunks[len(chunks) * 4 // 7].at  # of the fourth and the fifth part
-    assert isinstance(item, Container)
-    data = bytearray((mine / item.file).read_bytes())
-    data[item.offset + item.nbytes * quarter // 4] ^= 1
-    (mine / item.file).write_bytes(data)
+    change_a_record(mine, quarter)
     write(by_rows, mine, target, *SEVEN)
     with pytest.raises(Damaged, match="CRC-32") as error:
         finish(by_rows, mine, target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.core.box import Box
-from ckptool.core.catalog import Container, Extent, Record
+from ckptool.core.catalog import Chunk, Container, Extent, Record, TensorEntry
 from ckptool.core.chunks import ChunkTable, LateChunks
 from ckptool.core.planning.plan import Plan
-from ckptool.core.sharding.placement import parse_mesh
+from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.share import checked_chunks
 from ckptool.errors import (
     Damaged,
@@ -133,34 +134,38 @@ def test_ranks_open_the_items_of_their_share_alone(cut: Path, tmp_path: Path) ->
     assert content(tmp_path / "r") == content(tmp_path / "alone")
 
 
-def test_a_record_is_checked_by_one_writer_whatever_that_writes_before(
-    late: Path, tmp_path: Path
-) -> None:
+def names_of(chunks: Iterable[tuple[TensorEntry, Chunk]]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return what tells chunks apart."""
+    return sorted((entry.name, chunk.box.lo) for entry, chunk in chunks)
+
+
+def test_a_record_is_read_whole_by_one_writer_or_in_runs_by_all(late: Path, tmp_path: Path) -> None:
     plan = reshard("8")(late, tmp_path / "r", asked("1/2")).plan
-    numbers = [plan.numbers[f"__{rank}_0.distcp"] for rank in (0, 1)]
-    one, other = (
-        sorted((entry.name, chunk.box.lo) for entry, chunk in checked_chunks(plan, each))
-        for each in (numbers, numbers[::-1])
-    )
-    assert one == other
     every = [plan.numbers[f"__{rank}_0.distcp"] for rank in range(8)]
-    shares = [
-        [(entry.name, chunk.box.lo) for entry, chunk in checked_chunks(plan, [number])]
-        for number in every
-    ]
-    assert sorted(shares[0] + shares[1]) == one
-    checked = [place for share in shares for place in share]
-    assert len(checked) == len({*checked}) == sum(len(entry.chunks) for entry in plan.entries)
+    shares = [[names_of(each) for each in checked_chunks(plan, [number])] for number in every]
+    wholes = [name for whole, _ in shares for name in whole]
+    runs = {name for _, cut in shares for name in cut}
+    assert len(wholes) == len({*wholes})
+    assert runs.isdisjoint(wholes)
+    assert len(wholes) + len(runs) == sum(len(entry.chunks) for entry in plan.entries)
+    together, reversed_ = (
+        [names_of(each) for each in checked_chunks(plan, numbers)]
+        for numbers in (every[:2], every[1::-1])
+    )
+    assert together == reversed_
+    assert together[0] == sorted(shares[0][0] + shares[1][0])
+    assert together[1] == sorted({*shares[0][1], *shares[1][1]})
 
 
-def test_all_writers_check_as_many_records_of_tensors_that_each_has_a_part_of(
+def test_all_writers_check_as_many_records_of_tensors_that_each_has_columns_of(
     tmp_path: Path,
 ) -> None:
-    state = {f"layers.{n}.w": torch.full((16, 2), float(n)) for n in range(64)}
+    state = {f"layers.{n}.w": torch.full((2, 16), float(n)) for n in range(64)}
     dcp.save(state, checkpoint_id=tmp_path / "whole", no_dist=True)
-    plan = reshard("8")(tmp_path / "whole", tmp_path / "r", asked("1/8")).plan
-    numbers = [plan.numbers[f"__{rank}_0.distcp"] for rank in range(8)]
-    counts = [sum(1 for _ in checked_chunks(plan, [number])) for number in numbers]
+    rules = (parse_rule("*=Shard(1)"),)
+    options = ReshardOptions(parse_mesh("8"), rules=rules, to="rank-local")
+    plan = prepare_reshard(tmp_path / "whole", tmp_path / "r", options).plan
+    counts = [len(checked_chunks(plan, [number])[0]) for number in range(8)]
     assert sum(counts) == 64
     assert max(counts) < 20
 
@@ -200,7 +205,7 @@ def test_a_record_of_a_tensor_that_is_written_and_one_that_is_not_is_checked(
     for part in ("1/2", "2/2"):
         transfer = planned(source, tmp_path / "m.pt", asked(part))
         plan, numbers = transfer.plan, transfer.options.part.files(transfer.plan.layout)
-        places = [chunk.at for _, chunk in checked_chunks(plan, numbers)]
+        places = [chunk.at for _, chunk in checked_chunks(plan, numbers)[0]]
         checked |= {at.record for at in places if isinstance(at, Extent)}
         write(planned, source, tmp_path / "m.pt", part)
     finish(planned, source, tmp_path / "m.pt")

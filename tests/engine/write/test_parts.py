@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def part(runs: list[tuple[int, int]], data: bytes = DATA) -> list[NotedRecord]:
 def join(folder: Path, *parts: list[NotedRecord]) -> None:
     """Check what parts noted against the file."""
     (folder / "file").write_bytes(DATA)
-    require_joined(parts, LocalSource.folder(folder), 1)
+    require_joined(chain.from_iterable(parts), LocalSource.folder(folder), 1)
 
 
 RUNS = st.lists(st.tuples(st.integers(20, 170), st.integers(20, 170)).map(sorted), max_size=4)
@@ -77,7 +78,7 @@ def test_a_part_that_read_all_of_it_has_checked_it() -> None:
 def test_a_record_that_the_source_cannot_have(record: NotedRecord, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(DATA)
     with pytest.raises(Unsupported, match="note of a part is damaged"):
-        require_joined([[record]], LocalSource.folder(tmp_path), 1)
+        require_joined([record], LocalSource.folder(tmp_path), 1)
 
 
 @settings(max_examples=200, deadline=None)

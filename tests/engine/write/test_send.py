@@ -29,7 +29,6 @@ from ckptool.core.planning.plan import Plan
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.checksum import RecordCheck, crc32
 from ckptool.engine.progress import CalledProgress
-from ckptool.engine.share import Share
 from ckptool.engine.write.parts import note_cut
 from ckptool.engine.write.send import send, within_budget
 from ckptool.engine.write.work import Work
@@ -100,11 +99,11 @@ def test_what_it_reads_of_a_record_that_others_share_is_noted_for_the_end(
     torch.save({"w": torch.arange(600.0).reshape(100, 6)}, out / "s.pt")
     rows = ReshardOptions(parse_mesh("2"), rules=(parse_rule("*=Shard(0)"),), to="dcp")
     prepared = prepare_reshard(out / "s.pt", out / "m", rows)
-    plan, joined = prepared.plan, RecordCheck(shared=True)
-    numbers, half = [plan.numbers["__0_0.distcp"]], Share(0, 2)
-    work = Work(plan, prepared.opened.source, RUN, numbers, half, joined=joined)
+    plan, records = prepared.plan, RecordCheck(shared=True)
+    numbers = [plan.numbers["__0_0.distcp"]]
+    work = Work(plan, prepared.opened.source, RUN, numbers, records)
     send(work, in_store(s3.url("m")), ())
-    (noted,) = note_cut(joined)
+    (noted,) = note_cut(records)
     ((start, nbytes, crc),) = noted.pieces
     assert (noted.nbytes, nbytes) == (2400, 1200)
     assert crc == crc32((out / "s.pt").read_bytes()[start : start + nbytes])
