@@ -35,9 +35,9 @@ from ckptool.commands.transfer.rewritten import (
 )
 from ckptool.commands.transfer.target import require_apart, resolve_target
 from ckptool.commands.transfer.transfer import Transfer
-from ckptool.core.catalog import Catalog
 from ckptool.engine.formulas.weighted import WeightedSum
 from ckptool.errors import UsageError
+from ckptool.formats.companions import join_catalogs
 from ckptool.storage.url import Location
 
 _TEXTS = {"--metadata", "--drop-metadata"}
@@ -145,9 +145,9 @@ def open_merged(
     sources = dict[str, Location]()
     for place, operand in operands.items():
         sources.setdefault(operand.label, place)
-    weights = [operands[term.place] for term in recipe.terms]
-    weights += [operands[take.place] for take in recipe.takes]
-    matched = matches_of(_names_in(weights), rewriting.selection)
+    places = [*(term.place for term in recipe.terms), *(take.place for take in recipe.takes)]
+    wholes = [operands[place].rewritten.whole for place in places]
+    matched = matches_of(join_catalogs(*wholes), rewriting.selection)
     expressions, decided = computation.expressions, computation.decided
     first = next(iter(operands.values())).rewritten
     excluded = exclusions(first.whole, first.kept, because)
@@ -175,14 +175,6 @@ def compute(
             splice.take(take.name, operands[take.place])
         computation = splice.result(assets)
     return append_rows(computation, recipe.rows)
-
-
-def _names_in(operands: Sequence[Operand]) -> Catalog:
-    """Return a catalog with everything that patterns may name in any checkpoint."""
-    wholes = [operand.rewritten.whole for operand in operands]
-    tensors = {name: entry for whole in wholes for name, entry in whole.tensors.items()}
-    objects = {name: entry for whole in wholes for name, entry in whole.objects.items()}
-    return replace(wholes[0], tensors=tensors, objects=objects)
 
 
 def _as_one(
