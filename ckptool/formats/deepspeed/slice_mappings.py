@@ -18,10 +18,9 @@ from ckptool.formats.deepspeed.flat_runs import Shapes
 from ckptool.formats.deepspeed.states import State
 from ckptool.formats.deepspeed.zero_partitions import (
     is_set,
-    list_group_names,
+    read_groups,
     read_partition_counts,
     select_members,
-    sort_groups,
 )
 from ckptool.serialization.archive.tensors import read_natural
 from ckptool.serialization.pickle.records import Call
@@ -43,10 +42,7 @@ def read_mapped_groups(checkpoint: DeepSpeedCheckpoint, mp: int) -> list[Shapes]
         raise _bar(first, "their order under round_robin_gradients is in no file")
     modules = (checkpoint.models[0, mp].inner("module"), *read_experts(checkpoint, mp).values())
     shapes = {name: vector.shape for module in modules for name, vector in module.tensors.items()}
-    order = list_group_names(first)
-    slices = [
-        sort_groups(_read_slices(rank.state), list_group_names(rank.state), order) for rank in ranks
-    ]
+    slices = read_groups(ranks, _read_slices)
     counts = read_partition_counts(first, len(slices[0]), len(ranks))
     data_first = is_set(checkpoint, mp, "use_data_before_expert_parallelism")
     groups = []

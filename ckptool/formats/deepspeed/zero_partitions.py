@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -55,11 +55,7 @@ def add_flat_groups(
     ranks = checkpoint.partitions(mp)
     data_first = is_set(checkpoint, mp, "use_data_before_expert_parallelism")
     first = ranks[0].state
-    order = list_group_names(first)
-    slots = [
-        sort_groups(_read_flat_slots(rank.state), list_group_names(rank.state), order)
-        for rank in ranks
-    ]
+    slots = read_groups(ranks, _read_flat_slots)
     if any(len(rank_slots) != len(groups) for rank_slots in slots):
         sizes = sorted({len(rank_slots) for rank_slots in slots})
         raise Damaged(
@@ -95,21 +91,28 @@ def is_set(checkpoint: DeepSpeedCheckpoint, mp: int, *path: str) -> bool:
     return False
 
 
-def list_group_names(state: State) -> list[tuple[Any, int]]:
+def read_groups(
+    ranks: Sequence[RankState], read: Callable[[State], list[_Each]]
+) -> list[list[_Each]]:
+    """Return what the state of each rank has of the groups, in the first one's order.
+
+    DeepSpeed sorts those of experts by random hashes.
+    """
+    order = _list_group_names(ranks[0].state)
+    by_rank = []
+    for rank in ranks:
+        groups, names = read(rank.state), _list_group_names(rank.state)
+        is_known = len(order) == len(groups) and set(names) == set(order)
+        by_rank.append([groups[names.index(name)] for name in order] if is_known else groups)
+    return by_rank
+
+
+def _list_group_names(state: State) -> list[tuple[Any, int]]:
     """Return each group's name, which only those of experts have, and how many had it before."""
     if not isinstance(state.stored.get("base_optimizer_state"), dict):
         return []
     names = [group.get("name") for group in state.inner("base_optimizer_state").groups()]
     return [(name, names[:at].count(name)) for at, name in enumerate(names)]
-
-
-def sort_groups(
-    slots: list[_Each], names: list[tuple[Any, int]], order: list[tuple[Any, int]]
-) -> list[_Each]:
-    """Sort groups as the first rank has them: DeepSpeed sorts those of experts by random hashes."""
-    if len(order) != len(slots) or set(names) != set(order):
-        return slots
-    return [slots[names.index(name)] for name in order]
 
 
 def select_members(ranks: int, parts: int, expert_rank: int, data_first: bool) -> list[int]:
