@@ -36,7 +36,8 @@ from ckptool.commands.open import OpenedCheckpoint
 from ckptool.commands.options.rewrite import MapOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.apply import Move, apply_map
-from ckptool.core.keymap.model import KeyMap, UnknownSizes
+from ckptool.core.keymap.model import KeyMap
+from ckptool.core.keymap.sizes import UnknownSizes
 from ckptool.core.text import list_lines, list_some, plural
 from ckptool.errors import Unsupported, UsageError
 

@@ -17,7 +17,8 @@ from ckptool.core.keymap.carry import (
     split_blocks,
 )
 from ckptool.core.keymap.match import Claim, Frame, Matcher, ModelFacts, find_frames
-from ckptool.core.keymap.model import BoundTensor, KeyMap, Rule, UnknownSizes, group_sizes
+from ckptool.core.keymap.model import KeyMap, Rule
+from ckptool.core.keymap.sizes import BoundTensor, UnknownSizes, group_sizes
 from ckptool.core.keymap.wrappers import unwrapping_hint
 from ckptool.core.quantization.names import dequantizing_hint
 from ckptool.core.selection import rename_entry

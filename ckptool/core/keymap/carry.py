@@ -11,17 +11,9 @@ from msgspec.structs import replace
 
 from ckptool.core.catalog import Chunk, EncodedBlob, Extent, Place, TensorEntry, merge_copies
 from ckptool.core.keymap.axes import Axis, Sizes, axes_of, length_of, size_of, solve, unknown_axes
-from ckptool.core.keymap.model import (
-    Binding,
-    Block,
-    BoundTensor,
-    Pattern,
-    Rule,
-    UnknownSizes,
-    kept_size,
-    misfit,
-)
+from ckptool.core.keymap.model import Binding, Block, Pattern, Rule
 from ckptool.core.keymap.operation import operation, padding
+from ckptool.core.keymap.sizes import BoundTensor, UnknownSizes, kept_size, misfit
 from ckptool.core.views import (
     insert_dim,
     join,

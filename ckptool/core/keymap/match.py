@@ -17,7 +17,8 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog
-from ckptool.core.keymap.model import Binding, KeyMap, Pattern, Rule, UnknownSizes, abstract
+from ckptool.core.keymap.model import Binding, KeyMap, Pattern, Rule, abstract
+from ckptool.core.keymap.sizes import UnknownSizes
 from ckptool.core.state_category import state_category
 from ckptool.core.text import MOST_STEPS
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptool.core.keymap.axes import Sizes, axes_of, size_of
-from ckptool.core.keymap.model import Pattern, Rule, kept_size
+from ckptool.core.keymap.model import Pattern, Rule
+from ckptool.core.keymap.sizes import kept_size
 
 
 def operation(rule: Rule, target: Pattern, sizes: Sizes) -> str:
