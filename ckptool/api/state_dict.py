@@ -148,11 +148,8 @@ def _hint(checkpoint: Checkpoint, matched: NameMatch) -> str:
     if matched.missing:
         return "rename with rename=[REGEX=REPLACEMENT] or map; strict=False loads what both have"
     if all(".state." in name for name in matched.unexpected):
-        return (
-            "an optimizer has no state before its first step; to create it, use "
-            "get_optimizer_state_dict of"
-            " torch.distributed.checkpoint.state_dict makes it"
-        )
+        creates = "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict creates it"
+        return f"an optimizer has no state before its first step; {creates}"
     return "model_only=True, select=[NAME] or drop=[NAME] exclude names, strict=False all of these"
 
 
