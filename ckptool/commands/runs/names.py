@@ -138,11 +138,12 @@ def parse_name(name: str, *, is_folder: bool) -> EntryName:
     marks = [(*spans[key][:2], "#") for key in ("epoch", "step", "date") if key in spans]
     marks += [(*bare[:2], "#")] if bare is not None and not position else []
     kind = _with_marks(name, marks)
-    ranks = [(*spans["rank"][:2], "rank")] if "rank" in spans else []
-    family = re.sub(WORDS, "", _with_marks(name, marks + ranks))
+    parts = [(*spans[key][:2], "rank") for key in ("rank", "part") if key in spans]
+    family = re.sub(WORDS, "", _with_marks(name, marks + parts))
     family = re.sub(r"[-_.]+", "-", re.sub(SUFFIX, "", family).replace("rank", "")).strip("-")
     roles = [match[0].lower() for match in re.finditer(WORDS, kind)]
     roles += [f"rank{spans['rank'][2]}"] if "rank" in spans else []
+    roles = [name[slice(*spans["part"][:2])]] if "part" in spans else roles
     number = None if bare is None else bare[2]
     role = " ".join(dict.fromkeys(roles))
     return EntryName(position, number, kind, family + "/" * is_folder, role, tells)
@@ -240,7 +241,7 @@ def _by_trainer(name: str) -> tuple[Spans, bool]:
         match = row.steps.fullmatch(name)
         if match is not None:
             keys = [key for key, text in match.groupdict().items() if text is not None]
-            numbers = {key: int(re.sub(r"\D", "", match[key])) for key in keys}
+            numbers = {key: int(re.sub(r"\D", "", match[key]) or 0) for key in keys}
             return {key: (*match.span(key), number) for key, number in numbers.items()}, row.tells
     return {}, False
 

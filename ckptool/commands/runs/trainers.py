@@ -18,7 +18,8 @@ class Trainer(Struct, frozen=True, dict=True):
 
     ``source`` is the module and version that was read. ``step`` is the whole name of an entry, with
     the groups ``stage``, ``epoch``, ``step`` (which order it), ``bare`` (which may be anything
-    else), ``date`` (which tells steps apart) and ``rank`` (one of several files of a step).
+    else), ``date`` (which tells steps apart), ``rank`` and ``part`` (one of several files of a
+    step, by a number and by a name).
     ``writes`` is the whole name of any entry of its own, if it has others too.
     ``unfinished`` is the whole name of an entry that is being written, ``marks`` are files in it,
     or beside it under its name, that say the same. A step with one of ``signs`` is this trainer's,
@@ -239,6 +240,15 @@ TRAINERS = (
         "fvcore 0.1.5, common/checkpoint.py: PeriodicCheckpointer",
         step=r"\w+_(?P<step>\d{7})\.pth",
         pointers=(r"last_checkpoint",),
+        tells=False,
+    ),
+    Trainer(
+        "pytorch-metric-learning",
+        "pytorch-metric-learning 2.9, utils/logging_presets.py and common_functions.py: each model,"
+        " loss, optimizer and scheduler in a file of its own",
+        step=r"(?P<part>(?:trunk|embedder|(?:[a-z]+_)?classifier(?:_\d+)?|generator"
+        r"|(?:metric|classifier|synth|g_adv)_loss)"
+        r"(?:_optimizer|_scheduler_by_(?:iteration|epoch|plateau))?)_(?:best)?(?P<bare>\d+)\.pth",
         tells=False,
     ),
     Trainer(

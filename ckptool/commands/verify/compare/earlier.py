@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections import ChainMap, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import PurePath
 
 from ckptool.commands.open import Survey
@@ -67,10 +68,9 @@ class History:
             ]
             if not predecessors:
                 continue
-            if not save.inside:
-                yield from _save_problems(save, predecessors, earlier[-1])
-            for problem in _movement_problems(save, predecessors):
-                yield Problem(f"{place}: {problem}", problem.code) if save.inside else problem
+            own = () if save.inside else _save_problems(save, predecessors, earlier[-1])
+            for problem in chain(own, _movement_problems(save, predecessors)):
+                yield Problem(f"{save.part}: {problem}", problem.code) if save.part else problem
 
     def _saves_of(self, step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath, Save]:
         """Return the saves of a step, those of its checkpoints unless it is remembered."""
