@@ -202,6 +202,8 @@ def _mixed_with(save: Save, predecessor: Save) -> str | None:
     if more and not state.are_zero:
         cause = f"its weights and its optimizer are those of {name}, but {more}"
     elif has_weights and not has_state and save.moves(predecessor, weights.entries):
+        if save.has_resting_optimizer(predecessor):
+            return None
         cause = f"its weights are those of {name}, but not its optimizer"
     elif has_state and not (has_weights or state.are_zero) and save.has_rows_of(predecessor):
         cause = f"its optimizer is that of {name}, but not its weights"

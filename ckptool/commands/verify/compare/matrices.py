@@ -114,6 +114,24 @@ class Save(Struct, frozen=True, dict=True):
         return rows.looks == old_rows.looks and rows.are_equal_to(old_rows)
 
     @cached_property
+    def squares(self) -> Matrices:
+        """The means of squares of each matrix, which steps are divided by."""
+        names = self.state.entries
+        return self.state.only(name for name in names if StateName.of(name).kind in _SQUARES)
+
+    def has_resting_optimizer(self, predecessor: Save) -> bool:
+        """Return whether one of several optimizers of all weights has a predecessor's state.
+
+        It may be the one that moves what is saved, as the outer one of DiLoCo.
+        """
+        groups: dict[str, list[str]] = {}
+        for name in self.state.entries:
+            groups.setdefault(StateName.of(name).optimizer, []).append(name)
+        states = [self.state.only(names) for names in groups.values()]
+        states = [state for state in states if state.may_be_state_of(self.weights)]
+        return len(states) > 1 and any(s.are_equal_to(predecessor.state) for s in states)
+
+    @cached_property
     def momenta(self) -> Matrices:
         """The momentum of each matrix that counts no steps: of SGD and Muon, or Lion's mean."""
         kinds = {MOMENTUM} if self.steps_taken else _MEANS
@@ -174,7 +192,12 @@ class Save(Struct, frozen=True, dict=True):
         return step if step >= _VISIBLE else 0.0
 
     def moves(self, predecessor: Save, weights: Iterable[str]) -> bool:
-        """Return whether a step since an earlier save must change some weights, once rounded."""
+        """Return whether a step since an earlier save must change some weights, once rounded.
+
+        Without any means of squares no step was taken: AdaShift begins with later gradients.
+        """
+        if self.squares.entries and self.squares.are_zero:
+            return False
         matrices = self.weights.only(weights)
         if matrices.are_moved_by(self.least_step(predecessor)):
             return True

@@ -165,7 +165,9 @@ def _check_foreign(
 ) -> Iterator[Problem]:
     """Yield the matrices that are like nothing they were before, once they had settled.
 
-    A sample may be of nothing but rows that were never trained, so other places are read, too.
+    A sample may be of nothing but rows that were never trained, so other places are read, too. A
+    training that goes on from another's save has the optimizer of that, as after an exploit of
+    population-based training.
     """
     if not _follow_evenly(*(samples.save.step.number for samples in (now, last, older))):
         return
@@ -180,10 +182,20 @@ def _check_foreign(
     for at in OTHER_PLACES if foreign else ():
         one, two, three = (Samples(save, foreign, at) for save in saves)
         foreign = [n for n in foreign if _is_foreign(one, two, three, n)]
-    if foreign:
+    if foreign and not _has_another_optimizer(*saves):
         message = f"{list_some(foreign, _FEW)}: like nothing that it was in {last.name} and"
         message += f" {older.name}: of another model, or made anew"
         yield Problem(message, _UNRELATED, tensor=foreign[0])
+
+
+def _has_another_optimizer(now: Save, last: Save, older: Save) -> bool:
+    """Return whether most means of squares that had settled are like nothing they were, too."""
+    samples = Samples(now, matrices=now.squares)
+    past = [Samples(save, samples.chosen, matrices=save.squares) for save in (last, older)]
+    names = [n for n in samples.names if all(samples.looks(n) == old.looks(n) for old in past)]
+    settled = [name for name in names if past[0].likeness(name, past[1]) > _APART]
+    foreign = [n for n in settled if abs(samples.likeness(n, past[0])) < _FOREIGN]
+    return 2 * len(foreign) > len(settled)
 
 
 def _is_foreign(now: Samples, last: Samples, older: Samples, name: str) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from ckptool.commands.verify.checks.content import locate_whole
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slices, is_matrix
 from ckptool.commands.verify.checks.measures import are_equal
-from ckptool.commands.verify.compare.matrices import Save
+from ckptool.commands.verify.compare.matrices import Matrices, Save
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.engine.read.numbers import decode
@@ -39,14 +39,22 @@ class Samples:
     """Samples of the matrices of a save, by the names that these have if none are stacked.
 
     They are of ``chosen`` matrices, from the same eighth of each. Unreadable ones have none.
+    Without other ``matrices`` they are of the weights.
     """
 
-    def __init__(self, save: Save, chosen: Sequence[str] = (), at: int = _MIDDLE) -> None:
+    def __init__(
+        self,
+        save: Save,
+        chosen: Sequence[str] = (),
+        at: int = _MIDDLE,
+        matrices: Matrices | None = None,
+    ) -> None:
         self.save = save
         self._bits: dict[str, Array] = {}
         self._units: dict[str, Array] = {}
-        survey = save.survey
-        tensors = {n: e for n, e in save.weights.entries.items() if e.source_dtype.kind == "float"}
+        matrices = save.weights if matrices is None else matrices
+        survey = matrices.survey
+        tensors = {n: e for n, e in matrices.entries.items() if e.source_dtype.kind == "float"}
         slices = Slices(tensors)
         self.all_names = frozenset(slices.names)
         self.chosen = chosen or _choose(slices, tensors, survey.source)
