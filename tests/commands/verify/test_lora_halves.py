@@ -57,9 +57,21 @@ def test_a_half_that_is_zero(kind: str, half: int, tmp_path: Path) -> None:
     weights[lost] = torch.zeros_like(weights[lost])
     (message,) = zero(save(tmp_path / "lost.pt", weights, set(), (1e-3,)))
     assert lost in message
-    why = ("but of none of 4 others like", "but 10 of 10 tensors of this shape have had gradients")
+    gradients = "but 10 of 10 tensors of this shape have had gradients"
+    why = ("but of none of 9 others like lora_", gradients)
     assert why[half] in message
     assert zero(save(tmp_path / "ended.pt", weights, set(), (0.0,))) != []  # rates end at zero
+
+
+def test_a_first_half_in_a_model_of_few_layers(tmp_path: Path) -> None:
+    weights = {n: w for n, w in adapter(*NAMES["PEFT"]).items() if ".layers.0." in n}
+    other = "base_model.model.layers.0.k_proj.lora_A.weight"
+    weights[other] = torch.randn(4, 32)
+    assert zero(save(tmp_path / "sound.pt", weights, set(), (1e-3,))) == []
+    weights["base_model.model.layers.0.q_proj.lora_A.weight"].zero_()
+    (message,) = zero(save(tmp_path / "lost.pt", weights, set(), (1e-3,)))
+    assert "q_proj.lora_A.weight: all values are zero" in message
+    assert message.endswith("but of none of 2 others like lora_A")
 
 
 def test_halves_that_rightly_are_zero(tmp_path: Path) -> None:

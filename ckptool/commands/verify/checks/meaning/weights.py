@@ -98,8 +98,10 @@ class Weights:
             return
         kinds: dict[tuple[str, Shape], list[str]] = defaultdict(list)
         for name, shape in shapes.items():
-            kind = abstract(name)[0]
-            if kind and (not BEGINS_ZERO.search(name) or _FIRST_HALF.search(name)):
+            kind, half = abstract(name)[0], _FIRST_HALF.search(name)
+            if half is not None:  # none is zero that is used, so all are of one kind
+                kinds[half[0], ()].append(name)
+            elif kind and not BEGINS_ZERO.search(name):
                 kinds[kind, shape].append(name)
         moments = {name: elements.located[name] for name, _ in moments_in(elements.located)}
         with_moments = {*weight_of_each(moments, elements.located).values()}
