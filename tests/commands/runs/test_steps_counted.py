@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import ckptool
@@ -71,3 +72,55 @@ def test_matrices_that_are_frozen_before_biases(tmp_path: Path) -> None:
         }
         torch.save(content, folder / "mp_rank_00_model_states.pt")
     assert reasons(tmp_path) == {}
+
+
+def plain_run(run: Path, **counts: int) -> Path:
+    """Save as scripts do, in a file a step, with ``counts`` of what each step is divided by."""
+    for step, model, optimizer in train():
+        rate = {"last_epoch": step, "_step_count": step + 1, "_last_lr": [1e-3 / step]}
+        optimizer["param_groups"][0]["lr"] = 1e-3 / step
+        content = {"model": model, "optimizer": optimizer, "lr_sched": rate}
+        numbers = {name: step // by for name, by in counts.items()}
+        torch.save(content | numbers, run / f"ckpt_{step}.pt")
+    return run
+
+
+def change(run: Path, **values: object) -> None:
+    torch.save(torch.load(run / "ckpt_40.pt") | values, run / "ckpt_40.pt")
+
+
+@pytest.mark.parametrize("name", ["iter_num", "global_step", "iteration", "num_updates"])
+def test_a_count_of_the_step_before(name: str, tmp_path: Path) -> None:
+    run = plain_run(tmp_path, **{name: 1, "epoch": 20, "best_epoch": 1})
+    assert reasons(run) == {}
+    change(run, best_epoch=30)
+    assert reasons(run) == {}
+    change(run, **{name: 30})
+    why = f"counts-differ: {name} has counted 30 steps, as in ckpt_30.pt, but lr_sched.last_epoch"
+    assert reasons(run)["ckpt_40.pt"].startswith(why)
+
+
+def test_epochs_of_the_step_before(tmp_path: Path) -> None:
+    for step, model, _ in train():
+        epoch = step // 10
+        torch.save({"model": model, "epoch": epoch}, tmp_path / f"model_{epoch}.pth")
+    assert reasons(tmp_path) == {}
+    torch.save({"model": model, "epoch": 3}, tmp_path / "model_4.pth")
+    why = "counts-differ: epoch has counted 3 epochs, as in model_3.pth, but its name has 1 more"
+    assert reasons(tmp_path)["model_4.pth"].startswith(why)
+
+
+def test_saves_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    run = plain_run(tmp_path, epoch=10, it=10)
+    change(run, epoch=3)
+    assert reasons(run) == {}
+
+
+def test_a_scheduler_of_the_step_before(tmp_path: Path) -> None:
+    run = plain_run(tmp_path)
+    old = torch.load(run / "ckpt_30.pt")["lr_sched"]
+    change(run, lr_sched=old)
+    why = "counts-differ: lr_sched.last_epoch has counted 30 steps, as in ckpt_30.pt, but the"
+    assert reasons(run)["ckpt_40.pt"].startswith(why)
+    change(run, lr_sched=old | {"_last_lr": [1e-3 / 40]})  # it warmed up, and is not stepped since
+    assert reasons(run) == {}

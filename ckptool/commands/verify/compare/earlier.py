@@ -21,6 +21,7 @@ from ckptool.commands.runs.models import StepSurvey, survey_models
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.meaning.trainer_counts import TRAINERS, number_in
 from ckptool.commands.verify.checks.optimizer_names import Group, groups_of
+from ckptool.commands.verify.compare.counted import old_counts
 from ckptool.commands.verify.compare.matrices import Save, saves_in
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some, natural_key
@@ -33,7 +34,6 @@ _BEFORE = 3
 _BY_TURNS = 2
 """How many series have the saves in memory that their steps are compared with."""
 _FEW = 2
-_TAKEN = "the optimizer"
 _COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
 """What accelerate saves of a scheduler."""
 
@@ -84,30 +84,7 @@ def _save_problems(save: Save, predecessors: Sequence[Save], last: Step) -> Iter
         yield from [Problem(cause, _DIFFER)] if cause else []
         yield from _lost_state(save, predecessor) if predecessor.step is last else ()
     yield from _zero_momentum(save, predecessors)
-    yield from _old_counts(save, *predecessors[:2]) if len(predecessors) > 1 else ()
-
-
-def _old_counts(save: Save, last: Save, older: Save) -> Iterator[Problem]:
-    """Yield the counts that a save has of the last, though one that went with them has gone on.
-
-    A part of training that was begun again since the last may have come to the same count.
-    """
-    saves = save, last, older
-    counts, old_counts, older_counts = (item.counts for item in saves)
-    names = counts.keys() & old_counts.keys() & older_counts.keys()
-    growth: dict[str, float] = {name: old_counts[name] - older_counts[name] for name in names}
-    more: dict[str, float] = {name: counts[name] - old_counts[name] for name in names}
-    stopped = sorted(name for name in names if not more[name] and growth[name] > 0)
-    if stopped:
-        taken, old_taken, older_taken = (item.most_steps_taken for item in saves)
-        growth[_TAKEN], more[_TAKEN] = old_taken - older_taken, taken - old_taken
-    for name in stopped:
-        others = (n for n in sorted(more) if growth[n] == growth[name])
-        other = next((n for n in others if 0 < more[n] < counts[name]), None)
-        if other is not None:
-            message = f"{name} has counted {counts[name]:,} steps, as in {last.name}, but"
-            message += f" {other} has {more[other]:,.0f} more: they are of two saves"
-            yield Problem(message, _DIFFER)
+    yield from old_counts(save, *predecessors[:2]) if len(predecessors) > 1 else ()
 
 
 def _movement_problems(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
