@@ -110,18 +110,6 @@ class RecordCheck:
         if record not in self._intact and offset not in self._pieces.get(record, ()):
             self.piece(record, offset, len(data), crc32(data))
 
-    def read(self, record: Record, tensor: str, offset: int, data: memoryview) -> None:
-        """Note bytes that were read for a tensor; a whole record as it was written needs no more.
-
-        It is one of many: of those small tensors are made of, looking at each again takes longer.
-        """
-        crc = crc32(data)
-        if record == (record.file, offset, len(data), crc):
-            self._intact.add(record)
-        else:
-            self.touch(record, tensor)
-            self.piece(record, offset, len(data), crc)
-
     def unseen(self) -> list[Record]:
         """Return the required records whose noted pieces do not cover them exactly."""
         required = (record for record in self._tensor if record in self._required)

@@ -135,7 +135,8 @@ class PlanReader(TensorReader):
             entry, parts = group[0].entry, [*islice(stored, len(rows))]
             for (_, offset, _, record, _), data in zip(rows, parts, strict=True):
                 if record is not None:
-                    self._records.read(record, entry.name, offset, data)
+                    self._records.touch(record, entry.name)
+                    self._records.note(record, offset, data)
             kind = entry.shape, entry.dtype.name, *(id(tile.pieces) for tile in group)
             by_kind.setdefault(kind, []).append((group, join(parts)))
         pieces = chain.from_iterable(map(_cut_alike, by_kind.values()))
