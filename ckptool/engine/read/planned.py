@@ -96,12 +96,6 @@ class PlanReader(TensorReader):
             for segment in segments:
                 yield from self._copy(tile, segment)
 
-    def data(self, tile: Tile) -> memoryview:
-        """Return the bytes of a tile in the form to be written, valid until the next call."""
-        if tile.band is not None:
-            return next(self._cut([tile], tile.band))[1]
-        return self._data(tile, open_overlaps(tile.sources))
-
     def _cut(self, tiles: Sequence[Tile], band: Box) -> Iterator[tuple[Tile, memoryview]]:
         """Read a band of a tensor, and cut tiles from it, each valid until the next."""
         from ckptool.engine.read.gather import cut

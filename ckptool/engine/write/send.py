@@ -170,10 +170,10 @@ class _ContentReader:
                 crcs[position] = total
             offset += part.nbytes
 
-    def _tiles(self, spot: LayoutPart) -> Iterator[bytes]:
+    def _tiles(self, spot: LayoutPart) -> Iterator[bytearray]:
         """Read a tensor part in order, while further tiles are read."""
         group = _group(self.plan, spot, self._source)
-        waiting: deque[Future[bytes]] = deque()
+        waiting: deque[Future[bytearray]] = deque()
         for tiles in self.plan.jobs(group, self._source.policy.tile):
             waiting.append(self._pool.submit(self._gather, tiles[0]))
             if len(waiting) > self._readers:
@@ -181,10 +181,12 @@ class _ContentReader:
         while waiting:
             yield waiting.popleft().result()
 
-    def _gather(self, tile: Tile) -> bytes:
-        reader = self._idle.get()
+    def _gather(self, tile: Tile) -> bytearray:
+        data, reader = bytearray(tile.nbytes), self._idle.get()
         try:
-            return bytes(reader.data(tile))
+            for piece in reader.pieces([tile]):
+                data[piece.skip : piece.skip + piece.nbytes] = piece.data
+            return data
         finally:
             self._idle.put(reader)
 
