@@ -39,14 +39,13 @@ _MOST_READERS = 16
 class ReadPolicy(Struct, frozen=True):
     """What the reads of a place cost, and so how they are made.
 
-    ``tile`` is how many bytes are moved at a time, ``piece`` how many are read at once, ``block``
-    the least number that a read costs: shorter gaps are read too. ``workers`` is the number of
-    threads of a command, unless the user sets it. ``by_request`` says that each read is a
-    request, which takes long: all are announced, joined, and fetched ahead; on a disk they are not.
+    ``tile`` is how many bytes are moved at a time, ``block`` the least number that a read costs:
+    shorter gaps are read too. ``workers`` is the number of threads of a command, unless the user
+    sets it. ``by_request`` says that each read is a request, which takes long: all are announced,
+    joined, and fetched ahead; on a disk they are not.
     """
 
-    tile: int = TILE
-    piece: int = TILE  # read, checked and written while it is in the processor's cache
+    tile: int = TILE  # read, checked and written while it is in the processor's cache
     block: int = 1
     workers: int = CORES
     by_request: bool = False

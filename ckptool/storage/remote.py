@@ -29,7 +29,7 @@ class RemoteSource(Files, FileReader):
     """
 
     # other threads wait for answers: these check and write what is fetched ahead
-    policy = ReadPolicy(2 << 20, 2 << 20, BLOCK, max(4, CORES), by_request=True)
+    policy = ReadPolicy(2 << 20, BLOCK, max(4, CORES), by_request=True)
 
     def __init__(
         self,

@@ -152,8 +152,7 @@ class PlanReader(TensorReader):
     def _copy(self, tile: Tile, segment: Segment) -> Iterator[PlannedPiece]:
         """Read a segment in pieces that fit the processor's cache."""
         file, offset, nbytes, record, skip = segment
-        most = min(self.policy.piece, self.policy.tile)
-        step = -(-nbytes // (-(-nbytes // most) or 1)) or 1
+        step = -(-nbytes // (-(-nbytes // self.policy.tile) or 1)) or 1
         total, step = 0, -(-step // _WIDEST) * _WIDEST  # no element is cut in two
         for done in range(0, nbytes, step):
             data = self.read(file, offset + done, min(step, nbytes - done))

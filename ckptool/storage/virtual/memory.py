@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 
 from ckptool.storage.file_status import within_folder
-from ckptool.storage.files import FileReader, Files, ReadPolicy, too_short
+from ckptool.storage.files import FileReader, Files, too_short
 
 
 class MemoryFiles(Files, FileReader):
@@ -15,7 +15,6 @@ class MemoryFiles(Files, FileReader):
     ``token`` is their identity: a transfer from memory cannot be resumed.
     """
 
-    policy = ReadPolicy(piece=1 << 19)
     root = "memory"
 
     def __init__(self, buffers: Mapping[str, memoryview]) -> None:

@@ -160,7 +160,6 @@ def _dearest(policies: Sequence[ReadPolicy]) -> ReadPolicy:
     """Return the policy that suits the dearest reads of all."""
     return ReadPolicy(
         tile=max(policy.tile for policy in policies),
-        piece=max(policy.piece for policy in policies),
         block=max(policy.block for policy in policies),
         workers=max(policy.workers for policy in policies),
         by_request=any(policy.by_request for policy in policies),

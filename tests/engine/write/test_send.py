@@ -207,7 +207,7 @@ def test_parts_of_a_last_file_that_is_kept_back_are_discarded(
 class Requested(MemoryFiles):
     """A source of which each read is a request; it notes what it may keep."""
 
-    policy = ReadPolicy(2 << 20, 2 << 20, 1 << 20, 4, by_request=True)
+    policy = ReadPolicy(2 << 20, 1 << 20, 4, by_request=True)
     kept = 0
 
     def keep(self, nbytes: int) -> None:
