@@ -67,6 +67,20 @@ def test_a_trial_that_goes_on_from_another_one(whole: bool, tmp_path: Path) -> N
     assert all(why.startswith("weights-unrelated: ") for why in found.values())
 
 
+def test_a_training_that_was_begun_again(tmp_path: Path) -> None:
+    """Its optimizer is made anew as well, and counts from the beginning."""
+    one = Trained(0)
+    for step in range(1, 51):
+        one.step()
+        if step == 35:
+            one = Trained(1)
+        if step % 10 == 0:
+            one.save(tmp_path, step)
+    found = reasons(tmp_path)
+    assert "ckpt_40.pt" in found
+    assert found["ckpt_40.pt"].startswith("weights-unrelated: ")
+
+
 @pytest.mark.parametrize("has_outer", [True, False])
 def test_weights_that_an_outer_optimizer_moves(has_outer: bool, tmp_path: Path) -> None:
     """DiLoCo saves what its outer optimizer has moved, beside the inner one that goes on."""

@@ -189,7 +189,12 @@ def _check_foreign(
 
 
 def _has_another_optimizer(now: Save, last: Save, older: Save) -> bool:
-    """Return whether most means of squares that had settled are like nothing they were, too."""
+    """Return whether most means of squares that had settled are like nothing they were, too.
+
+    Their steps must have gone on, or training was begun again.
+    """
+    if not _follow_evenly(*(int(save.most_steps_taken) or None for save in (now, last, older))):
+        return False
     samples = Samples(now, matrices=now.squares)
     past = [Samples(save, samples.chosen, matrices=save.squares) for save in (last, older)]
     names = [n for n in samples.names if all(samples.looks(n) == old.looks(n) for old in past)]
