@@ -174,6 +174,19 @@ class Assessor:
             self._contents[step.path] = Contents.of([s for _, s in surveys], unread=unread)
         return self._contents[step.path]
 
+    def damaged_beside(self, step: Step) -> list[StepReport]:
+        """Return the reports on what a step without an optimizer needs to go on, if damaged.
+
+        It lies once beside the steps, as the optimizer of the latest one.
+        """
+        if self.contents_of(step).may_resume:
+            return []
+        once = (other for other in self._run.steps if other.number is None)
+        is_state = self._exports.is_state_beside
+        files = [other for other in once if is_export(other, self._run.path) or is_state(other)]
+        reports = (self.assess(file, reads=not self._options.quick).report for file in files)
+        return [report for report in reports if not report.ok]
+
     def _is_rightly_empty(self, part: Location, step: Step) -> bool:
         """Return whether a part of a step may have nothing in it, beside a model.
 

@@ -43,7 +43,7 @@ class Exports:
         """
         if len(self._run.by_series) == 1:
             return False
-        tests = self._is_state_beside, self._is_state_of_each, self._is_model_beside
+        tests = self.is_state_beside, self._is_state_of_each, self._is_model_beside
         return any(test(step) for test in tests)
 
     def is_last(self, step: Step) -> bool:
@@ -54,7 +54,7 @@ class Exports:
             return False
         return any(c.optimizer and c.other for c in map(self._contents_of, series[:-1]))
 
-    def _is_state_beside(self, step: Step) -> bool:
+    def is_state_beside(self, step: Step) -> bool:
         """Return whether a file without a model lies once beside steps with one.
 
         As the optimizer of the latest, or the arguments, unless its name says that it has a model.

@@ -88,6 +88,9 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
                 break
         elif report.ok and not is_export(step, opened.path) and assessor.contents_of(step).model:
             models.append(step)
+    if newest is not None and (damaged := assessor.damaged_beside(newest)):
+        reports |= {report.path: report for report in damaged}
+        models, newest = [newest], None
     chosen, model = "" if newest is None else _describe_choice(opened, newest), None
     for step in () if newest is not None else models:
         # it was passed over by its metadata alone

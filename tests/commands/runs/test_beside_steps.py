@@ -25,6 +25,15 @@ def test_what_a_trainer_keeps_once_beside_its_steps_is_no_step(tmp_path: Path) -
     assert report.ok
     assert report.latest_good is not None
     assert report.latest_good.path == tmp_path / "epoch_1"
+    state, whole = folder / "recipe_state.pt", (folder / "recipe_state.pt").read_bytes()
+    state.write_bytes(whole[: len(whole) // 2])
+    newest = ckptool.verify_run(tmp_path, every=False)
+    assert newest.latest_good is not None
+    assert newest.latest_good.path == tmp_path / "epoch_1"
+    assert newest.chosen.endswith("a model alone: nothing that training goes on from is good")
+    assert newest.steps[-1].path == state
+    assert "truncated" in newest.steps[-1].reasons[0]
+    state.write_bytes(whole)
     folder.rename(tmp_path / "epoch_2")
     assert not checked(tmp_path).ok
     (tmp_path / "epoch_2").rename(tmp_path / "last")
