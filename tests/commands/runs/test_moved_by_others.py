@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import ckptool
@@ -110,3 +113,31 @@ def test_an_optimizer_that_only_gathers_gradients_at_first(waits: bool, tmp_path
         trained.optimizer.param_groups[0]["keep_num"] = 10
         trained.save(tmp_path, step)
     assert [*reasons(tmp_path)] == ([] if waits else ["ckpt_3.pt", "ckpt_2.pt"])
+
+
+@pytest.mark.parametrize("old", [0, 2, None])
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_adapter_of_an_earlier_step(trained: bool, old: int | None, tmp_path: Path) -> None:
+    """torchtune 0.6 saves it beside the model that it was merged into."""
+    torch.manual_seed(0)
+    base = {f"model.layers.{n}.up_proj.weight": torch.randn(32, 32) for n in range(3)}
+    halves = {
+        f"base_model.{name.removesuffix('.weight')}.lora_{half}.weight": torch.randn(*shape)
+        for name in base
+        for half, shape in (("A", (4, 32)), ("B", (32, 4)))
+    }
+    for epoch in range(4):
+        if trained or not epoch:
+            halves = {n: w + 0.01 * torch.randn_like(w) for n, w in halves.items()}
+        base = {n: w + 0.01 * torch.randn_like(w) for n, w in base.items()}
+        (folder := tmp_path / f"epoch_{epoch}").mkdir()
+        save_file(base, folder / (shard := "model-00001-of-00001.safetensors"), {"format": "pt"})
+        index = {"metadata": {}, "weight_map": dict.fromkeys(base, shard)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        save_file(halves, folder / "adapter_model.safetensors", {"format": "pt"})
+    if old is not None:
+        shutil.copy(tmp_path / f"epoch_{old}/adapter_model.safetensors", tmp_path / "epoch_3")
+    found = reasons(tmp_path)
+    assert [*found] == (["epoch_3"] if trained and old is not None else [])
+    why = f"counts-differ: adapter_model.safetensors: its weights are those of epoch_{old}, but not"
+    assert all(reason.startswith(why) for reason in found.values())

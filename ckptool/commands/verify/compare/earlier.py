@@ -34,6 +34,8 @@ _BEFORE = 3
 _BY_TURNS = 2
 """How many series have the saves in memory that their steps are compared with."""
 _FEW = 2
+_ADAPTER = "lora"
+"""In the names of all weights of an adapter."""
 _COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
 """What accelerate saves of a scheduler."""
 
@@ -63,18 +65,43 @@ class History:
         past = {old.path: self._saves_of(old, survey_models(old, self._options)) for old in last}
         self._compared.append(past)
         for place, save in saves.items():
-            predecessors = [
-                old_saves[place] for old_saves in reversed(past.values()) if place in old_saves
-            ]
+            olds = [old for old in reversed(past.values()) if place in old]
+            predecessors = [old[place] for old in olds]
             if not predecessors:
                 continue
-            own = () if save.inside else _save_problems(save, predecessors, earlier[-1])
+            if save.inside:
+                own = _left_behind(save, place, [saves, *olds])
+            else:
+                own = _save_problems(save, predecessors, earlier[-1])
             for problem in chain(own, _movement_problems(save, predecessors)):
                 yield Problem(f"{save.part}: {problem}", problem.code) if save.part else problem
 
     def _saves_of(self, step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath, Save]:
         """Return the saves of a step, those of its checkpoints unless it is remembered."""
         return ChainMap(*self._compared).get(step.path) or saves_in(step, checkpoints)
+
+
+def _left_behind(
+    adapter: Save, place: PurePath, steps: Sequence[Mapping[PurePath, Save]]
+) -> Iterator[Problem]:
+    """Yield a problem if an adapter inside a step is that of one before it, unlike the model.
+
+    A trainer that saves both has merged the adapter into the model, as torchtune does. ``steps``
+    have this one's saves, and those of the steps before it: in one, the adapter was another.
+    """
+    weights = adapter.weights
+    if not weights.entries or not all(_ADAPTER in name.lower() for name in weights.entries):
+        return
+    models = [next((s.weights for s in saves.values() if not s.inside), None) for saves in steps]
+    olds = [(saves[place], model) for saves, model in zip(steps, models, strict=True)][1:]
+    olds = [pair for pair in olds if pair[0].weights.looks == weights.looks]
+    same = [pair for pair in olds if weights.are_equal_to(pair[0].weights)]
+    if not 0 < len(same) < len(olds):
+        return
+    model, (old, old_model) = models[0], same[0]
+    if model and old_model and model.looks == old_model.looks and not model.are_equal_to(old_model):
+        message = f"its weights are those of {old.name}, but not those of the model beside it"
+        yield Problem(f"{message}: they are of two saves", _DIFFER)
 
 
 def _save_problems(save: Save, predecessors: Sequence[Save], last: Step) -> Iterator[Problem]:
