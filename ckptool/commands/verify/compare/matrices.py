@@ -115,9 +115,10 @@ class Save(Struct, frozen=True, dict=True):
 
     @cached_property
     def squares(self) -> Matrices:
-        """The means of squares of each matrix, which steps are divided by."""
-        names = self.state.entries
-        return self.state.only(name for name in names if StateName.of(name).kind in _SQUARES)
+        """The means of squares of matrices, which steps are divided by, but for those in codes."""
+        entries = self.state.entries
+        squares = (name for name in entries if StateName.of(name).kind in _SQUARES)
+        return self.state.only(n for n in squares if entries[n].source_dtype.kind == "float")
 
     def has_resting_optimizer(self, predecessor: Save) -> bool:
         """Return whether one of several optimizers of all weights has a predecessor's state.
