@@ -70,6 +70,27 @@ def read_number(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
+class NodeRanks(Struct, frozen=True):
+    """The ranks that write into the same place as this one, out of all ``places``.
+
+    On a shared disk these are all ranks, else the ranks of one machine.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    places: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank begins and commits."""
+        return self.rank == self.ranks[0]
+
+    @property
+    def share(self) -> Share:
+        """This rank's share of all work at the node."""
+        return Share(self.ranks.index(self.rank), len(self.ranks))
+
+
 class Ranks:
     """One process by itself, with nothing to agree on."""
 
@@ -84,6 +105,11 @@ class Ranks:
     def together(self) -> AbstractContextManager[None]:
         """Work on all ranks; if that fails on any, every rank raises the first one's error."""
         return nullcontext()
+
+    def begin(self, stage: Stage) -> NodeRanks:
+        """Begin the output in each place that ranks write into; raises as ``Stage.begin`` does."""
+        stage.begin()
+        return NodeRanks(0, (0,), places=1)
 
 
 class TorchRanks(Ranks):
@@ -131,10 +157,44 @@ class TorchRanks(Ranks):
             failure = error
         except OSError as error:
             failure = failure_of(error)
-        for rank, report in enumerate(self.gather(_as_report(failure))):
-            if report is not None:
-                kind, message, hint = report
+        report = None if failure is None else (type(failure), failure.message, failure.hint)
+        for rank, failed in enumerate(self.gather(report)):
+            if failed is not None:
+                kind, message, hint = failed
                 raise kind(f"rank {rank}: {message}", hint=hint) from failure
+
+    def begin(self, stage: Stage) -> NodeRanks:
+        """Begin the output in each place that ranks write into; each will hold all of it.
+
+        Raises as ``Stage.begin`` does, TransferError if a rank sees no output that was begun.
+        """
+        tokens = self.gather(os.urandom(8).hex())
+        self._begin_if(stage, tokens, leads=self.rank == 0)
+        is_apart = not stage.target.is_marked(tokens[0])
+        if any(self.gather(is_apart)):
+            self._begin_if(stage, tokens, leads=is_apart and self.local_rank == 0)
+        with self.together():
+            first = self._first_of(stage, tokens)
+        firsts = self.gather(first)
+        members = tuple(rank for rank, leader in enumerate(firsts) if leader == first)
+        return NodeRanks(self.rank, members, len(set(firsts)))
+
+    def _begin_if(self, stage: Stage, tokens: list[str], *, leads: bool) -> None:
+        """Begin the output if this rank ``leads``, and mark it with its token."""
+        with self.together():
+            if leads:
+                stage.begin()
+                stage.target.mark(tokens[self.rank])
+
+    def _first_of(self, stage: Stage, tokens: list[str]) -> int:
+        """Return the rank that began the output where this rank writes."""
+        for rank, token in enumerate(tokens):
+            if stage.target.is_marked(token):
+                return rank
+        raise TransferError(
+            f"rank {self.rank} does not see the output that a rank of its node began",
+            hint="torchrun gives the first rank of each node LOCAL_RANK=0",
+        )
 
     def close(self) -> None:
         """End the process group, once its threads have nothing left to do.
@@ -169,10 +229,6 @@ class RunningRanks(TorchRanks):
             ) from None
 
 
-def _as_report(error: CkptoolError | None) -> tuple[type[CkptoolError], str, str | None] | None:
-    return None if error is None else (type(error), error.message, error.hint)
-
-
 @contextmanager
 def join_ranks() -> Iterator[Ranks]:
     """Join the ranks of the torchrun job of this process; without one, be the only rank.
@@ -203,64 +259,6 @@ def _no_meeting(launch: Launch, why: str) -> Unsupported:
     return Unsupported(
         f"rank {launch.rank} of {launch.size} reached no other rank at {launch.address} {why}",
         hint="start it with torchrun; to work alone, unset RANK and WORLD_SIZE",
-    )
-
-
-class NodeRanks(Struct, frozen=True):
-    """The ranks that write into the same place as this one, out of all ``places``.
-
-    On a shared disk these are all ranks, else the ranks of one machine.
-    """
-
-    rank: int
-    ranks: tuple[int, ...]
-    places: int
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank begins and commits."""
-        return self.rank == self.ranks[0]
-
-    @property
-    def share(self) -> Share:
-        """This rank's share of all work at the node."""
-        return Share(self.ranks.index(self.rank), len(self.ranks))
-
-
-def begin_output(stage: Stage, ranks: Ranks) -> NodeRanks:
-    """Begin the output in each place that ranks write into; each will hold all of it.
-
-    Raises as ``Stage.begin`` does, TransferError if a rank sees no output that was begun.
-    """
-    tokens = ranks.gather(os.urandom(8).hex())
-
-    _begin_on(ranks, stage, tokens, leads=ranks.rank == 0)
-    is_apart = not stage.target.is_marked(tokens[0])
-    if any(ranks.gather(is_apart)):
-        _begin_on(ranks, stage, tokens, leads=is_apart and ranks.local_rank == 0)
-    with ranks.together():
-        first = _first_of(stage, ranks, tokens)
-    firsts = ranks.gather(first)
-    members = tuple(rank for rank, leader in enumerate(firsts) if leader == first)
-    return NodeRanks(ranks.rank, members, len(set(firsts)))
-
-
-def _begin_on(ranks: Ranks, stage: Stage, tokens: list[str], *, leads: bool) -> None:
-    """Begin the output on the ranks that lead, each of which marks it with its token."""
-    with ranks.together():
-        if leads:
-            stage.begin()
-            stage.target.mark(tokens[ranks.rank])
-
-
-def _first_of(stage: Stage, ranks: Ranks, tokens: list[str]) -> int:
-    """Return the rank that began the output where this rank writes."""
-    for rank, token in enumerate(tokens):
-        if stage.target.is_marked(token):
-            return rank
-    raise TransferError(
-        f"rank {ranks.rank} does not see the output that a rank of its node began",
-        hint="torchrun gives the first rank of each node LOCAL_RANK=0",
     )
 
 

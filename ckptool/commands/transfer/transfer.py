@@ -21,7 +21,7 @@ from ckptool.core.planning.plan import Plan
 from ckptool.engine.check.replicas import copied_files, differing_replicas
 from ckptool.engine.checksum import RecordCheck
 from ckptool.engine.progress import UNWATCHED, Progress
-from ckptool.engine.ranks import Ranks, begin_output
+from ckptool.engine.ranks import Ranks
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import require_unchanged
 from ckptool.engine.share import Share
@@ -274,7 +274,7 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
             raise
 
     def _write(self, stage: Stage, progress: Progress, ranks: Ranks) -> tuple[str, ...]:
-        node = begin_output(stage, ranks)
+        node = ranks.begin(stage)
         with ranks.together():
             stage.target.join(ranks.rank)
         share = self.options.part or node.share
