@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from isal.isal_zlib import crc32, crc32_combine
 
@@ -74,7 +74,7 @@ class RecordCheck:
 
     Pieces that are read anyway are noted, unless one is all of a record, and as it was written;
     ``unseen`` names the records that must still be read. If work is ``shared`` these are only the
-    ``required`` ones: others read the rest, or the rest is ``joined`` from what each notes.
+    ``required`` ones: the rest is compared if it is read completely, or ``joined`` from all notes.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
@@ -121,15 +121,15 @@ class RecordCheck:
             if not self._is_covered(record):
                 yield record, self._tensor[record], _join_adjoining(self._pieces[record])
 
-    def problems(self, without: Collection[Record] = ()) -> list[Problem]:
+    def problems(self) -> list[Problem]:
         """Return a problem for each record whose bytes are not as written, in the files' order.
 
-        All required records must have been read completely, except for excluded ones.
+        All required records must have been read completely.
         """
         problems: list[Problem] = []
         doubtful = (item for item in self._tensor.items() if item[0] not in self._intact)
         for record, tensor in sorted(doubtful, key=lambda item: (item[0].file, item[0].offset)):
-            if record in without or not (record in self._required or self._is_covered(record)):
+            if not (record in self._required or self._is_covered(record)):
                 continue
             pieces = [(o, n, c) for o, (n, c) in self._pieces[record].items()]
             actual = join_crcs(pieces)

@@ -100,16 +100,12 @@ class CheckedSource(TensorSource, frozen=True):
         Records of copies, and others that were not read completely, are read here. Raises Damaged
         if a file ends before a record does.
         """
-        self._touch(entries)
+        self.touch(entries)
         self.records.read_unseen(self.files, workers)
         return self.records.problems()
 
-    def problems_so_far(self, entries: Iterable[TensorEntry]) -> list[Problem]:
-        """Return the same as ``problems`` for records that were read completely; reads nothing."""
-        self._touch(entries)
-        return self.records.problems(without=set(self.records.unseen()))
-
-    def _touch(self, entries: Iterable[TensorEntry]) -> None:
+    def touch(self, entries: Iterable[TensorEntry]) -> None:
+        """Note the records that tensors are made from."""
         for entry in entries:
             for place in places(replace(entry, chunks=tuple(map(open_chunk, entry.chunks)))):
                 if isinstance(place, Extent) and place.record is not None:
@@ -220,9 +216,11 @@ def fill(requests: Sequence[FillRequest], source: Files, workers: int) -> None:
     contains what was read.
     """
     limit = _FETCHED if source.policy.by_request else _FILL
-    checked, jobs = CheckedSource(source), list(_fill_jobs(requests, limit))
+    records, jobs = RecordCheck(shared=True), list(_fill_jobs(requests, limit))
+    checked = CheckedSource(source, records=records)
     read_tiles(checked, jobs, _exhaust, max(1, min(workers, len(jobs))))
-    require_intact(checked.problems_so_far(request.entry for request in requests))
+    checked.touch(request.entry for request in requests)
+    require_intact(records.problems())
 
 
 def _fill_jobs(

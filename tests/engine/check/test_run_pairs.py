@@ -18,7 +18,7 @@ from ckptool.core.dtype import BY_NAME
 from ckptool.engine.check import pairs as pairs_module
 from ckptool.engine.check import run_pairs, tensors
 from ckptool.engine.check.pairs import TensorPair
-from ckptool.engine.checksum import crc32
+from ckptool.engine.checksum import RecordCheck, crc32
 from ckptool.engine.progress import Progress
 from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.tensors import CheckedSource, TensorSource
@@ -139,9 +139,10 @@ def test_checksums_of_records_are_noted_by_whoever_reads_their_runs(
     for at, problems in ((place, 0), (damaged, 1)):
         pair = TensorPair(entries[0], replace(entries[1], chunks=(Chunk(whole, at),)))
         files = LocalSource.folder(tmp_path)
-        sides = TensorSource(files), CheckedSource(files)
+        records = RecordCheck(shared=True)
+        sides = TensorSource(files), CheckedSource(files, records=records)
         with compared_in_tiles(7):
             found = tensors.compare([pair], sides, None, 1)
         assert bool(found.differences) is not is_equal
-        assert len(sides[1].problems_so_far([pair.other])) == problems
-        assert sides[1].problems_so_far([pair.other]) == sides[1].problems([pair.other], 1)
+        sides[1].touch([pair.other])
+        assert len(records.problems()) == problems
