@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from prune_runs import fates, pruned
@@ -105,8 +106,11 @@ def test_weights_of_an_earlier_step_beside_momentum(
     assert [*reasons(run)] == ["checkpoint-8"] * moves
 
 
-def test_weights_of_an_earlier_step_beside_a_rate_that_is_a_tensor(tmp_path: Path) -> None:
-    run = train(tmp_path, rate=torch.tensor(1e-3))
+@pytest.mark.parametrize("rate", [torch.tensor(1e-3), np.float64(1e-3), np.float32(1e-3)])
+def test_weights_of_an_earlier_step_beside_a_rate_of_another_type(
+    rate: Any, tmp_path: Path
+) -> None:
+    run = train(tmp_path, rate=rate)
     assert reasons(run) == {}
     shutil.copy(run / "checkpoint-6/model.safetensors", run / "checkpoint-8")
     assert [*reasons(run)] == ["checkpoint-8"]

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ckptool.commands.inspect.records import simple_value
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.models import StepSurvey
@@ -34,6 +35,7 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.state_category import lone_masters, state_category
 from ckptool.formats.companions import trainer_optimizer
 from ckptool.serialization.file_roles import without_words
+from ckptool.serialization.pickle.records import Call
 from ckptool.storage.url import Location, within
 
 _MEANS = frozenset(["exp_avg", MOMENTUM])
@@ -179,6 +181,7 @@ class Save(Struct, frozen=True, dict=True):
         values = (e.value for n, e in survey.catalog.objects.items() if RATE.fullmatch(n))
         rates = [value for value in values if type(value) in (int, float)]
         tensors = (n for n, e in survey.catalog.tensors.items() if e.elements == 1)
+        values = (simple_value(v) if isinstance(v, Call) else v for v in values)  # as numpy gives
         entries = locate_whole(survey, filter(RATE.fullmatch, tensors)).values()
         rates += largest_sizes(entries, survey.source).values()
         return [float(rate) for rate in rates if abs(rate) <= sys.float_info.max]
