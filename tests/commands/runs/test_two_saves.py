@@ -173,17 +173,18 @@ def test_the_last_needs_no_file_that_steps_have(tmp_path: Path) -> None:
     assert reasons(tmp_path / "run") == {}
 
 
-def test_weights_of_an_earlier_step_beside_an_average(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["ema_state_dict", "teacher"])
+def test_weights_of_an_earlier_step_beside_an_average(name: str, tmp_path: Path) -> None:
     for step, (weights, optimizer) in states(tmp_path / "source").items():
-        average = {f"module.{name}": weight + step for name, weight in weights.items()}
-        state = {"state_dict": weights, "ema_state_dict": average, "optimizer": optimizer}
+        average = {f"module.{key}": weight + step for key, weight in weights.items()}
+        state = {"state_dict": weights, name: average, "optimizer": optimizer}
         (run := tmp_path / "run").mkdir(exist_ok=True)
         torch.save(state, run / f"epoch_{step}.pth")
     assert reasons(run) == {}
     older = torch.load(run / "epoch_6.pth")
     torch.save(state | {"state_dict": older["state_dict"]}, run / "epoch_8.pth")
     assert "its weights are those of epoch_6.pth" in reasons(run)["epoch_8.pth"]
-    torch.save(state | {"ema_state_dict": older["ema_state_dict"]}, run / "epoch_8.pth")
+    torch.save(state | {name: older[name]}, run / "epoch_8.pth")
     assert reasons(run) == {}  # it may begin later
 
 

@@ -29,15 +29,19 @@ if TYPE_CHECKING:
 
 _FEW = 2
 AVERAGE = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])", re.IGNORECASE)
+_UNTRAINED = re.compile(r"(?<![a-z])(ema|swa|teacher)(?![a-z])", re.IGNORECASE)
+"""A teacher is an average of the student, or frozen."""
 _Weight = TypeVar("_Weight")
 
 
 def without_averages(weights: Mapping[str, _Weight]) -> Mapping[str, _Weight]:
     """Return the weights that are no averages by the beginning of their names, or all if none is.
 
-    An average, as in ``ema_state_dict``, is not of another save, or all zero, with the weights.
+    An average, as in ``ema_state_dict`` or ``teacher``, is not of another save, or all zero, with
+    the weights.
     """
-    rest = {n: weight for n, weight in weights.items() if not AVERAGE.search(n.partition(".")[0])}
+    heads = {name: name.partition(".")[0] for name in weights}
+    rest = {n: weight for n, weight in weights.items() if not _UNTRAINED.search(heads[n])}
     return rest or weights
 
 
