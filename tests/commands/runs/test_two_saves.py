@@ -162,6 +162,33 @@ def test_a_model_and_its_optimizer_in_files_of_their_own(
     assert "they are of two saves" in why
 
 
+@pytest.mark.parametrize("which", ["model", "opt"])
+def test_an_average_in_a_file_of_its_own(which: str, tmp_path: Path) -> None:
+    """As of guided-diffusion."""
+    (run := tmp_path / "run").mkdir()
+    for step, (weights, optimizer) in states(tmp_path / "source").items():
+        average = {name: weight + step for name, weight in weights.items()}
+        for name, state in (("model", weights), ("ema_0.999_", average), ("opt", optimizer)):
+            torch.save(state, run / f"{name}{step:06}.pt")
+    assert reasons(run) == {}
+    shutil.copy(run / f"{which}000006.pt", run / f"{which}000008.pt")
+    (why,) = reasons(run).values()
+    assert "they are of two saves" in why
+
+
+def test_state_of_which_some_is_stacked(tmp_path: Path) -> None:
+    """As of nanochat's Muon, and of icefall's ScaledAdam."""
+    (run := tmp_path / "run").mkdir()
+    for step, (weights, optimizer) in states(tmp_path / "source").items():
+        means = torch.stack([optimizer["state"][n]["exp_avg"] for n in range(3)])
+        state = {0: {"momentum_buffer": means, "param_rms": torch.rand(3, 1, 1)}}
+        torch.save({"model": weights, "optimizer": {"state": state}}, run / f"step_{step}.pt")
+    assert reasons(run) == {}
+    older, newest = torch.load(run / "step_6.pt"), torch.load(run / "step_8.pt")
+    torch.save(newest | {"optimizer": older["optimizer"]}, run / "step_8.pt")
+    assert "its optimizer is that of step_6.pt" in reasons(run)["step_8.pt"]
+
+
 def test_the_last_needs_no_file_that_steps_have(tmp_path: Path) -> None:
     for step, (weights, optimizer) in states(tmp_path / "source").items():
         (folder := tmp_path / "run" / ("last" if step == 8 else f"step_{step}")).mkdir(parents=True)

@@ -47,6 +47,8 @@ _VISIBLE_OF_GRADIENTS = 1e-2
 """The same for steps that are not divided, such as SGD's."""
 _LARGEST = 1e-3
 """How much of a gradient counts at most for a step that is not divided by its size."""
+_BESIDE = 0.02
+"""The share of an optimizer's state that may be numbers of other shapes than its weights."""
 _SEEN = 8
 """How many weights a visible step changes at least: few of bf16, if none is near zero."""
 
@@ -179,9 +181,9 @@ class Save(Struct, frozen=True, dict=True):
         if survey is None or survey.catalog is None:
             return []
         values = (e.value for n, e in survey.catalog.objects.items() if RATE.fullmatch(n))
+        values = (simple_value(v) if isinstance(v, Call) else v for v in values)  # as numpy gives
         rates = [value for value in values if type(value) in (int, float)]
         tensors = (n for n, e in survey.catalog.tensors.items() if e.elements == 1)
-        values = (simple_value(v) if isinstance(v, Call) else v for v in values)  # as numpy gives
         entries = locate_whole(survey, filter(RATE.fullmatch, tensors)).values()
         rates += largest_sizes(entries, survey.source).values()
         return [float(rate) for rate in rates if abs(rate) <= sys.float_info.max]
@@ -292,11 +294,12 @@ def _optimizer_of(model: Survey, parts: Sequence[tuple[Survey, bool, bool]]) -> 
 
     A part says whether it has a model, and whether an optimizer. If the names of several say the
     same, such as ``trunk_3.pth`` and ``trunk_optimizer_3.pth``, or fairseq2's ``model/sdp_00.pt``,
-    only they count. Of two models one may be frozen.
+    only they count. Of two models one may be frozen; no optimizer trains an average.
     """
     name = without_words(model.path.name)
     namesakes = [part for part in parts if without_words(part[0].path.name) == name]
     group = namesakes if len(namesakes) > 1 else parts
+    group = [part for part in group if part[0] is model or not AVERAGE.search(part[0].path.name)]
     models = [part for part, has_model, _ in group if has_model]
     states = [part for part, _, has_state in group if has_state]
     is_alone = len(models) == len(states) == 1 and models[0] is model
@@ -339,10 +342,18 @@ class Matrices(Struct, frozen=True, dict=True):
         return count_moved(opened, self.survey.source, step) >= _SEEN
 
     def may_be_state_of(self, weights: Matrices) -> bool:
-        """Return whether these may be state of weights: of their shapes, and half as many."""
-        shapes = [entry.shape for entry in self.entries.values()]
-        has_shapes = {entry.shape for entry in weights.entries.values()}.issuperset(shapes)
-        return has_shapes and 2 * len(shapes) >= len(weights.entries) > 0
+        """Return whether these may be state of weights: of their shapes, and of half as many.
+
+        Some optimizers stack the state of weights of one shape (nanochat's Muon, ScaledAdam), and
+        keep a few numbers beside it.
+        """
+        shapes = {entry.shape for entry in weights.entries.values()}
+        entries = self.entries.values()
+        alike = [e for e in entries if not shapes.isdisjoint([e.shape, e.shape[1:]])]
+        count = sum(1 if entry.shape in shapes else entry.shape[0] for entry in alike)
+        others = sum(e.elements for e in entries) - sum(e.elements for e in alike)
+        is_all = others <= _BESIDE * sum(entry.elements for entry in alike)
+        return is_all and 2 * count >= len(weights.entries) > 0
 
     def are_equal_to(self, other: Matrices) -> bool:
         """Return whether all are bit for bit those of their names in another save."""
