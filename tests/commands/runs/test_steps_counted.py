@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,18 @@ def test_a_scheduler_of_the_step_before(tmp_path: Path) -> None:
     assert reasons(run)["ckpt_40.pt"].startswith(why)
     change(run, lr_sched=old | {"_last_lr": [1e-3 / 40]})  # it warmed up, and is not stepped since
     assert reasons(run) == {}
+
+
+def test_the_scheduler_of_megatron_counts_samples(tmp_path: Path) -> None:
+    """Megatron-LM d98e8a6, core/optimizer_param_scheduler.py: a step adds the batch to them."""
+    for step, model, optimizer in train():
+        (folder := tmp_path / f"iter_{step:07d}/mp_rank_00").mkdir(parents=True)
+        arguments = Namespace(consumed_train_samples=4 * step)
+        content = {"model": model, "optimizer": {"optimizer": optimizer}, "iteration": step}
+        content |= {"args": arguments, "checkpoint_version": 3.0}
+        content |= {"opt_param_scheduler": {"num_steps": 4 * step, "max_lr": 1e-3}}
+        torch.save(content, folder / "model_optim_rng.pt")
+    assert reasons(tmp_path) == {}
+    torch.save(content | {"opt_param_scheduler": {"num_steps": 120}}, folder / "model_optim_rng.pt")
+    why = "counts-differ: opt_param_scheduler.num_steps has counted 120 steps, as in iter_0000030,"
+    assert reasons(tmp_path)["iter_0000040"].startswith(why)

@@ -145,7 +145,10 @@ class Save(Struct, frozen=True, dict=True):
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
-        """The steps that a trainer counts, without those it skipped, and what it steps counts."""
+        """The steps that a trainer counts, without those it skipped, and what it steps counts.
+
+        With schedulers that count samples, also the samples.
+        """
         counts: dict[str, int] = {}
         catalog = self.survey.catalog
         for trainer, step, values in trainers_of(self.survey, catalog) if catalog else ():
@@ -154,8 +157,11 @@ class Save(Struct, frozen=True, dict=True):
             counts[trainer.step] = step - (number_in(values, trainer.skipped) or 0)
             for schedule in trainer.schedules:
                 count = number_in(values, schedule.name)
-                if schedule.of_steps and count is not None:
+                samples = number_in(values, trainer.samples) if schedule.of_samples else None
+                if (schedule.of_steps or samples is not None) and count is not None:
                     counts[schedule.name] = count - schedule.begin
+                if samples is not None:
+                    counts[trainer.samples] = samples
         return {name: count for name, count in counts.items() if count < UNCOUNTED}
 
     @cached_property

@@ -20,13 +20,15 @@ _UNNAMED = r"(?!)"
 
 
 class Schedule(Struct, frozen=True):
-    """What a scheduler counts; all but ``begin`` and ``of_steps`` are names of values."""
+    """What a scheduler counts; all but ``begin`` and what it is of are names of values."""
 
     name: str
     begin: int = 0
     """The count before the first step."""
     of_steps: bool = True
     """Whether it counts steps, not something of which every step has some."""
+    of_samples: bool = False
+    """Whether that is the samples seen."""
     scaled: str = ""
     """Whether loss scaling is used, which may skip steps that nobody counts."""
     rate: str = ""
@@ -115,7 +117,14 @@ TRAINERS = (
         step="iteration",
         name=r"iter_(\d{7,18})",
         pointer=MEGATRON,
-        schedules=(Schedule("opt_param_scheduler.num_steps", of_steps=False, scaled="args.fp16"),),
+        schedules=(
+            Schedule(
+                "opt_param_scheduler.num_steps",
+                of_steps=False,
+                of_samples=True,
+                scaled="args.fp16",
+            ),
+        ),
         samples="args.consumed_train_samples",
         batch="args.global_batch_size",
         growth="args.rampup_batch_size",
