@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +125,15 @@ def test_a_scheduler_of_the_step_before(tmp_path: Path) -> None:
     why = "counts-differ: lr_sched.last_epoch has counted 30 steps, as in ckpt_30.pt, but the"
     assert reasons(run)["ckpt_40.pt"].startswith(why)
     change(run, lr_sched=old | {"_last_lr": [1e-3 / 40]})  # it warmed up, and is not stepped since
+    assert reasons(run) == {}
+
+
+def test_a_copy_of_an_older_step_under_a_newer_name(tmp_path: Path) -> None:
+    run = plain_run(tmp_path, global_step=1)
+    shutil.copy(run / "ckpt_30.pt", run / "ckpt_40.pt")
+    why = "counts-differ: its weights, its optimizer and the step that it records are those of"
+    assert reasons(run)["ckpt_40.pt"].startswith(f"{why} ckpt_30.pt: it is a copy")
+    change(run, global_step=40)  # nothing was trained in between
     assert reasons(run) == {}
 
 

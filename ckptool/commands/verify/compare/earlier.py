@@ -203,6 +203,9 @@ def _mixed_with(save: Save, predecessor: Save) -> str | None:
     has_weights = weights.are_equal_to(old_weights)
     has_state = state.are_equal_to(old_state)
     more = _more_steps(save, predecessor) if has_weights and has_state else None
+    if has_weights and has_state and _is_copy(save, predecessor):
+        cause = f"its weights, its optimizer and the step that it records are those of {name}"
+        return f"{cause}: it is a copy"
     if more and not state.are_zero:
         cause = f"its weights and its optimizer are those of {name}, but {more}"
     elif has_weights and not has_state and save.moves(predecessor, weights.entries):
@@ -214,6 +217,13 @@ def _mixed_with(save: Save, predecessor: Save) -> str | None:
     else:
         return None
     return f"{cause}: they are of two saves"
+
+
+def _is_copy(save: Save, predecessor: Save) -> bool:
+    """Return whether a save records the step of an earlier one, and not that of its own name."""
+    number, old = save.step.number, predecessor.step.number
+    are_known = number is not None and old is not None and number not in save.recorded
+    return are_known and old in save.recorded & predecessor.recorded
 
 
 def _more_steps(save: Save, predecessor: Save) -> str | None:

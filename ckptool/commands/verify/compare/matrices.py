@@ -16,6 +16,7 @@ from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.models import StepSurvey
 from ckptool.commands.runs.names import parse_name
+from ckptool.commands.runs.records import recorded_step
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import locate_whole
 from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED, steps_of_each
@@ -163,6 +164,12 @@ class Save(Struct, frozen=True, dict=True):
                 if samples is not None:
                     counts[trainer.samples] = samples
         return {name: count for name, count in counts.items() if count < UNCOUNTED}
+
+    @cached_property
+    def recorded(self) -> frozenset[int | None]:
+        """The steps that its values and its trainer's record count."""
+        catalog = self.survey.catalog
+        return frozenset([recorded_step(catalog) if catalog else None, *self.counts.values()])
 
     @cached_property
     def steps_taken(self) -> Mapping[str, float]:
