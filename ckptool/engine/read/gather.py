@@ -109,10 +109,9 @@ class Gatherer:
         self._ranges = ranges
         self._reader = reader
         self._scratch = memoryview(bytearray(SPAN))
-        self._blobs = Blobs(reader.files)
         self._by_turns: dict[int, TensorEntry] = {}
+        self._blobs, self._windows = Blobs(reader.files, self._by_turns), Windows(self._by_turns)
         self._indexes: dict[int, tuple[TensorEntry, ChunkIndex]] = {}
-        self._windows = Windows()
 
     def find(self, entry: TensorEntry, box: Box) -> Sequence[Overlap]:
         """Return the parts of a box that a tensor's chunks hold; opens the chunks."""
@@ -201,9 +200,8 @@ class Gatherer:
         """
         entries = {id(entry): entry for entry in tensors_behind(at)}
         if not entries.keys() <= self._by_turns.keys():
-            self._by_turns = entries
-            self._blobs.read_by_turns(entries.values())
-            self._windows.read_by_turns(len(entries))
+            self._by_turns.clear()
+            self._by_turns |= entries
 
     def _count_computed(
         self, ranges: RangeCheck, entry: TensorEntry, at: Computed, part: tuple[Array, Box]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sized
 
 import numpy as np
 
@@ -21,18 +21,13 @@ Read = Callable[[TensorEntry, Box], Array]
 class Blobs:
     """Decodes blobs for one thread, and keeps the last one of each tensor that is read by turns.
 
-    If no tensors are read by turns, it keeps only the last blob of all.
+    The reader's owner says which these are in ``by_turns``, by id. Of others, it keeps only the
+    last blob of all.
     """
 
-    def __init__(self, reader: FileReader) -> None:
-        self._reader = reader
-        self._by_turns: frozenset[int] = frozenset()
+    def __init__(self, reader: FileReader, by_turns: Mapping[int, TensorEntry]) -> None:
+        self._reader, self._by_turns = reader, by_turns
         self._kept: dict[int, tuple[EncodedBlob, Bytes]] = {}
-
-    def read_by_turns(self, entries: Iterable[TensorEntry]) -> None:
-        """Keep a blob of each of ``entries`` from now on, and none of other tensors."""
-        self._by_turns = frozenset(map(id, entries))
-        self._kept = {key: blob for key, blob in self._kept.items() if key in self._by_turns}
 
     def decode(self, at: EncodedBlob, entry: TensorEntry | None) -> Bytes:
         """Return the decoded bytes of a tensor's blob; Damaged if they are not as written.
@@ -41,8 +36,8 @@ class Blobs:
         """
         key = id(entry)
         if key not in self._kept or self._kept[key][0] != at:
-            blobs = self._kept if key in self._by_turns else {}
-            self._kept = {other: blob for other, blob in blobs.items() if other != key}
+            others = self._by_turns.keys() - {key} if key in self._by_turns else ()
+            self._kept = {other: self._kept[other] for other in others if other in self._kept}
             self._kept[key] = at, self._decode(at)
         return self._kept[key][1]
 
@@ -72,28 +67,24 @@ class Windows:
     """Reads boxes of some columns of many rows, as reading these passes all others.
 
     From the second box of a tensor on, as many columns are kept as fit its share of SPAN: half of
-    it, as of values and scales, or less if more tensors are read by turns.
+    it, as of values and scales, or less if more tensors are read ``by_turns``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, by_turns: Sized) -> None:
+        self._by_turns = by_turns
         self._kept: dict[int, tuple[TensorEntry, Box, Array]] = {}
-        self._most = 2
-
-    def read_by_turns(self, count: int) -> None:
-        """Keep columns of so many tensors from now on."""
-        self._most = max(2, count)
 
     def gather(self, read: Read, entry: TensorEntry, box: Box) -> Array:
         """Return a box of a whole tensor, with its elements as stored; it is read-only."""
         dim = _cut_dim(entry, box)
         if dim is None:
             return read(entry, box)
-        window = self._kept.get(id(entry))
+        window, most = self._kept.get(id(entry)), max(2, len(self._by_turns))
         if window is None or not window[1].contains(box):
-            wide = box if window is None else _widen(entry, box, dim, SPAN // self._most)
+            wide = box if window is None else _widen(entry, box, dim, SPAN // most)
             windows = [item for item in self._kept.values() if item[0] is not entry]
             window = entry, wide, read(entry, wide)
-            self._kept = {id(item[0]): item for item in (*windows[1 - self._most :], window)}
+            self._kept = {id(item[0]): item for item in (*windows[1 - most :], window)}
         where = box.relative_to(window[1].lo)
         return np.ascontiguousarray(part_of(window[2], where))
 

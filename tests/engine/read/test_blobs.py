@@ -94,7 +94,7 @@ def test_a_blob_takes_no_more_memory_than_is_counted(tmp_path: Path) -> None:
     with closing(LocalSource(tmp_path, {}).reader()) as reader:
         tracemalloc.start()
         try:
-            data = kept.Blobs(reader).decode(at, None)
+            data = kept.Blobs(reader, {}).decode(at, None)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()

@@ -38,7 +38,7 @@ def _small_span() -> object:
 
 def test_boxes_beside_each_other_are_read_at_once() -> None:
     reads = Reads()
-    windows = kept.Windows()
+    windows = kept.Windows(())
     for expert in range(3):
         for low in range(0, 12, 2):
             for entry, values in zip(ENTRIES, VALUES, strict=True):
@@ -52,7 +52,7 @@ def test_boxes_beside_each_other_are_read_at_once() -> None:
 
 def test_columns_of_all_tensors_that_are_read_by_turns_are_kept() -> None:
     """Each has its share of the memory, so that it is as much as for two."""
-    windows, boxes = kept.Windows(), list[Box]()
+    boxes = list[Box]()
     values = np.arange(120, dtype="u2").reshape(10, 12)
     entries = [TensorEntry(f"t{n}", (f"t{n}",), BY_NAME["int16"], (10, 12), ()) for n in range(8)]
 
@@ -60,7 +60,7 @@ def test_columns_of_all_tensors_that_are_read_by_turns_are_kept() -> None:
         boxes.append(box)
         return np.ascontiguousarray(values[tuple(map(slice, *box))])
 
-    windows.read_by_turns(len(entries))
+    windows = kept.Windows(entries)
     for low in range(12):
         for entry in entries:
             found = windows.gather(read, entry, Box((0, low), (10, low + 1)))
@@ -72,7 +72,7 @@ def test_columns_of_all_tensors_that_are_read_by_turns_are_kept() -> None:
 @given(st.data())
 @settings(max_examples=40)
 def test_any_boxes_in_any_order_are_right(data: st.DataObject) -> None:
-    windows, reads = kept.Windows(), Reads()
+    windows, reads = kept.Windows(()), Reads()
     for _ in range(8):
         which = data.draw(st.integers(0, 1))
         shape = SHAPES[which]
