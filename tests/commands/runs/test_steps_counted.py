@@ -126,6 +126,20 @@ def test_a_scheduler_of_the_step_before(tmp_path: Path) -> None:
     assert reasons(run)["ckpt_40.pt"].startswith(why)
     change(run, lr_sched=old | {"_last_lr": [1e-3 / 40]})  # it warmed up, and is not stepped since
     assert reasons(run) == {}
+    change(run, lr_sched=old, other=old | {"_last_lr": [1e-3 / 40]})  # another has taken over
+    assert reasons(run) == {}
+
+
+def test_a_scheduler_that_counts_epochs_of_the_step_before(tmp_path: Path) -> None:
+    run = plain_run(tmp_path)
+    for path in run.iterdir():
+        content = torch.load(path)
+        content["lr_sched"]["last_epoch"] //= 10
+        torch.save(content, path)
+    assert reasons(run) == {}
+    change(run, lr_sched=torch.load(run / "ckpt_30.pt")["lr_sched"])
+    why = "counts-differ: lr_sched.last_epoch has counted 3 steps, as in ckpt_30.pt, but the"
+    assert reasons(run)["ckpt_40.pt"].startswith(why)
 
 
 def test_a_copy_of_an_older_step_under_a_newer_name(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
 from ckptool.errors import Problem
 
+_DIFFER = "counts-differ"
 _TAKEN, _NAMED = "the optimizer", "its name"
 _COUNT = re.compile(
     r"(?i)(?:(?:global|train(?:er|ing)?|cur(?:rent)?|total|num|n)_?)?"
@@ -32,8 +33,8 @@ _DEEPEST = 2
 def old_counts(save: Save, last: Save, older: Save) -> Iterator[Problem]:
     """Yield the counts that a save has of the last, though one that went with them has gone on.
 
-    A part of training that was begun again since the last may have come to the same count, and a
-    scheduler that has done its part stays where it is.
+    A part of training that was begun again since the last may have come to the same count. A
+    scheduler that has done its part stays where it is, and another one gives the rate.
     """
     saves = save, last, older
     counts, old_counts, older_counts = (_counts_of(item) for item in saves)
@@ -41,10 +42,16 @@ def old_counts(save: Save, last: Save, older: Save) -> Iterator[Problem]:
     growth: dict[str, float] = {name: old_counts[name] - older_counts[name] for name in names}
     more: dict[str, float] = {name: counts[name] - old_counts[name] for name in names}
     stopped = sorted(name for name in names if not more[name] and growth[name] > 0)
-    stopped = [name for name in stopped if name in save.counts or not _gave_rate(save, name)]
     if stopped:
         taken, old_taken, older_taken = (item.most_steps_taken for item in saves)
         growth[_TAKEN], more[_TAKEN] = old_taken - older_taken, taken - old_taken
+    scheduled = {n for n in stopped if n.endswith(_SCHEDULED) and n not in save.counts}
+    stopped = [name for name in stopped if name not in scheduled]
+    if scheduled and 0 < growth[_TAKEN] <= more[_TAKEN] and _has_other_rate(*saves):
+        name = min(scheduled)
+        message = f"{name} has counted {counts[name]:,} steps, as in {last.name}, but the optimizer"
+        message += f" has {more[_TAKEN]:,.0f} more, and another learning rate than it gave"
+        yield Problem(f"{message}: they are of two saves", _DIFFER)
     numbers = [item.step.number for item in saves]
     for name in stopped:
         others = {n: more[n] for n in sorted(more) if growth[n] == growth[name]}
@@ -54,10 +61,10 @@ def old_counts(save: Save, last: Save, older: Save) -> Iterator[Problem]:
             others[_NAMED] = (numbers[0] or 0) - (numbers[1] or 0)
         other = next((n for n in others if 0 < others[n] < counts[name]), None)
         if other is not None:
-            unit = "steps" if name.endswith(_SCHEDULED) or "epoch" not in name else "epochs"
+            unit = "epochs" if "epoch" in name and name not in save.counts else "steps"
             message = f"{name} has counted {counts[name]:,} {unit}, as in {last.name}, but"
             message += f" {other} has {others[other]:,.0f} more: they are of two saves"
-            yield Problem(message, "counts-differ")
+            yield Problem(message, _DIFFER)
 
 
 def _counts_of(save: Save) -> Mapping[str, int]:
@@ -77,12 +84,17 @@ def _own_counts(catalog: Catalog) -> Iterator[tuple[str, int]]:
             yield name, entry.value
 
 
-def _gave_rate(save: Save, name: str) -> bool:
-    """Return whether a scheduler gave a rate last that the optimizer has."""
-    catalog = save.survey.catalog
-    entry = catalog.objects.get(_rates_beside(name)) if catalog else None
-    rates = entry.value if entry else None
-    return isinstance(rates, list) and not {*rates}.isdisjoint(save.rates)
+def _has_other_rate(save: Save, last: Save, older: Save) -> bool:
+    """Return whether only the last two saves have a rate that a scheduler gave, not this one."""
+    return _gave_rate(last) and _gave_rate(older) and not _gave_rate(save)
+
+
+def _gave_rate(save: Save) -> bool:
+    """Return whether the optimizer has a rate that a scheduler gave last."""
+    objects = save.survey.catalog.objects if save.survey.catalog else {}
+    given = [entry.value for name, entry in objects.items() if name.endswith(_RATES)]
+    rates = [rate for rates in given if isinstance(rates, list) for rate in rates]
+    return any(rate in save.rates for rate in rates)
 
 
 def _rates_beside(name: str) -> str:
