@@ -106,12 +106,32 @@ def _left_behind(
 
 def _save_problems(save: Save, predecessors: Sequence[Save], last: Step) -> Iterator[Problem]:
     """Yield what a save lacks or shares of its predecessors; of the ``last`` step, lost state."""
+    yield from _copies(save, predecessors)
     for predecessor in predecessors:
         cause = _scheduler_reset(save, predecessor) or _mixed_with(save, predecessor)
         yield from [Problem(cause, _DIFFER)] if cause else []
         yield from _lost_state(save, predecessor) if predecessor.step is last else ()
     yield from _zero_momentum(save, predecessors)
     yield from old_counts(save, *predecessors[:2]) if len(predecessors) > 1 else ()
+
+
+def _copies(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
+    """Yield a problem if a save is a predecessor's, and records its step, not that of its own name.
+
+    All predecessors record the steps in their names, or these may count something else.
+    """
+    numbers = {old.step.number for old in predecessors if old.step.number in old.recorded}
+    number, counts = save.step.number, save.recorded
+    if number is None or number in counts or len(numbers) < max(2, len(predecessors)):
+        return
+    for old in (old for old in predecessors if old.step.number in counts):
+        pairs = [(save.weights, old.weights), (save.state, old.state)]
+        are_same = all(now.looks == then.looks for now, then in pairs)
+        if are_same and all(now.are_equal_to(then) for now, then in pairs):
+            message = (
+                f"its weights, its optimizer and the step that it records are those of {old.name}"
+            )
+            yield Problem(f"{message}: it is a copy", _DIFFER)
 
 
 def _movement_problems(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
@@ -203,9 +223,6 @@ def _mixed_with(save: Save, predecessor: Save) -> str | None:
     has_weights = weights.are_equal_to(old_weights)
     has_state = state.are_equal_to(old_state)
     more = _more_steps(save, predecessor) if has_weights and has_state else None
-    if has_weights and has_state and _is_copy(save, predecessor):
-        cause = f"its weights, its optimizer and the step that it records are those of {name}"
-        return f"{cause}: it is a copy"
     if more and not state.are_zero:
         cause = f"its weights and its optimizer are those of {name}, but {more}"
     elif has_weights and not has_state and save.moves(predecessor, weights.entries):
@@ -217,13 +234,6 @@ def _mixed_with(save: Save, predecessor: Save) -> str | None:
     else:
         return None
     return f"{cause}: they are of two saves"
-
-
-def _is_copy(save: Save, predecessor: Save) -> bool:
-    """Return whether a save records the step of an earlier one, and not that of its own name."""
-    number, old = save.step.number, predecessor.step.number
-    are_known = number is not None and old is not None and number not in save.recorded
-    return are_known and old in save.recorded & predecessor.recorded
 
 
 def _more_steps(save: Save, predecessor: Save) -> str | None:

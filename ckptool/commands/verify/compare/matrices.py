@@ -166,10 +166,10 @@ class Save(Struct, frozen=True, dict=True):
         return {name: count for name, count in counts.items() if count < UNCOUNTED}
 
     @cached_property
-    def recorded(self) -> frozenset[int | None]:
+    def recorded(self) -> frozenset[int]:
         """The steps that its values and its trainer's record count."""
-        catalog = self.survey.catalog
-        return frozenset([recorded_step(catalog) if catalog else None, *self.counts.values()])
+        step = recorded_step(self.survey.catalog) if self.survey.catalog else None
+        return frozenset([*self.counts.values(), *([] if step is None else [step])])
 
     @cached_property
     def steps_taken(self) -> Mapping[str, float]:
