@@ -213,13 +213,15 @@ class _Model(NamedTuple):
 
 
 def _models_of(step: Step, surveys: Iterable[StepSurvey]) -> Mapping[str, _Model]:
-    """Return the models of a step, by their places."""
+    """Return the models of a step, by their places: all side by side as one, and each file's."""
     groups: dict[str, list[Survey]] = {}
     state = 0
     for inside, survey in surveys:
         tensors = survey.catalog.tensors.values() if survey.catalog is not None else ()
         state += sum(state_category(entry) == "optimizer" for entry in tensors)
         groups.setdefault(_place_in(step, survey.path, inside), []).append(survey)
+        if not inside and not survey.path.is_dir():
+            groups.setdefault(_file_in(step, survey.path), []).append(survey)
     models: dict[str, _Model] = {}
     for place, group in groups.items():
         catalogs = [survey.catalog for survey in group if survey.catalog is not None]
@@ -242,6 +244,15 @@ def _place_in(step: Step, path: Location, inside: bool) -> str:
     if not inside and any(name.has_rank for name in names.values()):
         return ""
     return "/".join(name.kind if name.position else part for part, name in names.items())
+
+
+def _file_in(step: Step, path: Location) -> str:
+    """Return the path of a file in its step, as other steps have it."""
+    entry = next((entry for entry in step.entries if entry in path.parents), path.parent)
+    parts = within(path, entry).parts
+    names = {part: parse_name(part, is_folder=False) for part in parts}
+    is_of_step = {part: step.number in (n.position.number, n.bare) for part, n in names.items()}
+    return "/".join(names[part].kind if is_of_step[part] else part for part in parts)
 
 
 def matrices_in(catalog: Catalog) -> Matrices:

@@ -127,3 +127,24 @@ def test_layers_that_a_config_says_were_removed(
     found = ckptool.verify_run(run).latest_good
     assert found is not None
     assert found.path.name == good
+
+
+def test_a_matrix_that_one_of_several_ranks_files_lost(tmp_path: Path) -> None:
+    """As fairseq2 saves parts of each tensor side by side; layers may move to another file."""
+    for step in (10, 20, 30):
+        for rank in range(2):
+            file = tmp_path / f"step_{step}/model/pp_00/tp_00/sdp_{rank:02}.pt"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(model(), file)
+    assert ckptool.verify_run(tmp_path, every=True).ok
+    made = model()
+    del made[LOST]
+    torch.save(made, file)
+    (reason,) = ckptool.verify_run(tmp_path, every=True).steps[0].reasons
+    assert reason.startswith(f"like-missing: model/pp_00/tp_00/sdp_01.pt: {LOST}: missing, step_10")
+    without(LOST)(moved := model())
+    for step in (10, 20):
+        torch.save(moved, tmp_path / f"step_{step}/model/pp_00/tp_00/sdp_00.pt")
+    torch.save(moved, file)
+    torch.save(model(), file.with_name("sdp_00.pt"))
+    assert ckptool.verify_run(tmp_path, every=True).ok
