@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from pathlib import PurePath
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -14,8 +13,6 @@ from msgspec.structs import replace
 from ckptool.commands.inspect.records import simple_value
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.runs.models import StepSurvey
-from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.records import recorded_step
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import locate_whole
@@ -35,7 +32,6 @@ from ckptool.commands.verify.checks.training import StepCounters
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.state_category import lone_masters, state_category
 from ckptool.formats.companions import trainer_optimizer
-from ckptool.serialization.file_roles import without_words
 from ckptool.serialization.pickle.records import Call
 from ckptool.storage.url import Location, within
 
@@ -57,13 +53,15 @@ _SEEN = 8
 class Save(Struct, frozen=True, dict=True):
     """A checkpoint of a step, or a model ``inside`` one, with the optimizer that trains it.
 
-    It is, or lies in, an ``entry`` of the step. ``optimizer_part`` is the step's only checkpoint
-    with an optimizer, if this is its only model, or the only one whose name says the same.
+    It is, or lies in, an ``entry`` of the step; ``part`` says of which of several side by side, and
+    of which model inside. ``optimizer_part`` is the step's only checkpoint with an optimizer, if
+    this is its only model, or the only one whose name says the same.
     """
 
     survey: Survey
     step: Step
     entry: Location
+    part: str = ""
     inside: bool = False
     optimizer_part: Survey | None = None
 
@@ -71,12 +69,6 @@ class Save(Struct, frozen=True, dict=True):
     def name(self) -> str:
         """The name of the step, as its entry has it."""
         return self.entry.name
-
-    @property
-    def part(self) -> str:
-        """What it is of its step: one of several files side by side, or a model inside."""
-        inner = within(self.survey.path, self.entry).parts if self.inside else ()
-        return "/".join(filter(None, [_role_of(self.entry, self.step), *inner]))
 
     @cached_property
     def optimizer(self) -> Survey | None:
@@ -270,53 +262,6 @@ class Save(Struct, frozen=True, dict=True):
         if name is None or predecessor._means.get(weight) != name:
             return None
         return not self.state.only([name]).are_equal_to(predecessor.state)
-
-
-def saves_in(step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath, Save]:
-    """Return the saves of a step's checkpoints, and of models in them, by their places in it.
-
-    Beside a step's first entry, those are that have an optimizer of their own, but for files of
-    other ranks.
-    """
-    surveys = [*checkpoints]
-    outermost = [survey for inside, survey in surveys if not inside]
-    parts = [(part, _has(part, "model"), _has(part, "optimizer")) for part in outermost]
-    saves: dict[PurePath, Save] = {}
-    for inside, survey in surveys:
-        state, places = _optimizer_of(survey, parts), {survey.path, *survey.path.parents}
-        for entry in (entry for entry in step.entries if entry in places):
-            if entry == step.path or (
-                state and not parse_name(entry.name, is_folder=False).has_rank
-            ):
-                place = PurePath(_role_of(entry, step), within(survey.path, entry))
-                saves[place] = Save(survey, step, entry, inside, state)
-    return saves
-
-
-def _role_of(entry: Location, step: Step) -> str:
-    """Return what an entry's name says of its part of a step; nothing of the step's first one."""
-    return "" if entry == step.path else parse_name(entry.name, is_folder=False).role
-
-
-def _has(survey: Survey, part: str) -> bool:
-    return bool(matrices_of(survey, part).entries)
-
-
-def _optimizer_of(model: Survey, parts: Sequence[tuple[Survey, bool, bool]]) -> Survey | None:
-    """Return the only part with an optimizer, if ``model`` is the only one with a model.
-
-    A part says whether it has a model, and whether an optimizer. If the names of several say the
-    same, such as ``trunk_3.pth`` and ``trunk_optimizer_3.pth``, or fairseq2's ``model/sdp_00.pt``,
-    only they count. Of two models one may be frozen; no optimizer trains an average.
-    """
-    name = without_words(model.path.name)
-    namesakes = [part for part in parts if without_words(part[0].path.name) == name]
-    group = namesakes if len(namesakes) > 1 else parts
-    group = [part for part in group if part[0] is model or not AVERAGE.search(part[0].path.name)]
-    models = [part for part, has_model, _ in group if has_model]
-    states = [part for part, _, has_state in group if has_state]
-    is_alone = len(models) == len(states) == 1 and models[0] is model
-    return states[0] if is_alone else None
 
 
 class Matrices(Struct, frozen=True, dict=True):
