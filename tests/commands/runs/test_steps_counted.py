@@ -130,15 +130,16 @@ def test_a_scheduler_of_the_step_before(tmp_path: Path) -> None:
     assert reasons(run) == {}
 
 
-def test_a_scheduler_that_counts_epochs_of_the_step_before(tmp_path: Path) -> None:
+def test_one_of_schedulers_that_counts_epochs_of_the_step_before(tmp_path: Path) -> None:
     run = plain_run(tmp_path)
     for path in run.iterdir():
         content = torch.load(path)
         content["lr_sched"]["last_epoch"] //= 10
+        content["lr_sched"] = [content["lr_sched"]]
         torch.save(content, path)
     assert reasons(run) == {}
     change(run, lr_sched=torch.load(run / "ckpt_30.pt")["lr_sched"])
-    why = "counts-differ: lr_sched.last_epoch has counted 3 steps, as in ckpt_30.pt, but the"
+    why = "counts-differ: lr_sched.0.last_epoch has counted 3 steps, as in ckpt_30.pt, but the"
     assert reasons(run)["ckpt_40.pt"].startswith(why)
 
 

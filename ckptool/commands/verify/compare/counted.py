@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED
 from ckptool.commands.verify.compare.matrices import Save
-from ckptool.core.catalog import Catalog
+from ckptool.core.catalog import Catalog, Index
 from ckptool.core.state_category import state_category
 from ckptool.errors import Problem
 
@@ -27,7 +27,7 @@ _COUNT = re.compile(
 _SCHEDULED, _RATES = ".last_epoch", "._last_lr"
 """What a scheduler counts, and the rates that it gave last, by the ends of their names."""
 _DEEPEST = 2
-"""The most steps of a count's path: deeper ones may be of a part of a trainer."""
+"""The most names in a count's path: deeper ones may be of a part of a trainer."""
 
 
 def old_counts(save: Save, last: Save, older: Save) -> Iterator[Problem]:
@@ -77,7 +77,8 @@ def _own_counts(catalog: Catalog) -> Iterator[tuple[str, int]]:
     for name, entry in catalog.objects.items():
         if type(entry.value) is not int or not 0 <= entry.value < UNCOUNTED:
             continue
-        if not 0 < len(entry.path) <= _DEEPEST or state_category(entry) == "optimizer":
+        depth = sum(not isinstance(step, Index) for step in entry.path)
+        if not 0 < depth <= _DEEPEST or state_category(entry) == "optimizer":
             continue
         is_scheduled = name.endswith(_SCHEDULED) and _rates_beside(name) in catalog.objects
         if is_scheduled or _COUNT.fullmatch(str(entry.path[-1])):
