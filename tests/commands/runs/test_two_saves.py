@@ -162,6 +162,21 @@ def test_a_model_and_its_optimizer_in_files_of_their_own(
     assert "they are of two saves" in why
 
 
+def test_weights_of_an_earlier_step_beside_a_teacher_in_the_model(tmp_path: Path) -> None:
+    """As of DINOv2."""
+    for step, (weights, optimizer) in states(tmp_path / "source").items():
+        teacher = {name: weight + step for name, weight in weights.items()}
+        model = {f"student.{n}": w for n, w in weights.items()}
+        model |= {f"teacher.{n}": w for n, w in teacher.items()}
+        (run := tmp_path / "run").mkdir(exist_ok=True)
+        torch.save({"model": model, "optimizer": optimizer}, run / f"step_{step}.pt")
+    assert reasons(run) == {}
+    older = torch.load(run / "step_6.pt")["model"]
+    model |= {name: weight for name, weight in older.items() if name.startswith("student")}
+    torch.save({"model": model, "optimizer": optimizer}, run / "step_8.pt")
+    assert "its weights are those of step_6.pt" in reasons(run)["step_8.pt"]
+
+
 @pytest.mark.parametrize("which", ["model", "opt"])
 def test_an_average_in_a_file_of_its_own(which: str, tmp_path: Path) -> None:
     """As of guided-diffusion."""

@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
 _FEW = 2
 AVERAGE = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])", re.IGNORECASE)
-_UNTRAINED = re.compile(r"(?<![a-z])(ema|swa|teacher)(?![a-z])", re.IGNORECASE)
-"""A teacher is an average of the student, or frozen."""
+_UNTRAINED = re.compile(
+    r"(?:(?:model|module|state_dict)\.)?[^.]*(?<![a-zA-Z])(?:ema|swa|teacher)(?![a-zA-Z])",
+    re.IGNORECASE,
+)
+"""The beginning of a name of an average; a teacher is one of the student, or frozen."""
 _Weight = TypeVar("_Weight")
 
 
@@ -40,8 +43,7 @@ def without_averages(weights: Mapping[str, _Weight]) -> Mapping[str, _Weight]:
     An average, as in ``ema_state_dict`` or ``teacher``, is not of another save, or all zero, with
     the weights.
     """
-    heads = {name: name.partition(".")[0] for name in weights}
-    rest = {n: weight for n, weight in weights.items() if not _UNTRAINED.search(heads[n])}
+    rest = {name: weight for name, weight in weights.items() if not _UNTRAINED.match(name)}
     return rest or weights
 
 
