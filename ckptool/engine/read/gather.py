@@ -36,8 +36,6 @@ from ckptool.errors import Damaged
 from ckptool.storage.files import SPAN
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_LITTLE = 16 << 10
-"""Bytes of a part up to which a new copy costs less than to find whether it needs one."""
 _FEW = 4
 """Tensors whose indexes are kept."""
 _FREED = 16 << 20
@@ -80,9 +78,7 @@ def cut(values: Array, tile: Tile, buffer: memoryview) -> memoryview:
     """
     pieces, shape = tile.pieces, (*values.shape[: values.ndim - len(tile.shape)], *tile.shape)
     part = part_of(values, pieces[0].box) if len(pieces) == 1 else None
-    if part is not None and part.nbytes <= _LITTLE:
-        filled, data = part.size, memoryview(part.tobytes())
-    elif part is not None and part.flags.c_contiguous:
+    if part is not None and part.flags.c_contiguous:
         filled, data = part.size, raw(part)
     else:
         out: Array = np.ndarray(shape, values.dtype, buffer)
