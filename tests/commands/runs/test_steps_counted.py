@@ -118,6 +118,13 @@ def test_saves_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     assert reasons(run) == {}
 
 
+def test_few_updates_in_an_epoch(tmp_path: Path) -> None:
+    for epoch, updates in enumerate((0, 1, 2, 2)):
+        model = {"weight": torch.randn(16, 32)}
+        torch.save({"model": model, "epoch": epoch, "updates": updates}, tmp_path / f"e{epoch}.pt")
+    assert reasons(tmp_path) == {}
+
+
 def test_a_scheduler_of_the_step_before(tmp_path: Path) -> None:
     run = plain_run(tmp_path)
     old = torch.load(run / "ckpt_30.pt")["lr_sched"]
@@ -169,3 +176,18 @@ def test_the_scheduler_of_megatron_counts_samples(tmp_path: Path) -> None:
     torch.save(content | {"opt_param_scheduler": {"num_steps": 120}}, folder / "model_optim_rng.pt")
     why = "counts-differ: opt_param_scheduler.num_steps has counted 120 steps, as in iter_0000030,"
     assert reasons(tmp_path)["iter_0000040"].startswith(why)
+
+
+@pytest.mark.parametrize("every", [1, 5])
+@pytest.mark.parametrize("which", ["G", "D"])
+def test_half_of_a_gan_of_the_step_before(which: str, every: int, tmp_path: Path) -> None:
+    """As of VITS, RVC and GPT-SoVITS, which save a count of epochs in each of both files."""
+    for step, model, optimizer in train():
+        content = {"optimizer": optimizer, "iteration": step // 10 * every}
+        torch.save(content | {"model": model}, tmp_path / f"G_{step}.pth")
+        other = {name: -weight for name, weight in model.items()}
+        torch.save(content | {"model": other}, tmp_path / f"D_{step}.pth")
+    assert reasons(tmp_path) == {}
+    shutil.copy(tmp_path / f"{which}_30.pth", tmp_path / f"{which}_40.pth")
+    (why,) = reasons(tmp_path).values()
+    assert f"iteration has counted {3 * every} steps, as in G_30.pth, but" in why

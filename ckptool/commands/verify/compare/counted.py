@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from ckptool.commands.runs.names import parse_name
 from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED
 from ckptool.commands.verify.compare.matrices import Save
 from ckptool.core.catalog import Catalog, Index
@@ -17,6 +18,7 @@ from ckptool.core.state_category import state_category
 from ckptool.errors import Problem
 
 _DIFFER = "counts-differ"
+_IN = ": "
 _TAKEN, _NAMED = "the optimizer", "its name"
 _COUNT = re.compile(
     r"(?i)(?:(?:global|train(?:er|ing)?|cur(?:rent)?|total|num|n)_?)?"
@@ -55,9 +57,12 @@ def old_counts(save: Save, last: Save, older: Save) -> Iterator[Problem]:
     numbers = [item.step.number for item in saves]
     for name in stopped:
         others = {n: more[n] for n in sorted(more) if growth[n] == growth[name]}
-        if growth[name] == 1:  # one may count epochs, and the other saves
-            others = {n: others[n] for n in others if n == _TAKEN or n in save.counts}
-        if name not in save.counts and _went_with(numbers, old_counts[name], older_counts[name]):
+        is_own = name not in save.counts
+        if is_own and growth[name] == 1:  # one may count epochs, and the other saves
+            twins = {n for n in others if _are_twins(n, name) and old_counts[n] == old_counts[name]}
+            others = {n: others[n] for n in others if n in save.counts or n in twins}
+            is_own = "epoch" in name
+        if is_own and _went_with(numbers, old_counts[name], older_counts[name]):
             others[_NAMED] = (numbers[0] or 0) - (numbers[1] or 0)
         other = next((n for n in others if 0 < others[n] < counts[name]), None)
         if other is not None:
@@ -68,8 +73,19 @@ def old_counts(save: Save, last: Save, older: Save) -> Iterator[Problem]:
 
 
 def _counts_of(save: Save) -> Mapping[str, int]:
+    """Return what a save counts, and what files beside it do, as of the other half of a GAN."""
     catalog = save.survey.catalog
-    return {**dict(_own_counts(catalog) if catalog else ()), **save.counts}
+    counts = {**dict(_own_counts(catalog) if catalog else ()), **save.counts}
+    for other in save.others:
+        kind = parse_name(other.path.name, is_folder=False).kind
+        own = _own_counts(other.catalog) if other.catalog else ()
+        counts |= {f"{kind}{_IN}{name}": count for name, count in own}
+    return counts
+
+
+def _are_twins(one: str, other: str) -> bool:
+    """Return whether two files have the same count."""
+    return one != other and one.rpartition(_IN)[2] == other.rpartition(_IN)[2]
 
 
 def _own_counts(catalog: Catalog) -> Iterator[tuple[str, int]]:

@@ -93,6 +93,8 @@ def _saves_in(step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath
     surveys = [*checkpoints]
     outermost = [survey for inside, survey in surveys if not inside]
     parts = [(part, _has(part, "model"), _has(part, "optimizer")) for part in outermost]
+    beside = (survey for survey in outermost if survey.path in step.beside)
+    others = tuple(survey for survey in beside if not step.is_of_rank(survey.path))
     saves: dict[PurePath, Save] = {}
     for inside, survey in surveys:
         state, places = _optimizer_of(survey, parts), {survey.path, *survey.path.parents}
@@ -101,7 +103,9 @@ def _saves_in(step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath
             if entry == step.path or (state is not None and not name.has_rank):
                 role = "" if entry == step.path else name.role
                 part = "/".join(filter(None, [role, *(inner.parts if inside else ())]))
-                saves[PurePath(role, inner)] = Save(survey, step, entry, part, inside, state)
+                of_step = () if role or inside else others
+                save = Save(survey, step, entry, part, inside, state, of_step)
+                saves[PurePath(role, inner)] = save
     return saves
 
 

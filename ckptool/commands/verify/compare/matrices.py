@@ -55,7 +55,8 @@ class Save(Struct, frozen=True, dict=True):
 
     It is, or lies in, an ``entry`` of the step; ``part`` says of which of several side by side, and
     of which model inside. ``optimizer_part`` is the step's only checkpoint with an optimizer, if
-    this is its only model, or the only one whose name says the same.
+    this is its only model, or the only one whose name says the same. ``others`` are files beside
+    the step's first one, unless they are of ranks.
     """
 
     survey: Survey
@@ -64,6 +65,7 @@ class Save(Struct, frozen=True, dict=True):
     part: str = ""
     inside: bool = False
     optimizer_part: Survey | None = None
+    others: tuple[Survey, ...] = ()
 
     @property
     def name(self) -> str:
