@@ -235,8 +235,12 @@ def _models_of(step: Step, surveys: Iterable[StepSurvey]) -> Mapping[str, _Model
 def _place_in(step: Step, path: Location, inside: bool) -> str:
     """Return a model's path in its step, as other steps have it; nothing for the step's own.
 
-    Files side by side are one model, and so are the folders of ranks.
+    Files side by side are one model, but for averages, and so are the folders of ranks.
     """
+    from ckptool.commands.verify.checks.meaning.masters import AVERAGE
+
+    if path in step.beside and AVERAGE.search(path.name):
+        return parse_name(path.name, is_folder=False).kind
     folder = path if inside or path.is_dir() else path.parent
     entry = next((entry for entry in step.entries if entry in folder.parents), None)
     parts = within(folder, entry).parts if entry is not None else ()

@@ -191,6 +191,17 @@ def test_an_average_in_a_file_of_its_own(which: str, tmp_path: Path) -> None:
     assert "they are of two saves" in why
 
 
+def test_a_weight_that_only_the_average_has(tmp_path: Path) -> None:
+    for step, (weights, optimizer) in states(tmp_path / "source").items():
+        many = {f"{n}.{name}": weight for n in "ab" for name, weight in weights.items()}
+        for name, state in (("model", many), ("ema_0.999_", many.copy()), ("opt", optimizer)):
+            if (step, name) == (8, "model"):
+                del state["a.l.1.weight"]
+            torch.save(state, tmp_path / f"{name}{step:06}.pt")
+    why = "like-missing: a.l.1.weight: missing, model000002.pt has it"
+    assert reasons(tmp_path)["model000008.pt"].startswith(why)
+
+
 def test_state_of_which_some_is_stacked(tmp_path: Path) -> None:
     """As of nanochat's Muon, and of icefall's ScaledAdam."""
     (run := tmp_path / "run").mkdir()
