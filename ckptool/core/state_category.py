@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -53,6 +54,14 @@ LeRobot 0.4 saves it (optim/optimizers.py)."""
 _GROUPS = ".param_groups"
 _STATE = frozenset(["state", "param_groups", "base_optimizer_state"])
 _OF_A_LAYER = re.compile(r".+\.(weight|bias|running_mean|running_var|num_batches_tracked)")
+AVERAGE = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])", re.IGNORECASE)
+"""What the name of a file or of tensors has that are an average of weights."""
+_UNTRAINED = re.compile(
+    r"(?:(?:model|module|state_dict)\.)?[^.]*(?<![a-zA-Z])(?:ema|swa|teacher)(?![a-zA-Z])",
+    re.IGNORECASE,
+)
+"""The beginning of a name of an average; a teacher is one of the student, or frozen."""
+_Weight = TypeVar("_Weight")
 
 
 def state_category(entry: TensorEntry | ObjectEntry) -> str:
@@ -284,6 +293,16 @@ def masters_are_weights(catalog: Catalog) -> bool:
 def is_master(name: str) -> bool:
     """Return whether a name is that of a master, or of all masters."""
     return _head(name) == _MASTERS
+
+
+def without_averages(weights: Mapping[str, _Weight]) -> Mapping[str, _Weight]:
+    """Return the weights that are no averages by the beginning of their names, or all if none is.
+
+    An average, as in ``ema_state_dict`` or ``teacher``, is not of another save, or all zero, with
+    the weights.
+    """
+    rest = {name: weight for name, weight in weights.items() if not _UNTRAINED.match(name)}
+    return rest or weights
 
 
 def model_prefixes(catalog: Catalog) -> tuple[str, ...]:

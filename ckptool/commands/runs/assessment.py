@@ -28,8 +28,8 @@ from ckptool.commands.runs.records import Contents, read_alone
 from ckptool.commands.runs.side_files import damaged_side_files, faults_in
 from ckptool.commands.runs.steps import Run, Step, is_unfinished_name
 from ckptool.commands.runs.trainers import SPARED
-from ckptool.commands.verify.compare.earlier import History
 from ckptool.commands.verify.findings import Finding, VerifyReport
+from ckptool.commands.verify.history.history import History
 from ckptool.commands.verify.verify import Verification, examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some

@@ -17,7 +17,7 @@ from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.runs.trainers import SPARED, UNFINISHED
 from ckptool.core.catalog import Catalog
-from ckptool.core.state_category import state_category, weights
+from ckptool.core.state_category import AVERAGE, state_category, weights
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError
 from ckptool.serialization.file_roles import is_of_training, role_of
@@ -237,8 +237,6 @@ def _place_in(step: Step, path: Location, inside: bool) -> str:
 
     Files side by side are one model, but for averages, and so are the folders of ranks.
     """
-    from ckptool.commands.verify.checks.meaning.masters import AVERAGE
-
     if path in step.beside and AVERAGE.search(path.name):
         return parse_name(path.name, is_folder=False).kind
     folder = path if inside or path.is_dir() else path.parent

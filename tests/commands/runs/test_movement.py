@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW
 import ckptool
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.verify.compare import matrices
+from ckptool.commands.verify.history import saves
 
 UP, DOWN = "layers.1.up.weight", "layers.2.up.weight"
 Weights = dict[str, torch.Tensor]
@@ -312,6 +312,6 @@ def test_each_optimizer_is_read_once_for_the_steps_after_it(
         read.append(path)
         return survey_readable(path, options)
 
-    monkeypatch.setattr(matrices, "survey_readable", note)
+    monkeypatch.setattr(saves, "survey_readable", note)
     assert ckptool.verify_run(run, every=True).ok
     assert sorted(read) == sorted(run.glob("*/*/optimizer.pt"))

@@ -6,9 +6,8 @@ an export the weights: where they differ, the two are different models.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -18,6 +17,7 @@ from ckptool.commands.verify.checks.meaning.stacks import Slice, probes_of
 from ckptool.core.box import Box, is_run
 from ckptool.core.catalog import Catalog, Place, TensorEntry
 from ckptool.core.quantization.master_names import Mastered, mastered
+from ckptool.core.state_category import AVERAGE
 from ckptool.core.text import list_some
 from ckptool.core.views import part_at
 from ckptool.engine.check.spans import Probe
@@ -28,23 +28,6 @@ if TYPE_CHECKING:
     from ckptool.engine.check.fingerprint import Printer, RunPrinter
 
 _FEW = 2
-AVERAGE = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])", re.IGNORECASE)
-_UNTRAINED = re.compile(
-    r"(?:(?:model|module|state_dict)\.)?[^.]*(?<![a-zA-Z])(?:ema|swa|teacher)(?![a-zA-Z])",
-    re.IGNORECASE,
-)
-"""The beginning of a name of an average; a teacher is one of the student, or frozen."""
-_Weight = TypeVar("_Weight")
-
-
-def without_averages(weights: Mapping[str, _Weight]) -> Mapping[str, _Weight]:
-    """Return the weights that are no averages by the beginning of their names, or all if none is.
-
-    An average, as in ``ema_state_dict`` or ``teacher``, is not of another save, or all zero, with
-    the weights.
-    """
-    rest = {name: weight for name, weight in weights.items() if not _UNTRAINED.match(name)}
-    return rest or weights
 
 
 class _Pair(Struct, frozen=True):

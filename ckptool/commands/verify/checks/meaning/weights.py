@@ -16,7 +16,6 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ckptool.commands.verify.checks.elements import Elements
-from ckptool.commands.verify.checks.meaning.masters import without_averages
 from ckptool.commands.verify.checks.meaning.numbered import weight_of_each
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slice, Slices, is_matrix
 from ckptool.commands.verify.checks.measures import are_equal, largest_sizes
@@ -25,7 +24,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.keymap.model import abstract
 from ckptool.core.quantization.master_names import keys_of, parameter_of
-from ckptool.core.state_category import is_master, state_category
+from ckptool.core.state_category import is_master, state_category, without_averages
 from ckptool.engine.check.spans import Probe
 from ckptool.errors import Problem
 from ckptool.storage.files import Files

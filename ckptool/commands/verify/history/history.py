@@ -18,18 +18,15 @@ from pathlib import PurePath
 from ckptool.commands.open import Survey
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.models import StepSurvey, survey_models
-from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.steps import Step
-from ckptool.commands.verify.checks.meaning.masters import AVERAGE
 from ckptool.commands.verify.checks.meaning.trainer_counts import TRAINERS, number_in
 from ckptool.commands.verify.checks.optimizer_names import Group, groups_of
-from ckptool.commands.verify.compare.counted import old_counts
-from ckptool.commands.verify.compare.matrices import Save, matrices_of
+from ckptool.commands.verify.history.counted import old_counts
+from ckptool.commands.verify.history.saves import Save, saves_in
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some, natural_key
 from ckptool.errors import Problem
-from ckptool.serialization.file_roles import without_words
-from ckptool.storage.url import Location, within
+from ckptool.storage.url import Location
 
 _DIFFER = "counts-differ"
 _BEFORE = 3
@@ -81,53 +78,7 @@ class History:
 
     def _saves_of(self, step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath, Save]:
         """Return the saves of a step, those of its checkpoints unless it is remembered."""
-        return ChainMap(*self._compared).get(step.path) or _saves_in(step, checkpoints)
-
-
-def _saves_in(step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath, Save]:
-    """Return the saves of a step's checkpoints, and of models in them, by their places in it.
-
-    Beside a step's first entry, those are that have an optimizer of their own, but for files of
-    other ranks.
-    """
-    surveys = [*checkpoints]
-    outermost = [survey for inside, survey in surveys if not inside]
-    parts = [(part, _has(part, "model"), _has(part, "optimizer")) for part in outermost]
-    beside = (survey for survey in outermost if survey.path in step.beside)
-    others = tuple(survey for survey in beside if not step.is_of_rank(survey.path))
-    saves: dict[PurePath, Save] = {}
-    for inside, survey in surveys:
-        state, places = _optimizer_of(survey, parts), {survey.path, *survey.path.parents}
-        for entry in (entry for entry in step.entries if entry in places):
-            name, inner = parse_name(entry.name, is_folder=False), within(survey.path, entry)
-            if entry == step.path or (state is not None and not name.has_rank):
-                role = "" if entry == step.path else name.role
-                part = "/".join(filter(None, [role, *(inner.parts if inside else ())]))
-                of_step = () if role or inside else others
-                save = Save(survey, step, entry, part, inside, state, of_step)
-                saves[PurePath(role, inner)] = save
-    return saves
-
-
-def _has(survey: Survey, part: str) -> bool:
-    return bool(matrices_of(survey, part).entries)
-
-
-def _optimizer_of(model: Survey, parts: Sequence[tuple[Survey, bool, bool]]) -> Survey | None:
-    """Return the only part with an optimizer, if ``model`` is the only one with a model.
-
-    A part says whether it has a model, and whether an optimizer. If the names of several say the
-    same, such as ``trunk_3.pth`` and ``trunk_optimizer_3.pth``, or fairseq2's ``model/sdp_00.pt``,
-    only they count. Of two models one may be frozen; no optimizer trains an average.
-    """
-    name = without_words(model.path.name)
-    namesakes = [part for part in parts if without_words(part[0].path.name) == name]
-    group = namesakes if len(namesakes) > 1 else parts
-    group = [part for part in group if part[0] is model or not AVERAGE.search(part[0].path.name)]
-    models = [part for part, has_model, _ in group if has_model]
-    states = [part for part, _, has_state in group if has_state]
-    is_alone = len(models) == len(states) == 1 and models[0] is model
-    return states[0] if is_alone else None
+        return ChainMap(*self._compared).get(step.path) or saves_in(step, checkpoints)
 
 
 def _left_behind(
@@ -184,7 +135,7 @@ def _copies(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
 
 
 def _movement_problems(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
-    from ckptool.commands.verify.compare.movement import movement_problems  # numpy
+    from ckptool.commands.verify.history.movement import movement_problems  # numpy
 
     return movement_problems(save, predecessors)
 

@@ -11,7 +11,8 @@ import numpy as np
 from ckptool.commands.verify.checks.content import locate_whole
 from ckptool.commands.verify.checks.meaning.stacks import Entries, Slices, is_matrix
 from ckptool.commands.verify.checks.measures import are_equal
-from ckptool.commands.verify.compare.matrices import Matrices, Save
+from ckptool.commands.verify.history.matrices import Matrices
+from ckptool.commands.verify.history.saves import Save
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.engine.read.numbers import decode

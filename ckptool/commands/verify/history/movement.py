@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
 from ckptool.commands.verify.checks.meaning.weights import BEGINS_ZERO
-from ckptool.commands.verify.compare.matrices import Save
-from ckptool.commands.verify.compare.samples import OTHER_PLACES, Samples
+from ckptool.commands.verify.history.samples import OTHER_PLACES, Samples
+from ckptool.commands.verify.history.saves import Save
 from ckptool.core.text import list_some
 from ckptool.errors import Problem
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED
-from ckptool.commands.verify.compare.matrices import Save
+from ckptool.commands.verify.history.saves import Save
 from ckptool.core.catalog import Catalog, Index
 from ckptool.core.state_category import state_category
 from ckptool.errors import Problem

@@ -1,53 +1,51 @@
-"""The matrices of one save of a run: of its model, and of the optimizer in it or beside it."""
+"""One save of a run: what it has of a model, and of the optimizer in it or beside it."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import PurePath
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from ckptool.commands.inspect.records import simple_value
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.runs.models import StepSurvey
+from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.records import recorded_step
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import locate_whole
 from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED, steps_of_each
-from ckptool.commands.verify.checks.meaning.masters import AVERAGE, without_averages
 from ckptool.commands.verify.checks.meaning.numbered import weight_of_each
 from ckptool.commands.verify.checks.meaning.stacks import Index, is_matrix
 from ckptool.commands.verify.checks.meaning.trainer_counts import number_in, trainers_of
 from ckptool.commands.verify.checks.measures import (
-    are_equal,
     count_moved,
     half_reaches,
     largest_sizes,
 )
 from ckptool.commands.verify.checks.optimizer_names import MOMENTUM, RATE, StateName
 from ckptool.commands.verify.checks.training import StepCounters
-from ckptool.core.catalog import TensorEntry
-from ckptool.core.state_category import lone_masters, state_category
+from ckptool.commands.verify.history.matrices import (
+    SEEN,
+    SQUARES,
+    VISIBLE,
+    Matrices,
+    matrices_of,
+    tensors_of,
+)
+from ckptool.core.state_category import AVERAGE, without_averages
 from ckptool.formats.companions import trainer_optimizer
+from ckptool.serialization.file_roles import without_words
 from ckptool.serialization.pickle.records import Call
 from ckptool.storage.url import Location, within
 
 _MEANS = frozenset(["exp_avg", MOMENTUM])
-_SQUARES = frozenset(["exp_avg_sq", "square_avg", "state2"])
-"""``state2`` is bitsandbytes'."""
-_VISIBLE = 1e-6
-"""A learning rate whose steps change some weight of any model, if divided by sizes of gradients."""
-_VISIBLE_OF_GRADIENTS = 1e-2
-"""The same for steps that are not divided, such as SGD's."""
 _LARGEST = 1e-3
 """How much of a gradient counts at most for a step that is not divided by its size."""
-_BESIDE = 0.02
-"""The share of an optimizer's state that may be numbers of other shapes than its weights."""
-_SEEN = 8
-"""How many weights a visible step changes at least: few of bf16, if none is near zero."""
 
 
 class Save(Struct, frozen=True, dict=True):
@@ -116,7 +114,7 @@ class Save(Struct, frozen=True, dict=True):
     def squares(self) -> Matrices:
         """The means of squares of matrices, which steps are divided by, but for those in codes."""
         entries = self.state.entries
-        squares = (name for name in entries if StateName.of(name).kind in _SQUARES)
+        squares = (name for name in entries if StateName.of(name).kind in SQUARES)
         return self.state.only(n for n in squares if entries[n].source_dtype.kind == "float")
 
     def has_resting_optimizer(self, predecessor: Save) -> bool:
@@ -201,8 +199,8 @@ class Save(Struct, frozen=True, dict=True):
         A save has the rate of the step that follows it, which is zero once training is over.
         """
         first, last = (max(save.rates, default=0.0) for save in (predecessor, self))
-        step = min(first, last or first) * _VISIBLE / self.state.visible_rate
-        return step if step >= _VISIBLE else 0.0
+        step = min(first, last or first) * VISIBLE / self.state.visible_rate
+        return step if step >= VISIBLE else 0.0
 
     def moves(self, predecessor: Save, weights: Iterable[str]) -> bool:
         """Return whether a step since an earlier save must change some weights, once rounded.
@@ -223,7 +221,7 @@ class Save(Struct, frozen=True, dict=True):
 
         At the end of training, all may be zero.
         """
-        if self.state.visible_rate == _VISIBLE or self.has_frozen_group(predecessor):
+        if self.state.visible_rate == VISIBLE or self.has_frozen_group(predecessor):
             return 0.0
         rates = [min(save.rates, default=0.0) for save in (predecessor, self)]
         return max(min(filter(None, rates), default=0.0), 0.0)
@@ -239,7 +237,7 @@ class Save(Struct, frozen=True, dict=True):
             return False
         size = min(half_reaches(momentum, self.state.survey.source), _LARGEST)
         count = count_moved([matrix], self.weights.survey.source, rate * size)
-        return count >= matrix.elements / 2 + _SEEN
+        return count >= matrix.elements / 2 + SEEN
 
     def has_frozen_group(self, predecessor: Save) -> bool:
         """Return whether a group's learning rate is zero, other than all at the end of training."""
@@ -266,87 +264,51 @@ class Save(Struct, frozen=True, dict=True):
         return not self.state.only([name]).are_equal_to(predecessor.state)
 
 
-class Matrices(Struct, frozen=True, dict=True):
-    """Matrices of a save, by their names."""
+def saves_in(step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath, Save]:
+    """Return the saves of a step's checkpoints, and of models in them, by their places in it.
 
-    entries: Mapping[str, TensorEntry]
-    survey: Survey
+    Beside a step's first entry, those are that have an optimizer of their own, but for files of
+    other ranks.
+    """
+    surveys = [*checkpoints]
+    outermost = [survey for inside, survey in surveys if not inside]
+    parts = [(part, _has(part, "model"), _has(part, "optimizer")) for part in outermost]
+    beside = (survey for survey in outermost if survey.path in step.beside)
+    others = tuple(survey for survey in beside if not step.is_of_rank(survey.path))
+    saves: dict[PurePath, Save] = {}
+    for inside, survey in surveys:
+        state, places = _optimizer_of(survey, parts), {survey.path, *survey.path.parents}
+        for entry in (entry for entry in step.entries if entry in places):
+            name, inner = parse_name(entry.name, is_folder=False), within(survey.path, entry)
+            if entry == step.path or (state is not None and not name.has_rank):
+                role = "" if entry == step.path else name.role
+                part = "/".join(filter(None, [role, *(inner.parts if inside else ())]))
+                of_step = () if role or inside else others
+                save = Save(survey, step, entry, part, inside, state, of_step)
+                saves[PurePath(role, inner)] = save
+    return saves
 
-    def only(self, names: Iterable[str]) -> Matrices:
-        """Return the matrices of these names."""
-        return Matrices({name: self.entries[name] for name in names}, self.survey)
 
-    @property
-    def looks(self) -> Mapping[str, object]:
-        """Their shapes and types, by their names."""
-        return {name: (entry.shape, entry.source_dtype) for name, entry in self.entries.items()}
+def _has(survey: Survey, part: str) -> bool:
+    return bool(matrices_of(survey, part).entries)
 
-    @cached_property
-    def visible_rate(self) -> float:
-        """Return the least learning rate with which this state's steps are seen in weights."""
-        is_scaled = any(StateName.of(name).kind in _SQUARES for name in self.entries)
-        return _VISIBLE if is_scaled else _VISIBLE_OF_GRADIENTS
 
-    @property
-    def are_zero(self) -> bool:
-        """Return whether all elements are, as far as matrices can be read; the smallest first."""
-        source, opened = self.survey.source, filter(None, map(self.opened, self._smallest_first()))
-        return not any(any(largest_sizes([entry], source).values()) for entry in opened)
+def _optimizer_of(model: Survey, parts: Sequence[tuple[Survey, bool, bool]]) -> Survey | None:
+    """Return the only part with an optimizer, if ``model`` is the only one with a model.
 
-    def _smallest_first(self) -> list[str]:
-        return sorted(self.entries, key=lambda name: self.entries[name].elements)
-
-    def are_moved_by(self, step: float) -> bool:
-        """Return whether a step of this size changes elements, once rounded to their types."""
-        opened = filter(None, map(self.opened, self.entries))
-        return count_moved(opened, self.survey.source, step) >= _SEEN
-
-    def may_be_state_of(self, weights: Matrices) -> bool:
-        """Return whether these may be state of weights: of their shapes, and of half as many.
-
-        Some optimizers stack the state of weights of one shape (nanochat's Muon, ScaledAdam), and
-        keep a few numbers beside it.
-        """
-        shapes = {entry.shape for entry in weights.entries.values()}
-        entries = self.entries.values()
-        alike = [e for e in entries if not shapes.isdisjoint([e.shape, e.shape[1:]])]
-        count = sum(1 if entry.shape in shapes else entry.shape[0] for entry in alike)
-        others = sum(e.elements for e in entries) - sum(e.elements for e in alike)
-        is_all = others <= _BESIDE * sum(entry.elements for entry in alike)
-        return is_all and 2 * count >= len(weights.entries) > 0
-
-    def are_equal_to(self, other: Matrices) -> bool:
-        """Return whether all are bit for bit those of their names in another save."""
-        for name in self._smallest_first():
-            entry, other_entry = self.opened(name), other.opened(name)
-            sources = self.survey.source, other.survey.source
-            if entry is None or other_entry is None or not are_equal(entry, other_entry, *sources):
-                return False
-        return True
-
-    def opened(self, name: str) -> TensorEntry | None:
-        """Return the entry of a matrix with its containers opened, None if they cannot be."""
-        return locate_whole(self.survey, [name]).get(name)
+    A part says whether it has a model, and whether an optimizer. If the names of several say the
+    same, such as ``trunk_3.pth`` and ``trunk_optimizer_3.pth``, or fairseq2's ``model/sdp_00.pt``,
+    only they count. Of two models one may be frozen; no optimizer trains an average.
+    """
+    name = without_words(model.path.name)
+    namesakes = [part for part in parts if without_words(part[0].path.name) == name]
+    group = namesakes if len(namesakes) > 1 else parts
+    group = [part for part in group if part[0] is model or not AVERAGE.search(part[0].path.name)]
+    models = [part for part, has_model, _ in group if has_model]
+    states = [part for part, _, has_state in group if has_state]
+    is_alone = len(models) == len(states) == 1 and models[0] is model
+    return states[0] if is_alone else None
 
 
 def _is_row(shape: Index) -> bool:
     return not is_matrix(shape) and math.prod(shape) > 1
-
-
-def matrices_of(survey: Survey, part: str) -> Matrices:
-    """Return the matrices of a part of a checkpoint: its ``model`` or its ``optimizer``."""
-    return tensors_of(survey, part, is_matrix)
-
-
-def tensors_of(survey: Survey, part: str, has_shape: Callable[[Index], bool]) -> Matrices:
-    """Return the tensors of some shapes of a part of a checkpoint, ``model`` or ``optimizer``.
-
-    Masters that are a parameter's only weight are of the model.
-    """
-    catalog = survey.catalog
-    if catalog is None:
-        return Matrices({}, survey)
-    tensors = {n: e for n, e in catalog.tensors.items() if has_shape(e.shape)}
-    for name in tensors.keys() & lone_masters(catalog):
-        tensors[name] = replace(tensors[name], part="model")
-    return Matrices({n: e for n, e in tensors.items() if state_category(e) == part}, survey)
