@@ -15,6 +15,8 @@ from ckptool.storage.url import Location, within
 
 _COPY = r"(?i)(?<![a-z])(?:hf|hugging[-_]?face|export(?:s|ed)?|merged|converted)(?![a-z])"
 """What a name says of a model that is written for use, not to go on from."""
+_AVERAGED = r"(?i)(?<![a-z])(?:ave|avg|averaged?|ema|swa)(?![a-z])"
+"""The same of one that is made of steps, maybe long after the last."""
 _NEWEST = 3
 """How many steps of a series are looked at, since the newest may be damaged."""
 
@@ -132,6 +134,7 @@ class Exports:
         SchNetPack's ``best_model`` above ``checkpoints``.
         """
         is_counted, start = first.number is not None, save_time(first, self._run) or 0.0
+        start = 0.0 if re.search(_AVERAGED, first.path.name) else start
         homes = {first.home} if is_counted else {first.home, *first.home.parents}
         for step in other_steps:
             is_near = step.home in homes or (not is_counted and first.home in step.home.parents)

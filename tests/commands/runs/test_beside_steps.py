@@ -165,9 +165,11 @@ def test_a_model_alone_is_named_where_nothing_that_goes_on_is_good(
     for epoch in (1, 2):
         alone(tmp_path / f"{epoch}epoch.pth")
     torch.save(state, tmp_path / "checkpoint.pth")
+    alone(average := tmp_path / "valid.acc.ave_3best.pth")
+    os.utime(average, (2e9, 2e9))
     for report in (checked(tmp_path), ckptool.verify_run(tmp_path)):
         assert report.latest_good is not None
-        newest = "checkpoint.pth" if value == 1.0 else "2epoch.pth"
+        newest = "checkpoint.pth" if value == 1.0 else average.name
         assert report.latest_good.path.name == newest
         assert ("a model alone" in report.chosen) == (value != 1.0)
 
