@@ -98,7 +98,7 @@ def test_a_count_of_the_step_before(name: str, tmp_path: Path) -> None:
     change(run, best_epoch=30)
     assert reasons(run) == {}
     change(run, **{name: 30})
-    why = f"counts-differ: {name} has counted 30 steps, as in ckpt_30.pt, but lr_sched.last_epoch"
+    why = f"counts-differ: {name} is 30, as in ckpt_30.pt, but the optimizer"
     assert reasons(run)["ckpt_40.pt"].startswith(why)
 
 
@@ -108,8 +108,58 @@ def test_epochs_of_the_step_before(tmp_path: Path) -> None:
         torch.save({"model": model, "epoch": epoch}, tmp_path / f"model_{epoch}.pth")
     assert reasons(tmp_path) == {}
     torch.save({"model": model, "epoch": 3}, tmp_path / "model_4.pth")
-    why = "counts-differ: epoch has counted 3 epochs, as in model_3.pth, but its name has 1 more"
+    why = "counts-differ: epoch is 3, as in model_3.pth, but its name has gone on by 1"
     assert reasons(tmp_path)["model_4.pth"].startswith(why)
+
+
+def counted(step: int) -> dict[str, Any]:
+    """What scripts save that rightly stops after 30 steps."""
+    return {
+        "step": step,
+        "kl_annealer": {"step": min(step, _LAST)},
+        "args": {"epochs": min(step, _LAST), "iteration": min(step, _LAST)},
+        "train_epochs_done": (3, 5, 7, 8)[step // 10 - 1],
+        "epoch": (4, 6, 8, 8)[step // 10 - 1],
+        "total_steps": min(step, _LAST),
+    }
+
+
+def test_what_rightly_stops_while_steps_go_on(tmp_path: Path) -> None:
+    """A phase, a limit, where the last process began, and epochs that are longer than saves."""
+    run = plain_run(tmp_path)
+    for path in run.iterdir():
+        step = int(path.stem.partition("_")[2])
+        torch.save(torch.load(path) | counted(step), path)
+    assert reasons(run) == {}
+
+
+@pytest.mark.parametrize(("last", "is_sound"), [(31, True), (39, True), (40, False)])
+def test_the_end_of_a_loop_that_is_saved_once_more(
+    last: int, is_sound: bool, tmp_path: Path
+) -> None:
+    run = plain_run(tmp_path, global_step=1, epoch=10)
+    (run / "ckpt_40.pt").unlink()
+    shutil.copy(run / "ckpt_30.pt", run / f"ckpt_{last}.pt")
+    assert [*reasons(run)] == ([] if is_sound else ["ckpt_40.pt"])
+    (epochs := tmp_path / "epochs").mkdir()
+    for epoch in (1, 2, 3):
+        shutil.move(run / f"ckpt_{epoch}0.pt", epochs / f"epoch_{epoch}.pt")
+    shutil.copy(epochs / "epoch_3.pt", epochs / "epoch_4.pt")
+    assert reasons(epochs) == {}
+
+
+def test_a_warmup_by_a_scheduler_of_torch_and_the_rate_by_hand(tmp_path: Path) -> None:
+    run = plain_run(tmp_path)
+    for path in run.iterdir():
+        content = torch.load(path)
+        scheduler = content["lr_sched"]
+        count = min(scheduler["last_epoch"], _LAST)
+        rates = [1e-3 * count / _LAST]
+        content["lr_sched"] = {"last_epoch": count, "_last_lr": rates, "base_lrs": [1e-3]}
+        is_warm = scheduler["last_epoch"] > _LAST
+        content["optimizer"]["param_groups"][0]["lr"] = 7e-4 if is_warm else rates[0]
+        torch.save(content, path)
+    assert reasons(run) == {}
 
 
 def test_saves_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
@@ -129,7 +179,7 @@ def test_a_scheduler_of_the_step_before(tmp_path: Path) -> None:
     run = plain_run(tmp_path)
     old = torch.load(run / "ckpt_30.pt")["lr_sched"]
     change(run, lr_sched=old)
-    why = "counts-differ: lr_sched.last_epoch has counted 30 steps, as in ckpt_30.pt, but the"
+    why = "counts-differ: lr_sched.last_epoch is 30, as in ckpt_30.pt, but the"
     assert reasons(run)["ckpt_40.pt"].startswith(why)
     change(run, lr_sched=old | {"_last_lr": [1e-3 / 40]})  # it warmed up, and is not stepped since
     assert reasons(run) == {}
@@ -146,7 +196,7 @@ def test_one_of_schedulers_that_counts_epochs_of_the_step_before(tmp_path: Path)
         torch.save(content, path)
     assert reasons(run) == {}
     change(run, lr_sched=torch.load(run / "ckpt_30.pt")["lr_sched"])
-    why = "counts-differ: lr_sched.0.last_epoch has counted 3 steps, as in ckpt_30.pt, but the"
+    why = "counts-differ: lr_sched.0.last_epoch is 3, as in ckpt_30.pt, but the"
     assert reasons(run)["ckpt_40.pt"].startswith(why)
 
 
@@ -174,7 +224,7 @@ def test_the_scheduler_of_megatron_counts_samples(tmp_path: Path) -> None:
         torch.save(content, folder / "model_optim_rng.pt")
     assert reasons(tmp_path) == {}
     torch.save(content | {"opt_param_scheduler": {"num_steps": 120}}, folder / "model_optim_rng.pt")
-    why = "counts-differ: opt_param_scheduler.num_steps has counted 120 steps, as in iter_0000030,"
+    why = "counts-differ: opt_param_scheduler.num_steps is 120, as in iter_0000030,"
     assert reasons(tmp_path)["iter_0000040"].startswith(why)
 
 
@@ -190,4 +240,4 @@ def test_half_of_a_gan_of_the_step_before(which: str, every: int, tmp_path: Path
     assert reasons(tmp_path) == {}
     shutil.copy(tmp_path / f"{which}_30.pth", tmp_path / f"{which}_40.pth")
     (why,) = reasons(tmp_path).values()
-    assert f"iteration has counted {3 * every} steps, as in G_30.pth, but" in why
+    assert f"iteration is {3 * every}, as in G_30.pth, but" in why

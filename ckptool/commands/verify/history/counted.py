@@ -1,8 +1,8 @@
 """Whether all that a save counts has gone on since the last, as counts tell that went together.
 
-A trainer that is known says what it counts. Of others, any value that is called as counts are goes
-on with what it went on with before: with the optimizer's steps, the number in the save's name, or
-another count.
+A trainer that is known says what it counts. Of others, a value at the top that is called as a count
+of all training goes on with what it went on with before: with the optimizer's steps, the number in
+the save's name, or another count. What counts deeper in a save may rightly stop, as a warm-up does.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from ckptool.commands.open import Survey
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED
 from ckptool.commands.verify.history.saves import Save
-from ckptool.core.catalog import Catalog, Index
+from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
 from ckptool.errors import Problem
 
@@ -21,15 +22,15 @@ _DIFFER = "counts-differ"
 _IN = ": "
 _TAKEN, _NAMED = "the optimizer", "its name"
 _COUNT = re.compile(
-    r"(?i)(?:(?:global|train(?:er|ing)?|cur(?:rent)?|total|num|n)_?)?"
-    r"(?:steps?|it|iters?|iterations?|epochs?|updates?|batch(?:es)?)"
+    r"(?i)(?:(?:global|train(?:er|ing)?|cur(?:rent)?)_?)?"
+    r"(?:steps?|it|iters?|iterations?|epochs?|(?:num_?)?updates?|batch(?:es)?)"
     r"(?:_?(?:num|idx|no|train|completed|done|seen))*"
 )
-"""What a value is called that counts all of a training, not what was best or evaluated last."""
+"""What a value is called that counts all of a training: no limit, nor what was best."""
 _SCHEDULED, _RATES = ".last_epoch", "._last_lr"
 """What a scheduler counts, and the rates that it gave last, by the ends of their names."""
-_DEEPEST = 2
-"""The most names in a count's path: deeper ones may be of a part of a trainer."""
+_BASE, _LIMITS = ".base_lrs", (".T_max", ".total_iters", ".total_steps")
+"""The rates that a warm-up leads to, and how many steps a scheduler takes at most."""
 
 
 def old_counts(save: Save, last: Save, older: Save) -> Iterator[Problem]:
@@ -49,27 +50,75 @@ def old_counts(save: Save, last: Save, older: Save) -> Iterator[Problem]:
         growth[_TAKEN], more[_TAKEN] = old_taken - older_taken, taken - old_taken
     scheduled = {n for n in stopped if n.endswith(_SCHEDULED) and n not in save.counts}
     stopped = [name for name in stopped if name not in scheduled]
+    scheduled = {name for name in scheduled if not _has_done(save, name)}
     if scheduled and 0 < growth[_TAKEN] <= more[_TAKEN] and _has_other_rate(*saves):
         name = min(scheduled)
-        message = f"{name} has counted {counts[name]:,} steps, as in {last.name}, but the optimizer"
-        message += f" has {more[_TAKEN]:,.0f} more, and another learning rate than it gave"
+        message = f"{name} is {counts[name]:,}, as in {last.name}, but {_TAKEN} has gone on by"
+        message += f" {more[_TAKEN]:,.0f}, and has another learning rate than it gave"
         yield Problem(f"{message}: they are of two saves", _DIFFER)
-    numbers = [item.step.number for item in saves]
     for name in stopped:
-        others = {n: more[n] for n in sorted(more) if growth[n] == growth[name]}
-        is_own = name not in save.counts
-        if is_own and growth[name] == 1:  # one may count epochs, and the other saves
-            twins = {n for n in others if _are_twins(n, name) and old_counts[n] == old_counts[name]}
-            others = {n: others[n] for n in others if n in save.counts or n in twins}
-            is_own = "epoch" in name
-        if is_own and _went_with(numbers, old_counts[name], older_counts[name]):
-            others[_NAMED] = (numbers[0] or 0) - (numbers[1] or 0)
-        other = next((n for n in others if 0 < others[n] < counts[name]), None)
-        if other is not None:
-            unit = "epochs" if "epoch" in name and name not in save.counts else "steps"
-            message = f"{name} has counted {counts[name]:,} {unit}, as in {last.name}, but"
-            message += f" {other} has {others[other]:,.0f} more: they are of two saves"
+        went_on = [*_with_count(name, save, growth, more, old_counts)]
+        went_on += [*_with_name(name, saves, old_counts, growth)] if not went_on else []
+        for other, count in went_on[:1]:
+            message = f"{_label(name, save)} is {counts[name]:,}, as in {last.name}, but"
+            message += f" {_label(other, save)} has gone on by {count:,.0f}: they are of two saves"
             yield Problem(message, _DIFFER)
+
+
+def _with_count(
+    name: str,
+    save: Save,
+    growth: Mapping[str, float],
+    more: Mapping[str, float],
+    old_counts: Mapping[str, int],
+) -> Iterator[tuple[str, float]]:
+    """Yield the counts that went with one which has stopped, and have gone on as far as before.
+
+    Epochs are only as long as what lies between two saves by chance, and so is what one of them
+    counts: they go with the same count in another file.
+    """
+    is_own = name not in save.counts
+    others = [n for n in sorted(more) if growth[n] == growth[name] and more[n] >= growth[n]]
+    if is_own and (_counts_epochs(name) or growth[name] == 1):
+        others = [n for n in others if _are_twins(n, name) and old_counts[n] == old_counts[name]]
+    elif is_own:
+        others = [n for n in others if not _counts_epochs(n)]
+    yield from ((n, more[n]) for n in others if 0 < more[n] < old_counts[name])
+
+
+def _with_name(
+    name: str,
+    saves: tuple[Save, Save, Save],
+    old_counts: Mapping[str, int],
+    growth: Mapping[str, float],
+) -> Iterator[tuple[str, float]]:
+    """Yield how far the number in the name has gone on, if a count that has stopped went with it.
+
+    But for the end of training, which a loop may save once more under the next number.
+    """
+    (number, old_number, _), grown = (save.step.number for save in saves), growth[name]
+    if name in saves[0].counts or (grown == 1 and not _counts_epochs(name)):
+        return
+    more = (number or 0) - (old_number or 0)
+    went_with = _went_with([s.step.number for s in saves], old_counts[name], grown)
+    if went_with and grown <= more < old_counts[name] and _was_trained(*saves[:2]):
+        yield _NAMED, more
+
+
+def _was_trained(save: Save, last: Save) -> bool:
+    """Return whether weights are others than those of the last: a loop may save its end again."""
+    return not save.weights.are_equal_to(last.weights)
+
+
+def _counts_epochs(name: str) -> bool:
+    return "epoch" in name.rpartition(_IN)[2].lower()
+
+
+def _label(name: str, save: Save) -> str:
+    """Return the name of a count, with the name of the file beside the save that has it."""
+    kind, _, own = name.rpartition(_IN)
+    files = (o.path.name for o in save.others if _kind_of(o) == kind)
+    return f"{next(files)}: {own}" if kind else name
 
 
 def _counts_of(save: Save) -> Mapping[str, int]:
@@ -77,10 +126,13 @@ def _counts_of(save: Save) -> Mapping[str, int]:
     catalog = save.survey.catalog
     counts = {**dict(_own_counts(catalog) if catalog else ()), **save.counts}
     for other in save.others:
-        kind = parse_name(other.path.name, is_folder=False).kind
         own = _own_counts(other.catalog) if other.catalog else ()
-        counts |= {f"{kind}{_IN}{name}": count for name, count in own}
+        counts |= {f"{_kind_of(other)}{_IN}{name}": count for name, count in own}
     return counts
+
+
+def _kind_of(other: Survey) -> str:
+    return parse_name(other.path.name, is_folder=False).kind
 
 
 def _are_twins(one: str, other: str) -> bool:
@@ -93,12 +145,23 @@ def _own_counts(catalog: Catalog) -> Iterator[tuple[str, int]]:
     for name, entry in catalog.objects.items():
         if type(entry.value) is not int or not 0 <= entry.value < UNCOUNTED:
             continue
-        depth = sum(not isinstance(step, Index) for step in entry.path)
-        if not 0 < depth <= _DEEPEST or state_category(entry) == "optimizer":
-            continue
-        is_scheduled = name.endswith(_SCHEDULED) and _rates_beside(name) in catalog.objects
-        if is_scheduled or _COUNT.fullmatch(str(entry.path[-1])):
+        is_scheduled = name.endswith(_SCHEDULED) and _beside(name, _RATES) in catalog.objects
+        is_count = len(entry.path) == 1 and _COUNT.fullmatch(name) is not None
+        if (is_scheduled or is_count) and state_category(entry) != "optimizer":
             yield name, entry.value
+
+
+def _has_done(save: Save, name: str) -> bool:
+    """Return whether a scheduler has taken all its steps, or has warmed up to its rates."""
+    objects = save.survey.catalog.objects if save.survey.catalog else {}
+    values = {
+        end: e.value
+        for end in (_SCHEDULED, _RATES, _BASE, *_LIMITS)
+        if (e := objects.get(_beside(name, end)))
+    }
+    limits = [values[end] for end in _LIMITS if type(values.get(end)) is int]
+    is_at_end = any(values[_SCHEDULED] >= limit for limit in limits)
+    return is_at_end or values[_RATES] == values.get(_BASE)
 
 
 def _has_other_rate(save: Save, last: Save, older: Save) -> bool:
@@ -114,12 +177,13 @@ def _gave_rate(save: Save) -> bool:
     return any(rate in save.rates for rate in rates)
 
 
-def _rates_beside(name: str) -> str:
-    return f"{name.removesuffix(_SCHEDULED)}{_RATES}"
+def _beside(name: str, end: str) -> str:
+    """Return the name of another value of a scheduler."""
+    return f"{name.removesuffix(_SCHEDULED)}{end}"
 
 
-def _went_with(numbers: list[int | None], count: int, older: int) -> bool:
+def _went_with(numbers: list[int | None], count: int, growth: float) -> bool:
     """Return whether the last two saves had a count as the number in their names, or next to it."""
-    pairs = zip(numbers[1:], (count, older), strict=True)
+    pairs = zip(numbers[1:], (count, count - growth), strict=True)
     offsets = {None if number is None else number - value for number, value in pairs}
     return numbers[0] is not None and len(offsets) == 1 and offsets <= {-1, 0, 1}

@@ -118,11 +118,15 @@ def _save_problems(save: Save, predecessors: Sequence[Save], last: Step) -> Iter
 def _copies(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
     """Yield a problem if a save is a predecessor's, and records its step, not that of its own name.
 
-    All predecessors record the steps in their names, or these may count something else.
+    All predecessors record the steps in their names, or these may count something else. A loop may
+    save its end once more, under a number that is next to it.
     """
-    numbers = {old.step.number for old in predecessors if old.step.number in old.recorded}
+    recorded = (old.step.number for old in predecessors if old.step.number in old.recorded)
+    numbers = sorted({number for number in recorded if number is not None})
     number, counts = save.step.number, save.recorded
     if number is None or number in counts or len(numbers) < max(2, len(predecessors)):
+        return
+    if number - numbers[-1] < max(2, numbers[-1] - numbers[-2]):
         return
     for old in (old for old in predecessors if old.step.number in counts):
         pairs = [(save.weights, old.weights), (save.state, old.state)]
