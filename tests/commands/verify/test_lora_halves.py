@@ -74,6 +74,14 @@ def test_a_first_half_in_a_model_of_few_layers(tmp_path: Path) -> None:
     assert message.endswith("but of none of 2 others like lora_A")
 
 
+def test_an_embedding_that_has_not_been_stepped_yet(tmp_path: Path) -> None:
+    """loralib 0.1.2, layers.py: the first half of an embedding begins as zeros."""
+    weights = adapter(*NAMES["PEFT"]) | {"embed_tokens.lora_A": torch.zeros(4, 100)}
+    weights |= {"embed_tokens.lora_B": torch.randn(32, 4)}
+    torch.save(weights, tmp_path / "m.pt")
+    assert zero(tmp_path / "m.pt") == []
+
+
 def test_halves_that_rightly_are_zero(tmp_path: Path) -> None:
     weights = adapter(*NAMES["PEFT"])
     unused = f"base_model.model.layers.{LAYERS - 1}.q_proj.lora_B.weight"

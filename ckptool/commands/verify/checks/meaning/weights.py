@@ -98,7 +98,8 @@ class Weights:
         kinds: dict[tuple[str, Shape], list[str]] = defaultdict(list)
         for name, shape in shapes.items():
             kind, half = abstract(name)[0], _FIRST_HALF.search(name)
-            if half is not None:  # none is zero that is used, so all are of one kind
+            # none is zero that is used, so all are of one kind, but for embeddings: those begin so
+            if half is not None and "embed" not in name.lower():
                 kinds[half[0], ()].append(name)
             elif kind and not BEGINS_ZERO.search(name):
                 kinds[kind, shape].append(name)
