@@ -57,7 +57,8 @@ _OF_A_LAYER = re.compile(r".+\.(weight|bias|running_mean|running_var|num_batches
 AVERAGE = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])", re.IGNORECASE)
 """What the name of a file or of tensors has that are an average of weights."""
 _UNTRAINED = re.compile(
-    r"(?:(?:model|module|state_dict)\.)?[^.]*(?<![a-zA-Z])(?:ema|swa|teacher)(?![a-zA-Z])",
+    r"[^.]*(?<![a-zA-Z])(?:ema|swa|teacher)(?![a-zA-Z])"
+    r"|(?:model|module|state_dict)\.(?:ema|swa|teacher)(?:_(?:model|state_dict|params))?\.",
     re.IGNORECASE,
 )
 """The beginning of a name of an average; a teacher is one of the student, or frozen."""

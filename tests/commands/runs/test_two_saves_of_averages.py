@@ -9,6 +9,8 @@ import pytest
 import torch
 from test_two_saves import reasons, states, train
 
+from ckptool.core.state_category import without_averages
+
 
 def test_weights_of_an_earlier_step_beside_a_teacher_in_the_model(tmp_path: Path) -> None:
     """As of DINOv2."""
@@ -61,6 +63,11 @@ def test_state_of_which_some_is_stacked(tmp_path: Path) -> None:
     older, newest = torch.load(run / "step_6.pt"), torch.load(run / "step_8.pt")
     torch.save(newest | {"optimizer": older["optimizer"]}, run / "step_8.pt")
     assert "its optimizer is that of step_6.pt" in reasons(run)["step_8.pt"]
+
+
+def test_what_is_no_average_though_its_name_begins_so() -> None:
+    names = ["model.swa_blocks.0.weight", "model.teacher_forcing.weight", "model.ema.weight"]
+    assert [*without_averages(dict.fromkeys(names))] == names[:2]
 
 
 @pytest.mark.parametrize("name", ["ema_state_dict", "teacher"])
