@@ -34,7 +34,7 @@ from ckptool.commands.verify.verify import Verification, examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError, Empty, NoAnswer, NotFound
-from ckptool.serialization.file_roles import may_be_empty
+from ckptool.serialization.file_roles import may_be_empty, role_of
 from ckptool.storage.url import Location, within
 
 _LOST, _EMPTIED = "like-missing", "moments-zero"
@@ -182,8 +182,12 @@ class Assessor:
         if self.contents_of(step).may_resume:
             return []
         once = (other for other in self._run.steps if other.number is None)
-        is_state = self._exports.is_state_beside
-        files = [other for other in once if is_export(other, self._run.path) or is_state(other)]
+        files = [
+            other
+            for other in once
+            if is_export(other, self._run.path)
+            or (role_of(other.path.name) == "optimizer" and self._exports.is_state_beside(other))
+        ]
         reports = (self.assess(file, reads=not self._options.quick).report for file in files)
         return [report for report in reports if not report.ok]
 
