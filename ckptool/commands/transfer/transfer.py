@@ -283,7 +283,8 @@ class Transfer(Struct, Generic[AnyReport], frozen=True):
         noted = sums if self.options.verify and not self._is_in_memory else None
         with ranks.together():
             self._move(stage, progress, numbers, records, noted)
-        stage.noted += chain.from_iterable(ranks.gather(note_cut(records)))
+        notes = ranks.gather(note_cut(records))
+        stage.noted += chain.from_iterable(notes[rank] for rank in node.ranks)
         remarks: list[str] = []
         if self.options.verify:
             with ranks.together():

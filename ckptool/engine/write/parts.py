@@ -82,7 +82,7 @@ def require_parts(
         text = list_some(sorted(strays)) if strays else f"{len(parts):,} parts"
         raise Unsupported(
             f"{target}: {text}: not what {count} parts of this run write",
-            hint="write the parts again elsewhere",
+            hint="write it again elsewhere",
         )
     return ended
 
