@@ -158,6 +158,9 @@ class CkptoolError(Exception):
     def add_hint(self, hint: str) -> None:
         """Add one more next step."""
         self.hint = hint if self.hint is None else f"{self.hint}; {hint}"
+        is_one = self.problems == (self.message,)
+        self.message = self.message.with_hint(self.hint)
+        self.problems = (self.message,) if is_one else self.problems
         self.add_note(f"hint: {hint}")
 
     def within(self, head: str, *, tensor: str | None = None) -> Self:
