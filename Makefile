@@ -36,7 +36,7 @@ lint: $(READY) ## Style, format and types.
 	@$(BIN)/mypy
 
 test: lint ## Style, format, types and every test.
-	@$(BIN)/python -m pytest -n $(WORKERS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 suites: $(READY) ## What make test skips: stores, torchtitan, pages, faults; each where its tool is or can be installed.
 	@.ci/suites
