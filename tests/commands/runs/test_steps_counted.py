@@ -112,6 +112,27 @@ def test_epochs_of_the_step_before(tmp_path: Path) -> None:
     assert reasons(tmp_path)["model_4.pth"].startswith(why)
 
 
+def test_a_scheduler_in_the_other_half_that_has_stopped(tmp_path: Path) -> None:
+    for step, model, optimizer in train():
+        schedule = {"last_epoch": min(step, _LAST), "_step_count": 1, "_last_lr": [1e-3 / step]}
+        content = {"model": model, "optimizer": optimizer, "lr_sched": schedule}
+        torch.save(content | {"step": step}, tmp_path / f"D_{step}.pth")
+        torch.save(
+            {"model": model, "optimizer": optimizer, "step": step}, tmp_path / f"G_{step}.pth"
+        )
+    assert reasons(tmp_path) == {}
+
+
+def test_a_scheduler_whose_name_looks_like_that_of_a_file(tmp_path: Path) -> None:
+    for step, model, optimizer in train():
+        (folder := tmp_path / f"global_step{step}").mkdir()
+        schedule = {"last_epoch": step, "_last_lr": [1e-3]}
+        counts = {"global_steps": min(step, _LAST), "skipped_steps": 0, "dp_world_size": 1}
+        content = {"module": model, "optimizer": optimizer, "x: sched": schedule, **counts}
+        torch.save(content, folder / "mp_rank_00_model_states.pt")
+    assert "x: sched.last_epoch has gone on by 10" in reasons(tmp_path)["global_step40"]
+
+
 def counted(step: int) -> dict[str, Any]:
     """What scripts save that rightly stops after 30 steps."""
     return {

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from ckptool.commands.open import Survey
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED
+from ckptool.commands.verify.checks.meaning.trainer_counts import number_in
 from ckptool.commands.verify.history.saves import Save
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
@@ -116,17 +117,18 @@ def _counts_epochs(name: str) -> bool:
 
 def _label(name: str, save: Save) -> str:
     """Return the name of a count, with the name of the file beside the save that has it."""
-    kind, _, own = name.rpartition(_IN)
-    files = (o.path.name for o in save.others if _kind_of(o) == kind)
-    return f"{next(files)}: {own}" if kind else name
+    for other in save.others:
+        head = f"{_kind_of(other)}{_IN}"
+        if name.startswith(head):
+            return f"{other.path.name}: {name.removeprefix(head)}"
+    return name
 
 
 def _counts_of(save: Save) -> Mapping[str, int]:
     """Return what a save counts, and what files beside it do, as of the other half of a GAN."""
-    catalog = save.survey.catalog
-    counts = {**dict(_own_counts(catalog) if catalog else ()), **save.counts}
+    counts = {**dict(_own_counts(save.survey.catalog)), **save.counts}
     for other in save.others:
-        own = _own_counts(other.catalog) if other.catalog else ()
+        own = (item for item in _own_counts(other.catalog) if not item[0].endswith(_SCHEDULED))
         counts |= {f"{_kind_of(other)}{_IN}{name}": count for name, count in own}
     return counts
 
@@ -140,12 +142,13 @@ def _are_twins(one: str, other: str) -> bool:
     return one != other and one.rpartition(_IN)[2] == other.rpartition(_IN)[2]
 
 
-def _own_counts(catalog: Catalog) -> Iterator[tuple[str, int]]:
+def _own_counts(catalog: Catalog | None) -> Iterator[tuple[str, int]]:
     """Yield what values count, by their names: steps, epochs, the steps of a scheduler."""
-    for name, entry in catalog.objects.items():
+    objects = catalog.objects if catalog else {}
+    for name, entry in objects.items():
         if type(entry.value) is not int or not 0 <= entry.value < UNCOUNTED:
             continue
-        is_scheduled = name.endswith(_SCHEDULED) and _beside(name, _RATES) in catalog.objects
+        is_scheduled = name.endswith(_SCHEDULED) and _beside(name, _RATES) in objects
         is_count = len(entry.path) == 1 and _COUNT.fullmatch(name) is not None
         if (is_scheduled or is_count) and state_category(entry) != "optimizer":
             yield name, entry.value
@@ -153,15 +156,11 @@ def _own_counts(catalog: Catalog) -> Iterator[tuple[str, int]]:
 
 def _has_done(save: Save, name: str) -> bool:
     """Return whether a scheduler has taken all its steps, or has warmed up to its rates."""
-    objects = save.survey.catalog.objects if save.survey.catalog else {}
-    values = {
-        end: e.value
-        for end in (_SCHEDULED, _RATES, _BASE, *_LIMITS)
-        if (e := objects.get(_beside(name, end)))
-    }
-    limits = [values[end] for end in _LIMITS if type(values.get(end)) is int]
-    is_at_end = any(values[_SCHEDULED] >= limit for limit in limits)
-    return is_at_end or values[_RATES] == values.get(_BASE)
+    values = save.values
+    rates, base = (values.get(_beside(name, end)) for end in (_RATES, _BASE))
+    limits = (number_in(values, _beside(name, end)) for end in _LIMITS)
+    count = number_in(values, name) or 0
+    return rates == base or any(limit is not None and count >= limit for limit in limits)
 
 
 def _has_other_rate(save: Save, last: Save, older: Save) -> bool:
@@ -171,8 +170,7 @@ def _has_other_rate(save: Save, last: Save, older: Save) -> bool:
 
 def _gave_rate(save: Save) -> bool:
     """Return whether the optimizer has a rate that a scheduler gave last."""
-    objects = save.survey.catalog.objects if save.survey.catalog else {}
-    given = [entry.value for name, entry in objects.items() if name.endswith(_RATES)]
+    given = [rates for name, rates in save.values.items() if name.endswith(_RATES)]
     rates = [rate for rates in given if isinstance(rates, list) for rate in rates]
     return any(rate in save.rates for rate in rates)
 

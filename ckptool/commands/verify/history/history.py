@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import PurePath
 
-from ckptool.commands.open import Survey
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.models import StepSurvey, survey_models
 from ckptool.commands.runs.steps import Step
@@ -193,7 +192,7 @@ def _scheduler_reset(save: Save, predecessor: Save) -> str | None:
     """Return how a scheduler of accelerate was reset: it has no steps, and had the optimizer's."""
     if any(item.optimizer is not item.survey for item in (save, predecessor)):
         return None
-    values, old_values = (_values(item.survey) for item in (save, predecessor))
+    values, old_values = save.values, predecessor.values
     for count in filter(_COUNT.fullmatch, values):
         steps = number_in(old_values, count) or 0
         if values[count] != 0 or not steps:
@@ -204,11 +203,6 @@ def _scheduler_reset(save: Save, predecessor: Save) -> str | None:
             message += " optimizer has taken more steps"
             return f"{message}: the learning rate would begin again"
     return None
-
-
-def _values(survey: Survey) -> Mapping[str, object]:
-    objects = survey.catalog.objects if survey.catalog else {}
-    return {name: entry.value for name, entry in objects.items()}
 
 
 def _mixed_with(save: Save, predecessor: Save) -> str | None:

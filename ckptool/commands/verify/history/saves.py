@@ -137,6 +137,12 @@ class Save(Struct, frozen=True, dict=True):
         return self.state.only(name for name in names if StateName.of(name).kind in kinds)
 
     @cached_property
+    def values(self) -> Mapping[str, object]:
+        """Its values that are no tensors, by their names."""
+        catalog = self.survey.catalog
+        return {name: entry.value for name, entry in catalog.objects.items()} if catalog else {}
+
+    @cached_property
     def counts(self) -> Mapping[str, int]:
         """The steps that a trainer counts, without those it skipped, and what it steps counts.
 
