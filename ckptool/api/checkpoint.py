@@ -230,8 +230,8 @@ class Checkpoint(Mapping[str, Any]):
         tensor or array of its shape and type. Without torch it is a numpy array, with a warning.
 
         A checksum is verified if all bytes that it covers are read. Raises NoSuchName for an
-        unknown name, UsageError for an index outside the shape, Unsupported if numpy (with
-        ml_dtypes) lacks the element type or ``out`` does not fit, Damaged if the tensor is
+        unknown name, UsageError for an index outside the shape, Unsupported if numpy and
+        ml_dtypes lack the element type or ``out`` does not fit, Damaged if the tensor is
         incomplete.
         """
         entry = self.entry(name) if dtype is None else cast_entry(self, name, dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptool.core.catalog import TensorEntry
@@ -71,9 +70,15 @@ def read_numpy(
     import numpy as np
 
     from ckptool.engine.read.gather import unit
+    from ckptool.engine.read.numbers import numpy_dtype
     from ckptool.engine.read.tensors import ArrayMemory
 
-    dtype, shape = numpy_dtype(entry), _shape(picks)
+    shape = _shape(picks)
+    try:
+        dtype = numpy_dtype(entry.dtype.name)
+    except KeyError:
+        why = f"{entry.name}: numpy has no {entry.dtype}"
+        raise Unsupported(why, hint="read it as torch") from None
     if out is None:
         out = np.empty(shape, dtype)
     else:
@@ -103,25 +108,6 @@ def _require_fits(
             f"{entry.name}: {entry.dtype} {list(shape)} is read, but out is {dtype} {list(sizes)}",
             hint="nothing is cast silently: use dtype= to cast" if sizes == shape else None,
         )
-
-
-def numpy_dtype(entry: TensorEntry) -> np.dtype[Any]:
-    """Return numpy's type, of ml_dtypes where numpy has none; Unsupported if neither has."""
-    import numpy as np
-
-    name = entry.dtype.name
-    if name in np.sctypeDict:
-        return np.dtype(name)
-    hint = "read it as torch"
-    try:
-        kind = getattr(import_module("ml_dtypes"), name, None)
-    except ImportError:
-        hint += ", or `pip install ml_dtypes`, which has bfloat16 and 8-bit types"
-    else:
-        if kind is not None:
-            dtype: np.dtype[Any] = np.dtype(kind)
-            return dtype
-    raise Unsupported(f"{entry.name}: numpy has no {entry.dtype}", hint=hint)
 
 
 def cast_entry(checkpoint: Checkpoint, name: str, dtype: object) -> TensorEntry:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ckptool.core.box import Box
-from ckptool.core.dtype import EXPONENTS, DType
+from ckptool.core.dtype import DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -27,12 +27,25 @@ def decode(stored: Array, dtype: DType) -> Array:
     if dtype.kind == "float" and dtype.itemsize == 1:
         return _float8_table(dtype)[stored]
     if dtype.name == "bfloat16":
-        wide = stored.astype(np.uint32)
-        wide <<= np.uint32(16)
-        return wide.view(np.float32)
+        return stored.view(numpy_dtype(dtype.name)).astype(np.float32)
     if dtype.kind == "bits":
         raise KeyError(dtype.name)
     return stored.view(np.uint8 if dtype.kind == "bool" else dtype.name)
+
+
+@lru_cache
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the numpy type of an element type, of ml_dtypes where numpy has none.
+
+    Raises KeyError if neither has it.
+    """
+    import ml_dtypes
+
+    kind = np.sctypeDict.get(name) or getattr(ml_dtypes, name, None)
+    if kind is None:
+        raise KeyError(name)
+    dtype: np.dtype[Any] = np.dtype(kind)
+    return dtype
 
 
 def is_finite(bits: Array, dtype: DType) -> Array:
@@ -52,14 +65,4 @@ def _complex(stored: Array) -> Array:
 @lru_cache
 def _float8_table(dtype: DType) -> Array:
     """Return the value of each of the 256 codes."""
-    codes = np.arange(256, dtype=np.uint8)
-    if dtype.name == EXPONENTS:
-        values = np.ldexp(1.0, codes.astype(int) - dtype.bias)
-    else:
-        exponent = (codes & 0x7F).astype(int) >> dtype.mantissa
-        fraction = (codes & ((1 << dtype.mantissa) - 1)) / (1 << dtype.mantissa)
-        scale = np.ldexp(1.0, np.maximum(exponent, 1) - dtype.bias)
-        values = np.where(codes < 128, 1, -1) * scale * (fraction + (exponent > 0))
-    is_infinite = dtype.largest and (codes & 0x7F) == dtype.first_special
-    special = np.where(is_infinite, np.copysign(np.inf, values), np.nan)
-    return np.where(is_finite(codes, dtype), values, special).astype(np.float32)
+    return np.arange(256, dtype=np.uint8).view(numpy_dtype(dtype.name)).astype(np.float32)
