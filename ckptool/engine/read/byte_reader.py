@@ -99,7 +99,7 @@ class ByteReader:
         parts = [memoryview(b"")] * len(ordered)
         for file, start, nbytes, at in ordered:
             parts[at] = memory[places[at] : places[at] + nbytes]
-            if self._sums is not None:
+            if self._sums is not None:  # not of the gaps: these are no tensor's
                 self._sums.note(file, start, parts[at])
         return parts
 

@@ -228,6 +228,7 @@ class Gatherer:
             self._reader.read_into(at.file, start, data)
             out[...] = np.frombuffer(data, out.dtype).reshape(out.shape)
         else:
+            # too large for scratch, and read piece by piece: a record is read again if it must be
             strides = row_major_strides(out.shape, out.itemsize)
             self._read_strided(out, at.file, start, strides)
             return
@@ -242,6 +243,7 @@ class Gatherer:
         item = self._indexes.get(id(entry))
         if item is None:
             count = _FEW - 1 + len(self._by_turns)
+            # with its tensor: while that is kept no other one gets its id
             self._indexes = dict(list(self._indexes.items())[-count:])
             item = self._indexes[id(entry)] = (entry, ChunkIndex(entry))
         return item[1]
@@ -271,7 +273,7 @@ class Gatherer:
 
 def _view(data: Bytes, start: int, strides: tuple[int, ...], local: Box, itemsize: int) -> Array:
     start += sum(i * s for i, s in zip(local.lo, strides, strict=True))
-    if not local.volume:
+    if not local.volume:  # it may begin behind the last byte, which numpy refuses
         return np.empty(local.shape, unit(itemsize))
     return np.ndarray(local.shape, unit(itemsize), data, start, strides)
 

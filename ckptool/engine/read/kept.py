@@ -34,7 +34,7 @@ class Blobs:
 
         The blob that it replaces is dropped before the bytes are read.
         """
-        key = id(entry)
+        key = id(entry)  # another tensor may get it later: so the blob is compared, too
         if key not in self._kept or self._kept[key][0] != at:
             others = self._by_turns.keys() - {key} if key in self._by_turns else ()
             self._kept = {other: self._kept[other] for other in others if other in self._kept}

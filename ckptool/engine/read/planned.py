@@ -74,7 +74,7 @@ class PlanReader(TensorReader):
     def __init__(self, source: Files, records: RecordCheck, sums: ReadSums | None = None) -> None:
         super().__init__(source, records.note, sums, None if sums is None else RangeCheck())
         self._records = records
-        self._tile = memoryview(b"")
+        self._tile = memoryview(b"")  # beside ``memory``, which holds what tiles are cut from
 
     def pieces(self, tiles: Sequence[Tile]) -> Iterator[PlannedPiece]:
         """Read the tiles of a job, each piece valid until the next."""
@@ -102,6 +102,7 @@ class PlanReader(TensorReader):
 
         entry = tiles[0].entry
         overlaps = self.elements.find(entry, band)
+        # else memory that no chunk fills would be written with what was in it before
         if sum(overlap.box.volume for overlap in overlaps) != band.volume:
             raise Damaged(f"{entry.name}: {band} is not covered")
         values = self._gather(entry, band.shape, overlaps)
@@ -131,9 +132,11 @@ class PlanReader(TensorReader):
                 if record is not None:
                     self._records.touch(record, entry.name)
                     self._records.note(record, offset, data)
+            # by identity, which is quick: tensors that are cut alike share their pieces
             kind = entry.shape, entry.dtype.name, *(id(tile.pieces) for tile in group)
             by_kind.setdefault(kind, []).append((group, join(parts)))
         pieces = chain.from_iterable(map(_cut_alike, by_kind.values()))
+        # in the order of the files: what adjoins there is then written at once
         yield from sorted(pieces, key=lambda piece: (piece[0].file, piece[0].part))
         for group in scattered:
             yield from self._cut(group, Box.whole(group[0].entry.shape))
@@ -152,12 +155,14 @@ class PlanReader(TensorReader):
     def _copy(self, tile: Tile, segment: Segment) -> Iterator[PlannedPiece]:
         """Read a segment in pieces that fit the processor's cache."""
         file, offset, nbytes, record, skip = segment
-        step = -(-nbytes // (-(-nbytes // self.policy.tile) or 1)) or 1
-        total, step = 0, -(-step // _WIDEST) * _WIDEST  # no element is cut in two
+        pieces, total = max(1, -(-nbytes // self.policy.tile)), 0
+        # pieces of one size, in whole elements
+        step = max(1, -(-nbytes // (pieces * _WIDEST))) * _WIDEST
         for done in range(0, nbytes, step):
             data = self.read(file, offset + done, min(step, nbytes - done))
             crc = crc32(data)
-            total = crc32_combine(total, crc, len(data)) if done else crc
+            # of the pieces' own, which the writer needs, too
+            total = crc32_combine(total, crc, len(data))
             yield PlannedPiece(tile, skip + done, data, crc)
         if record is not None:
             self._records.piece(record, offset, nbytes, total)
@@ -195,7 +200,7 @@ class PlanReader(TensorReader):
         losses = self._ranges.take()
         for box, values in boxes:
             self._sums.note_made(entry.name, box, bits_of(values), losses)
-            losses = ()
+            losses = ()  # counted of all boxes together
 
 
 def _cut_alike(

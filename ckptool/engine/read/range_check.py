@@ -37,6 +37,7 @@ class RangeCheck:
 
     def take(self) -> tuple[tuple[str, int], ...]:
         """Return the losses counted since the last call, all of one tensor, and begin again."""
+        # without the lock: a reader that takes them has a check of its own
         losses = tuple((outcome, count) for (_, _, outcome), count in self.counts.items())
         self.counts.clear()
         return losses

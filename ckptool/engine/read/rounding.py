@@ -139,6 +139,7 @@ def _round(bits: Array, stored: str, target: str) -> Array:
 
 def _to_bfloat16(single: Array, quiet: int) -> Array:
     """Round floats of 32 bits; the halves are in the lower bits of as many words."""
+    # half of the last place is added, less one bit if that place is even: so ties go to even
     rounded = single >> np.uint32(16)
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)
@@ -155,6 +156,7 @@ def _to_half(single: Array) -> Array:
     Normal numbers are rounded as integers, as numpy's own way is slow.
     """
     size = single & _SIZE
+    # as for bfloat16; a half's exponent is 112 less
     rounded = size >> np.uint32(13)
     rounded &= np.uint32(1)
     rounded += size

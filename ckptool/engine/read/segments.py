@@ -26,7 +26,9 @@ NotePiece = Callable[[Record, int, memoryview], None]
 """Called with each piece of a checksummed record: the record, the file offset and the bytes."""
 
 _LONG_RUN = 2 << 10
+"""Bytes of a run from which on it is read by itself: that then takes no longer than the gaps."""
 _OVER_READ = 4
+"""Times the bytes of shorter runs that one read across their gaps may have, and still be faster."""
 _FEW = 1024
 """Chunks up to which tensors that are cut alike share the order of their rows."""
 _PAGE = 4 << 10

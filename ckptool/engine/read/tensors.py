@@ -113,7 +113,9 @@ class CheckedSource(TensorSource, frozen=True):
 
 
 _PASSES = 16
-"""Times as long as moving bytes that computing with them takes."""
+"""Times as long as moving bytes that computing with them takes: while numpy or a hash computes,
+other threads run.
+"""
 
 
 def tensor_job(
@@ -216,6 +218,7 @@ def fill(requests: Sequence[FillRequest], source: Files, workers: int) -> None:
     contains what was read.
     """
     limit = _FETCHED if source.policy.by_request else _FILL
+    # shared: of a record that boxes need in part the rest is not read for its checksum
     records, jobs = RecordCheck(shared=True), list(_fill_jobs(requests, limit))
     checked = CheckedSource(source, records=records)
     read_tiles(checked, jobs, _exhaust, max(1, min(workers, len(jobs))))

@@ -152,6 +152,7 @@ def read_tiles(
     plans: deque[Callable[[], None]] = deque()
     queue, sides, large = iter(jobs), source.sides, LARGE
     if any(files.policy.by_request for files in sides):
+        # one job at a time, as their reads are announced; they wait for answers, not for the GIL
         queue, large = _announce(sides, queue, workers, plans), 0
 
     def count_bytes(tiles: Iterator[TileOut]) -> Iterator[TileOut]:
@@ -293,6 +294,7 @@ def _run_threads(work: Callable[[], None], count: int, stop: threading.Event) ->
             ended.set()
 
     ends = [threading.Event() for _ in range(count)]
+    # daemons: a second interrupt ends the process, even if a disk hangs
     threads = [threading.Thread(target=run, args=(ended,), daemon=True) for ended in ends]
     try:
         for thread in threads:
