@@ -12,9 +12,9 @@ class AtTheBeginning(Progress):
 
     def __init__(self, call: Callable[[], object]) -> None:
         super().__init__()
-        self._call = call
+        self._at_beginning = call
 
     def begin(self, total: int) -> None:
         """Do it, each time that counting begins."""
         super().begin(total)
-        self._call()
+        self._at_beginning()

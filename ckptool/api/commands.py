@@ -33,7 +33,7 @@ from ckptool.commands.options.steps import StepChoice
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
 from ckptool.commands.options.verify import CompareOptions, SalvageOptions, VerifyOptions
 from ckptool.commands.reshard.reshard import ReshardReport, prepare_reshard
-from ckptool.engine.progress import CalledProgress, Progress
+from ckptool.engine.progress import Progress
 from ckptool.engine.ranks import join_ranks
 from ckptool.errors import Several
 from ckptool.formats import list_formats as list_formats
@@ -56,11 +56,6 @@ if TYPE_CHECKING:
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes that are done so far and the bytes in all, by any thread."""
-
-
-def counted(progress: OnProgress | None) -> Progress:
-    """Return progress that calls a function, if there is one."""
-    return Progress() if progress is None else CalledProgress(progress)
 
 
 def _find_open(path: AnyPath | Checkpoint, options: ReadKeywords) -> Checkpoint | None:
@@ -134,7 +129,7 @@ def stats(
     place, _ = _place(path, options)
     opened = checkpoint.opened if checkpoint is not None else open_checkpoint(place, read)
     globs = [tensors] if isinstance(tensors, str) else tensors
-    return _stats(opened, globs, counted(progress))
+    return _stats(opened, globs, Progress(progress))
 
 
 @with_keywords(DiffKeywords)
@@ -154,7 +149,7 @@ def diff(
 
     place, keywords = _place(path, options)
     parsed = Keywords("diff", keywords, DiffKeywords).options(DiffOptions)
-    return _diff(place, location(other), parsed, counted(progress))
+    return _diff(place, location(other), parsed, Progress(progress))
 
 
 @with_keywords(ExtractKeywords)
@@ -177,7 +172,7 @@ def extract(
     parsed = Keywords("extract", keywords, ExtractKeywords).options(ExtractOptions)
     subscripts = [names] if isinstance(names, str) else names
     planned = prepare_extract(place, subscripts, location(out), parsed)
-    return planned.run(counted(progress))
+    return planned.run(Progress(progress))
 
 
 @with_keywords(ConvertKeywords)
@@ -201,7 +196,7 @@ def convert(
     prepared = prepare(place, location(target), parsed)
     if parsed.transfer.dry_run:
         return prepared.with_costs()
-    return prepared.run(counted(progress))
+    return prepared.run(Progress(progress))
 
 
 @with_keywords(ConvertKeywords)
@@ -228,7 +223,7 @@ def convert_run(
     accepted = TEXTS.parse(ignore, "ignore")
     choice = StepChoice(last is None is every, last, every, allow_nonfinite, accepted)
     places = location(run), location(target)
-    return _convert_run(*places, choice, parsed, progress=counted(progress))
+    return _convert_run(*places, choice, parsed, progress=Progress(progress))
 
 
 @with_keywords(ReshardKeywords)
@@ -253,7 +248,7 @@ def reshard(
         planned.require_possible(group)
         if parsed.transfer.dry_run:
             return planned.with_costs()
-        return planned.run(counted(progress), group)
+        return planned.run(Progress(progress), group)
 
 
 @with_keywords(VerifyKeywords)
@@ -275,7 +270,7 @@ def verify(
     place, keywords = _place(path, options)
     question = Keywords("verify", keywords, VerifyKeywords).options(Question)
     question.require_possible()
-    return answer(place, question, counted(progress))
+    return answer(place, question, Progress(progress))
 
 
 @with_keywords(CompareKeywords)
@@ -296,7 +291,7 @@ def compare(
     keywords = Keywords("compare", arguments, CompareKeywords)
     parsed, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)
     comparing = keywords.options(CompareOptions)
-    return against(place, location(other), parsed, rewrite, comparing, counted(progress))
+    return against(place, location(other), parsed, rewrite, comparing, Progress(progress))
 
 
 @with_keywords(VerifyRunKeywords)
@@ -343,7 +338,7 @@ def salvage(
 
     parsed = Keywords("salvage", options, SalvageKeywords).options(SalvageOptions)
     planned = plan_salvage(location(path), location(target), parsed)
-    return planned.run(counted(progress))
+    return planned.run(Progress(progress))
 
 
 def list_maps() -> Mapping[str, KeyMap]:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from ckptool.api.arguments import AnyPath, Keywords, location, with_keywords
-from ckptool.api.commands import OnProgress, counted
+from ckptool.api.commands import OnProgress
 from ckptool.api.keywords import CompareKeywords, MergeKeywords
 from ckptool.commands.merge import MergeReport, prepare_merge
 from ckptool.commands.options.merge import MergeOptions
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
+from ckptool.engine.progress import Progress
 from ckptool.engine.ranks import join_ranks
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def merge(
             planned = prepare_merge(places, location(target), parsed)
         if parsed.convert.transfer.dry_run:
             return planned.with_costs()
-        return planned.run(counted(progress), group)
+        return planned.run(Progress(progress), group)
 
 
 @with_keywords(CompareKeywords)
@@ -56,5 +57,5 @@ def verify_merge(
 
     keywords = Keywords("verify_merge", options, CompareKeywords)
     parsed, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)
-    how = keywords.options(CompareOptions), counted(progress)
+    how = keywords.options(CompareOptions), Progress(progress)
     return against_recipe(Path(recipe), location(path), parsed, rewrite, *how)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptool.api.arguments import AnyPath, Keywords, location, with_keywords
-from ckptool.api.commands import OnProgress, counted
+from ckptool.api.commands import OnProgress
 from ckptool.api.keywords import SaveKeywords
 from ckptool.api.save_shards import TO_SAVE_SHARDS, open_memory, save_shards
 from ckptool.api.state_dict import leaves_of
@@ -23,6 +23,7 @@ from ckptool.commands.options.target import SaveOptions
 from ckptool.commands.transfer.target import resolve_target
 from ckptool.core.catalog import Catalog, Chunk, Extent, ObjectEntry, Path, TensorEntry
 from ckptool.core.dtype import BY_NAME
+from ckptool.engine.progress import Progress
 from ckptool.errors import Unsupported
 from ckptool.storage.virtual.memory import MemoryFiles
 
@@ -50,7 +51,7 @@ def save(
     data; UsageError if it makes no sense; Damaged if ranks contradict one another.
     """
     parsed = Keywords("save", options, SaveKeywords).options(SaveOptions, to=to)
-    count, place = counted(progress), location(target)
+    count, place = Progress(progress), location(target)
     if writer_for(parsed.to, resolve_target(place)).writing.of_ranks and _is_one_of_several():
         return save_shards(lambda rank: _collect(tree, rank), place, parsed, count)
     with no_collecting():

@@ -8,11 +8,15 @@ from collections.abc import Callable
 
 
 class Progress:
-    """Bytes ``done`` of a ``total`` since a time (``time.monotonic``); threads may share it."""
+    """Bytes ``done`` of a ``total`` since a time (``time.monotonic``); threads may share it.
 
-    def __init__(self) -> None:
+    A function may be called with both whenever bytes are counted.
+    """
+
+    def __init__(self, call: Callable[[int, int], object] | None = None) -> None:
         self.done = self.total = 0
         self.since = time.monotonic()
+        self._call = call
         self._lock = threading.Lock()
 
     def begin(self, total: int) -> None:
@@ -24,20 +28,8 @@ class Progress:
         """Count bytes that were read or written."""
         with self._lock:
             self.done += nbytes
-
-
-class CalledProgress(Progress):
-    """Progress that calls a function with the bytes done and those in all, whenever it counts."""
-
-    def __init__(self, call: Callable[[int, int], object]) -> None:
-        super().__init__()
-        self._call = call
-
-    def add(self, nbytes: int) -> None:
-        """Count bytes that were read or written."""
-        with self._lock:
-            self.done += nbytes
-            self._call(self.done, self.total)
+            if self._call is not None:  # with the lock: its calls come one after the other
+                self._call(self.done, self.total)
 
 
 UNWATCHED = Progress()

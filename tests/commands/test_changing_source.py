@@ -29,7 +29,7 @@ from ckptool.commands.verify.manifest.build import build_manifest
 from ckptool.commands.verify.salvage.salvage import plan_salvage
 from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.progress import CalledProgress
+from ckptool.engine.progress import Progress
 from ckptool.errors import Changed
 from ckptool.storage.url import location
 
@@ -100,14 +100,14 @@ def test_after_the_last_read(change: Callable[[Path], None], source: Path, out: 
             change(source)
 
     with pytest.raises(Changed):
-        ready.run(CalledProgress(written))
+        ready.run(Progress(written))
     assert list(out.iterdir()) == []
 
 
 def test_a_file_that_is_cut_meanwhile_is_changed_and_not_damaged(source: Path, out: Path) -> None:
     ready = planned("dcp", source, out / "m")
     with pytest.raises(Changed):
-        ready.run(CalledProgress(lambda done, total: os.truncate(source, 100)))
+        ready.run(Progress(lambda done, total: os.truncate(source, 100)))
 
 
 def test_what_was_staged_of_a_changed_source_is_not_resumed(source: Path, out: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_store_that_names_no_version(at: str, source: Path, out: Path) -> None
     if at == "plan":
         place.write_bytes(newer)
     with pytest.raises(Changed):
-        ready.run(CalledProgress(lambda done, total: place.write_bytes(newer)))
+        ready.run(Progress(lambda done, total: place.write_bytes(newer)))
     assert list(out.iterdir()) == []
 
 

@@ -14,7 +14,7 @@ import pytest
 from conftest import case, read_back
 from overwritten import FOREIGN, foreign_of, hidden, put_foreign, ready
 
-from ckptool.engine.progress import CalledProgress, Progress
+from ckptool.engine.progress import Progress
 from ckptool.engine.write.commit import FileCommit
 from ckptool.engine.write.stage import Stage
 from ckptool.errors import Committed, TransferError, Unsupported
@@ -61,7 +61,7 @@ def stopping(out: Path) -> Progress:
         if journal.exists() and "done" in journal.read_text():
             raise Stop
 
-    return CalledProgress(stop)
+    return Progress(stop)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from ckptool.commands.options.target import ConvertOptions, ReshardOptions, Tran
 from ckptool.commands.reshard.reshard import Reshard, prepare_reshard
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.sharding.placement import parse_mesh
-from ckptool.engine.progress import CalledProgress, Progress
+from ckptool.engine.progress import Progress
 from ckptool.engine.write.disk_target import DiskTarget
 from ckptool.engine.write.stage import Stage, StageOptions
 from ckptool.errors import CkptoolError, Unsupported, UsageError
@@ -41,7 +41,7 @@ def stop_after(nbytes: int) -> Progress:
         if done > nbytes:
             raise Stop
 
-    return CalledProgress(stop)
+    return Progress(stop)
 
 
 def ready(source: Path, target: Path, mesh: str = "4", **more: Any) -> Reshard:
@@ -301,7 +301,7 @@ class Held:
 
     def _run(self) -> None:
         try:
-            self._prepared.run(CalledProgress(self._wait))
+            self._prepared.run(Progress(self._wait))
         except BaseException as error:
             self._error = error
 

@@ -28,7 +28,7 @@ from ckptool.core.layout import FileLayout, Layout, Verbatim
 from ckptool.core.planning.plan import Plan
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.checksum import RecordCheck, crc32
-from ckptool.engine.progress import CalledProgress
+from ckptool.engine.progress import Progress
 from ckptool.engine.write.parts import note_cut
 from ckptool.engine.write.send import send, within_budget
 from ckptool.engine.write.work import Work
@@ -77,7 +77,7 @@ def test_the_last_file_appears_after_all_others(s3: S3, out: Path) -> None:
 def test_finished_files_are_not_sent_and_count_as_progress(s3: S3, out: Path) -> None:
     transfer = planned(case("dcp_fsdp2_tp").path, out / "m")
     moved: list[int] = []
-    progress = CalledProgress(lambda done, total: moved.append(done))
+    progress = Progress(lambda done, total: moved.append(done))
     work = work_of(transfer)
     files = transfer.plan.layout.files
     work = Work(work.plan, work.source, RUN, work.numbers, progress=progress)
