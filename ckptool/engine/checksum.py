@@ -6,24 +6,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from isal.isal_zlib import crc32, crc32_combine
+from isal.isal_zlib import crc32 as crc32
+from isal.isal_zlib import crc32_combine as crc32_combine
 
 from ckptool.core.catalog import Record
-from ckptool.engine.read.byte_reader import ByteReader, ByteSource, byte_job
-from ckptool.engine.read.tiles import Job, read_tiles
+from ckptool.engine.read.byte_reader import ByteSource, byte_job
+from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import Problem, damaged
 from ckptool.storage.files import Files
-
-__all__ = [
-    "CrcPiece",
-    "RecordCheck",
-    "crc32",
-    "crc32_combine",
-    "crc_of",
-    "join_crcs",
-    "record_job",
-    "require_intact",
-]
 
 CrcPiece = tuple[int, int, int]
 """A run of bytes: offset, length, and CRC-32."""
@@ -31,11 +21,8 @@ CrcPiece = tuple[int, int, int]
 
 def join_crcs(pieces: list[CrcPiece]) -> int:
     """Return the CRC-32 of adjoining pieces, given in any order."""
-    if len(pieces) == 1:
-        return pieces[0][2]
-    in_order = iter(sorted(pieces))
-    total = next(in_order, (0, 0, 0))[2]
-    for _, nbytes, crc in in_order:
+    total = 0
+    for _, nbytes, crc in sorted(pieces):
         total = crc32_combine(total, crc, nbytes)
     return total
 
@@ -58,11 +45,6 @@ def crc_of(tiles: Iterator[memoryview]) -> int:
     for data in tiles:
         total = crc32(data, total)
     return total
-
-
-def record_job(record: Record) -> Job[Record, ByteReader, memoryview]:
-    """Return the job that reads a whole record."""
-    return byte_job(record, record.file, record.offset, record.nbytes)
 
 
 _MOST_GAPS = 16
@@ -99,6 +81,7 @@ class RecordCheck:
 
     def piece(self, record: Record, offset: int, nbytes: int, crc: int) -> None:
         """Note that these bytes of the file, part of the record, have this CRC-32."""
+        # all of the record, and as it was written: nothing more is kept of it
         if record == (record.file, offset, nbytes, crc):
             self._intact.add(record)
             return
@@ -168,12 +151,8 @@ class RecordCheck:
     def _is_covered(self, record: Record) -> bool:
         if record in self._intact:
             return True
-        position = record.offset
-        for offset, (nbytes, _) in sorted(self._pieces[record].items()):
-            if offset != position:
-                return False
-            position += nbytes
-        return position == record.offset + record.nbytes
+        joined = _join_adjoining(self._pieces[record]) or [(record.offset, 0, 0)]
+        return len(joined) == 1 and joined[0][:2] == (record.offset, record.nbytes)
 
 
 def require_intact(problems: list[Problem]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import EncodedBlob, Extent, Place, Record, TensorEntry, places
-from ckptool.engine.checksum import crc_of, record_job
+from ckptool.engine.checksum import crc_of
 from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.engine.read.byte_reader import ByteSource, byte_job
 from ckptool.engine.read.tensors import TensorReader, TensorSource, TensorTile, tensor_job
@@ -83,7 +83,8 @@ class DamageMap:
                 elif isinstance(place, Extent) and place.record and place.record.nbytes:
                     records.add(place.record)
         ordered = sorted(records, key=lambda record: (record.file, record.offset))
-        read_tiles(ByteSource(source), map(record_job, ordered), self._check, workers)
+        reading = (byte_job(record, *record[:3]) for record in ordered)
+        read_tiles(ByteSource(source), reading, self._check, workers)
         decoding = (_decode_job(blob, entry) for blob, entry in blobs.items())
         read_tiles(TensorSource(source), decoding, self._check, workers)
 
