@@ -201,36 +201,27 @@ def strided_reads(
     ``block`` is the least number of bytes that a read costs; ``most`` are the bytes that a read
     across gaps may have, and one without gaps.
     """
-    dims = tuple(slice(0, size) for size in shape)
-    yield from _cut_reads(dims, 0, strides, itemsize, block, most)
-
-
-def _cut_reads(
-    dims: tuple[slice, ...],
-    offset: int,
-    strides: tuple[int, ...],
-    itemsize: int,
-    block: int,
-    most: tuple[float, float],
-) -> Iterator[StridedRead]:
-    shape = tuple(indices.stop - indices.start for indices in dims)
-    nbytes, span = math.prod(shape) * itemsize, span_of(shape, strides, itemsize)
-    is_worth = worth_a_span(shape, strides, itemsize, block)
-    if contiguous(strides, shape, itemsize) and nbytes <= most[1]:
-        yield StridedRead(dims, offset, nbytes)
-        return
-    if is_worth and span <= most[0]:
-        yield StridedRead(dims, offset, span)
-        return
-    dim = next(dim for dim, size in enumerate(shape) if size > 1)
-    size, stride, inner = shape[dim], strides[dim], shape[dim + 1 :]
-    if not is_worth and contiguous(strides[dim + 1 :], inner, itemsize) and nbytes <= most[1]:
-        yield StridedRead(dims, offset, nbytes // size, size, stride)
-        return
-    start, half = dims[dim].start, size // 2
-    for low, high in ((0, half), (half, size)):
-        part = (*dims[:dim], slice(start + low, start + high), *dims[dim + 1 :])
-        yield from _cut_reads(part, offset + low * stride, strides, itemsize, block, most)
+    parts = [(tuple(slice(0, size) for size in shape), 0)]
+    while parts:
+        dims, offset = parts.pop()
+        shape = tuple(indices.stop - indices.start for indices in dims)
+        nbytes, span = math.prod(shape) * itemsize, span_of(shape, strides, itemsize)
+        is_worth = worth_a_span(shape, strides, itemsize, block)
+        if contiguous(strides, shape, itemsize) and nbytes <= most[1]:
+            yield StridedRead(dims, offset, nbytes)
+            continue
+        if is_worth and span <= most[0]:
+            yield StridedRead(dims, offset, span)
+            continue
+        dim = next(dim for dim, size in enumerate(shape) if size > 1)
+        size, stride, inner = shape[dim], strides[dim], shape[dim + 1 :]
+        if not is_worth and contiguous(strides[dim + 1 :], inner, itemsize) and nbytes <= most[1]:
+            yield StridedRead(dims, offset, nbytes // size, size, stride)
+            continue
+        start, half = dims[dim].start, size // 2
+        for low, high in ((half, size), (0, half)):  # the lower half is taken next
+            part = (*dims[:dim], slice(start + low, start + high), *dims[dim + 1 :])
+            parts.append((part, offset + low * stride))
 
 
 def by_stride(strides: tuple[int, ...]) -> list[int]:
