@@ -37,7 +37,8 @@ from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.state_category import state_category
 from ckptool.core.text import list_first
-from ckptool.engine.read.gather import Array, raw, unit
+from ckptool.engine.read.gather import raw, unit
+from ckptool.engine.read.numbers import Array
 from ckptool.engine.read.tensors import FillRequest
 from ckptool.errors import Unsupported
 

@@ -16,7 +16,8 @@ from ckptool.core.box import Box, Piece
 from ckptool.core.mesh import Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES, declared_pieces, shard_at
 from ckptool.core.sharding.overlaps import overlapping_pair
-from ckptool.engine.read.gather import Array, unit
+from ckptool.engine.read.gather import unit
+from ckptool.engine.read.numbers import Array
 from ckptool.engine.read.tensors import ArrayMemory, BoxMemory
 from ckptool.errors import Unsupported
 

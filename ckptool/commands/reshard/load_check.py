@@ -25,8 +25,8 @@ from ckptool.core.layout import Data, tiles
 from ckptool.core.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from ckptool.core.sharding.dtensor import LocalShard
 from ckptool.engine.ranks import Ranks
-from ckptool.engine.read.gather import Array, unit
-from ckptool.engine.read.numbers import part_of
+from ckptool.engine.read.gather import unit
+from ckptool.engine.read.numbers import Array, part_of
 from ckptool.engine.read.tensors import TensorReader
 from ckptool.errors import TransferError, Unsupported
 from ckptool.storage.place import on_disk

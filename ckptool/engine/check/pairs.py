@@ -21,7 +21,7 @@ from ckptool.errors import CkptoolError
 from ckptool.storage.files import TILE, Files
 
 if TYPE_CHECKING:
-    from ckptool.engine.read.gather import Array
+    from ckptool.engine.read.numbers import Array
 
 _TILES_PER_JOB = 3
 

@@ -28,14 +28,13 @@ from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.computed import fill_computed, tensors_behind
 from ckptool.engine.read.containers import open_overlaps
 from ckptool.engine.read.kept import Blobs, Windows
-from ckptool.engine.read.numbers import part_of
+from ckptool.engine.read.numbers import Array, part_of
 from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.rounding import cast, may_have_lost
 from ckptool.engine.read.segments import by_stride, run_at, strided_reads
 from ckptool.errors import Damaged
 from ckptool.storage.files import SPAN
 
-Array = np.ndarray[Any, np.dtype[Any]]
 _FEW = 4
 """Tensors whose indexes are kept."""
 _FREED = 16 << 20

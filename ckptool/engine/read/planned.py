@@ -28,7 +28,7 @@ from ckptool.errors import Damaged
 from ckptool.storage.files import Files
 
 if TYPE_CHECKING:
-    from ckptool.engine.read.gather import Array
+    from ckptool.engine.read.numbers import Array
 
 _NAME_OF = attrgetter("entry.name")
 _WIDEST = 16

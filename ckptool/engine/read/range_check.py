@@ -11,7 +11,7 @@ from ckptool.core.casts import RangeCounts
 from ckptool.core.dtype import DType
 
 if TYPE_CHECKING:
-    from ckptool.engine.read.gather import Array
+    from ckptool.engine.read.numbers import Array
 
 
 class RangeCheck:

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import (
-    Chunk,
     EncodedBlob,
     Extent,
     Place,
@@ -21,7 +20,6 @@ from ckptool.core.catalog import (
     places,
     stored_places,
 )
-from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
 from ckptool.core.sharding.index import ChunkIndex
 from ckptool.engine.checksum import RecordCheck, require_intact
@@ -34,7 +32,8 @@ from ckptool.errors import Problem
 from ckptool.storage.files import TILE, Files
 
 if TYPE_CHECKING:
-    from ckptool.engine.read.gather import Array, Gatherer
+    from ckptool.engine.read.gather import Gatherer
+    from ckptool.engine.read.numbers import Array
     from ckptool.engine.read.range_check import RangeCheck
 
 
@@ -155,8 +154,11 @@ def place_job(
     whole, dtype = Box.whole(shape), entry.source_dtype
 
     def read(reader: TensorReader) -> Iterator[TensorTile]:
+        from ckptool.engine.read.gather import array
+
         for box in tiles(whole, dtype.itemsize, limit):
-            values = read_place(reader.elements, at, box, dtype)
+            values = array(box.shape, dtype, memoryview(b""))
+            reader.elements.fill_from(at, values, box, dtype)
             yield TensorTile(box, values, values.nbytes)
 
     def runs(block: int) -> Iterator[Need]:
@@ -164,15 +166,6 @@ def place_job(
             yield from place_needs(at, box, dtype.itemsize, block)
 
     return Job(entry, read, [runs])
-
-
-def read_place(gatherer: Gatherer, at: Place, box: Box, dtype: DType) -> Array:
-    """Return a box of the elements at one place, in their own coordinates."""
-    from ckptool.engine.read.gather import array
-
-    values = array(box.shape, dtype, memoryview(b""))
-    gatherer.fill_from(at, values, box, dtype)
-    return values
 
 
 _FILL = 16 << 20
@@ -235,7 +228,8 @@ def _fill_jobs(
         request = requests[at]
         itemsize = max(request.entry.source_dtype.itemsize, request.entry.dtype.itemsize)
         cut = tiles(request.box, itemsize, limit)
-        is_packed = any(_is_packed(chunk) for chunk in request.entry.chunks)
+        stored = (at for chunk in request.entry.chunks for at in stored_places(chunk.at))
+        is_packed = any(isinstance(at, EncodedBlob) for at in stored)
         for boxes in [list(cut)] if is_packed else ([box] for box in cut):
             runs = partial(entry_needs, request.entry, boxes)
             yield Job(request, partial(_fill_boxes, request, boxes), [runs])
@@ -253,10 +247,6 @@ def _first_spot(request: FillRequest) -> tuple[str, int]:
         for overlap in ChunkIndex(request.entry).find(request.box)
     ]
     return min(spots, default=("", 0))
-
-
-def _is_packed(chunk: Chunk) -> bool:
-    return any(isinstance(at, EncodedBlob) for at in stored_places(chunk.at))
 
 
 def _fill_boxes(

@@ -11,7 +11,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.engine.read import kept
-from ckptool.engine.read.gather import Array
+from ckptool.engine.read.numbers import Array
 
 SHAPES = ((3, 10, 12, 2), (3, 10, 12))
 VALUES = [np.arange(np.prod(shape), dtype="u2").reshape(shape) for shape in SHAPES]
