@@ -93,6 +93,7 @@ class FolderCommit:
         if not stands_whole(self._staged, note.new, note.names):
             raise self._unknown_state(note)
         if identity(self._target) is None and note.old is not None:
+            # killed between two renames, unless the target was removed since
             if folder_identity(self._aside) != note.old:
                 return False
             rename_new(self._staged, self._target)
@@ -122,7 +123,7 @@ class FolderCommit:
         if unmoved:
             why = "which ckptool did not write, cannot be kept in it: the name is taken"
             raise self._keep_error(old, unmoved, why)
-        if self._fsync:
+        if self._fsync:  # what was moved there must not be lost with the folder it comes from
             sync_folder(self._target)
         remove_own(old, note.own)
         old.rmdir()
@@ -274,7 +275,7 @@ class FileCommit:
         staged = self._staged / self._target.name
         if self._overwrite:
             os.replace(staged, self._target)
-        else:
+        else:  # a file that came since must not be lost
             rename_new(staged, self._target)
 
     def _put_side_away(self) -> None:

@@ -166,6 +166,7 @@ class DiskTarget(Target):
                 path.unlink()
         self.is_new = True
         first.begin(self._first_head())
+        # again: a part that began meanwhile either finds this first line, or has a journal by now
         journals.require_idle()
         self.folder.mkdir()
 
@@ -190,6 +191,7 @@ class DiskTarget(Target):
             self._journals.require_untouched(state, [number])
         self._journal = self._journals.hold(number)
         self._journal.resume(self._first_head(parts=part.size))
+        # again: --finish may have committed before the journal was held
         refuse_existing(self.path, self._layout, self._options)
         self._require_no_link()
 
@@ -283,16 +285,16 @@ class DiskTarget(Target):
         refuse_existing(self.path, self._layout, self._options)
         require_no_foreign(self.folder, self._sizes)
         require_whole(self.folder, self._sizes)
-        if self._options.fsync:
+        if self._options.fsync:  # after a power failure the new names must not lead to lost files
             for path, _, _ in os.walk(self.folder):
                 sync_folder(Path(path))
         commit, self._commit_note = self._commit(folder=self._layout.folder), self._new_note()
         remark = commit.replace(self._commit_note)
         try:
-            if self._options.fsync:
+            if self._options.fsync:  # the old one goes once the new one is in place for good
                 sync_folder(self.path.parent)
             commit.clear(self._commit_note)
-            if self._options.fsync:
+            if self._options.fsync:  # and the notes go once nothing is left to do by them
                 sync_folder(self.path.parent)
             self._forget()
         except OSError as error:
@@ -328,6 +330,7 @@ class DiskTarget(Target):
         if note is None:
             return False
         self._journals.require_ours()
+        # after an exchange it is the old folder, which may be another user's
         if os.path.lexists(self.folder) and folder_identity(self.folder) in (None, note.new):
             require_own_folder(self.folder)
         first = Journal.lock(self._journals.path(0))
@@ -368,7 +371,7 @@ class DiskTarget(Target):
 
         If something else is in the folder of a whole output, all stays, and the next run says so.
         """
-        with suppress(OSError, Unsupported):
+        with suppress(OSError, Unsupported):  # what led here is the error to tell
             if self._role.part is None:
                 if is_real_folder(self.folder):
                     remove_staged(self.folder, self._sizes)

@@ -338,6 +338,7 @@ def keep_mode(old: Path, new: Path) -> None:
         old_status, new_status = os.lstat(old), os.lstat(new)
         if stat.S_IFMT(old_status.st_mode) != stat.S_IFMT(new_status.st_mode):
             return
+        # each by itself, as one may be refused; the group first, as only an owner may change it
         for owner, group in ((-1, old_status.st_gid), (old_status.st_uid, -1)):
             if owner not in (-1, new_status.st_uid) or group not in (-1, new_status.st_gid):
                 with suppress(OSError):  # not allowed, or none that this machine knows

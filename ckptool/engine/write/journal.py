@@ -134,6 +134,7 @@ class Journal:
         self._stream.close()
 
     def _append(self, line: Struct) -> None:
+        # not synced: a line that a power failure takes costs no more than to write its file again
         with self._lock:
             self._stream.write(json.dumps(json_of(line)) + "\n")
             self._stream.flush()
@@ -156,7 +157,7 @@ def read_journal(path: Path) -> JournalNotes:
     for line in lines[1:]:
         if line.startswith(b'{"part"'):
             end = parse_note(line, FinishedPart, path).part
-        else:
+        else:  # a part that writes on is not done any more
             done, end = parse_note(line, FinishedFile, path), None
             finished[done.done] = done.crc32
     return JournalNotes(head, finished, end, len(data) - len(rest))
@@ -255,7 +256,7 @@ class Journals:
     def require_idle(self) -> None:
         """Raise Unsupported if another process, such as one that writes a part, has a journal."""
         for number, path in self.find().items():
-            if number:
+            if number:  # the first one is for whoever asks to hold
                 Journal.lock(path).close()
 
     def mark(self, token: str) -> None:
@@ -271,6 +272,7 @@ class Journals:
     def remove(self) -> None:
         """Remove the mark and all journals, the first one last."""
         self._mark.unlink(missing_ok=True)
+        # the lock of the first one keeps others from beginning until all are gone
         for path in reversed(self.find().values()):
             path.unlink(missing_ok=True)
 

@@ -133,6 +133,7 @@ class OutputFiles:
         """Write all bytes at an offset of a file; TransferError if that fails."""
         descriptor = self._descriptor(path)
         write_at(descriptor, path, offset, data)
+        # when the end of so many bytes is passed: threads write about in order
         reached = (offset + len(data)) // _SYNC * _SYNC
         if self._synced and reached > offset:
             begin_sync(descriptor, reached - _SYNC, _SYNC)

@@ -124,9 +124,9 @@ def _removing(path: Location) -> Iterator[None]:
 def _remove_named(path: Path, side: Location | None = None) -> None:
     aside = path.with_name(f".{path.name}{_SUFFIX}")
     _require_no_mount(path)
-    _delete(aside)
+    _delete(aside)  # what an interrupted removal left
     os.rename(path, aside)
-    sync_folder(path.parent)
+    sync_folder(path.parent)  # before a file goes: half a checkpoint must not come back by its name
     _delete(aside)
     if side is not None:
         _remove_named(path.with_name(side.name))

@@ -137,6 +137,7 @@ class _PlanWriter:
         read_tiles(self, jobs, self._write_tiles, workers, self._progress)
         self._records.read_unseen(self._source, workers)
         require_intact(self._records.problems())
+        # those without tensors, which no tile finishes
         for number in [number for number, file in self._unfinished.items() if not file.left]:
             self._finish(number)
 
@@ -174,6 +175,7 @@ class _PlanWriter:
     def _create(self, file: FileLayout) -> None:
         path = self._folder / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
+        # not written over: by a hard link it may be another folder's file, too
         path.unlink(missing_ok=True)
         descriptor = open_unfollowed(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         with open(descriptor, "wb") as stream:
@@ -192,6 +194,7 @@ class _PlanWriter:
         with self._lock:
             for tile, written in done:
                 self._unfinished[tile.file].tiles.setdefault(tile.part, []).append(written)
+        # only now: the last bytes that are counted finish a file, which needs all its checksums
         for tile, _ in done:
             self._count(tile.file, tile.nbytes)
 
@@ -212,7 +215,7 @@ class _PlanWriter:
         with self._lock:
             file.left -= nbytes
             last = not file.left
-        if last:
+        if last:  # without the lock: other threads write on while the disk syncs
             self._finish(number)
 
     def _finish(self, number: int) -> None:

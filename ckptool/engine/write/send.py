@@ -94,6 +94,7 @@ def within_budget(
         cached //= 2
     left = options.budget - cached
     if least > left:
+        # the half that is fetched ahead is an eighth of the budget
         minimum = least * 8 // 7 if cached else least
         raise Unsupported(
             f"a budget of {options.budget:,} bytes is too small: an upload needs {minimum:,}",
@@ -102,9 +103,11 @@ def within_budget(
     source.keep(cached)
     reading, sending = options.workers or source.policy.workers, options.workers or AT_ONCE
     count = max(1, len(numbers))
+    # as many files at once in each round, not few in the last one
     rounds = -(-count // max(1, min(count, sending, left // least)))
     files = -(-count // rounds)
     spare = left // files - least
+    # half of the rest for more readers, what they leave for more parts
     readers = min(-(-reading // files) - 1, spare // 2 // reader)
     parts = min(-(-sending // files), (spare - readers * reader) // part)
     return Capacity(files, 1 + readers, 1 + parts)

@@ -202,8 +202,9 @@ class Stage:
         Raises Unsupported if the target exists, does not fit, or there is nothing to resume.
         """
         self.target.finish_earlier()
-        if self._role.finishes:
+        if self._role.finishes:  # before their notes are read: none may change after that
             self.target.hold_parts()
+        # a store looks again as it claims, and each look is a request
         if not (self._is_possible and self.target.finds_changes):
             self.require_possible()
         self.target.claim()

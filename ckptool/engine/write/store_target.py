@@ -209,7 +209,7 @@ class StoreTarget(Target):
             self.is_new = True
         if self._old and not self._replaces_one_file(self._existing):
             self._remove(self._old & self._existing.keys())
-            self._notes.require_mine()
+            self._notes.require_mine()  # another may have begun while this took its time
             self._old = frozenset()
             self._notes.write()
 
@@ -251,6 +251,7 @@ class StoreTarget(Target):
             existing, sizes = self._list_existing(side=False), self._sizes
             infos = {n: i for n, i in existing.items() if sizes.get(n) == i.nbytes}
             done = {n for n, i in infos.items() if i[:2] == self._sent_marks.get(n, i[:2])}
+            # not the last one: it makes a checkpoint of the others once these are proved
             self._finished = frozenset(done - {self._layout.files[-1].path})
 
     # Write
@@ -262,6 +263,7 @@ class StoreTarget(Target):
         names = [self._layout.files[number].path for number in work.numbers]
         self._notes.require_mine()
         if names and set(work.numbers) <= set(self.last_files):
+            # the marker makes a checkpoint of the others: they must be what was read back
             self._require_whole([*self._sizes][:-1])
         for name in names:
             self._read_back.pop(name, None)
@@ -272,7 +274,7 @@ class StoreTarget(Target):
         """The files that were written, to be read back in the version that is there now."""
         existing, sizes = self._list_existing(side=False), self._sizes
         now = {name: info for name, info in existing.items() if name in sizes}
-        self._read_back = now | self._read_back
+        self._read_back = now | self._read_back  # a file of another version by now must show
         return RemoteSource(self._folder, self._read_back)
 
     def _require_whole(self, names: Iterable[str]) -> dict[str, ObjectInfo]:
@@ -351,7 +353,7 @@ class StoreTarget(Target):
             self._notes.require_mine()
             written = self._own({*names, *map(hidden_name, names)})
             urls = {str(self._folder / name): info.nbytes for name, info in written.items()}
-            self._store.remains |= urls
+            self._store.remains |= urls  # told as what costs storage if removing fails
             self._remove(written)
             for url in urls:
                 del self._store.remains[url]
