@@ -333,7 +333,7 @@ class DiskTarget(Target):
         # after an exchange it is the old folder, which may be another user's
         if os.path.lexists(self.folder) and folder_identity(self.folder) in (None, note.new):
             require_own_folder(self.folder)
-        first = Journal.lock(self._journals.path(0))
+        first = Journal(self._journals.path(0))
         done = False
         try:
             commit = self._commit(folder=note.folder)

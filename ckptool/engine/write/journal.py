@@ -64,16 +64,12 @@ class Journal:
     CRC-32 of its bytes. The open file is locked: two processes never write one stage.
     """
 
-    def __init__(self, path: Path, stream: IO[str]) -> None:
+    def __init__(self, path: Path) -> None:
+        """Open the journal as it is and lock it; Unsupported if another process has it."""
         self.path = path
-        self._stream = stream
+        self._stream = _open_locked(path)
         self._finished: dict[str, int] = {}
         self._lock = threading.Lock()
-
-    @classmethod
-    def lock(cls, path: Path) -> Journal:
-        """Open the journal as it is and lock it; Unsupported if another process has it."""
-        return cls(path, _open_locked(path))
 
     def begin(self, head: JournalHead) -> None:
         """Empty the journal, and begin with a first line."""
@@ -250,14 +246,14 @@ class Journals:
 
     def hold(self, number: int) -> Journal:
         """Open a journal as it is and lock it; Unsupported if another process has it."""
-        journal = self.held[number] = Journal.lock(self.path(number))
+        journal = self.held[number] = Journal(self.path(number))
         return journal
 
     def require_idle(self) -> None:
         """Raise Unsupported if another process, such as one that writes a part, has a journal."""
         for number, path in self.find().items():
             if number:  # the first one is for whoever asks to hold
-                Journal.lock(path).close()
+                Journal(path).close()
 
     def mark(self, token: str) -> None:
         """Leave a mark that is visible to all processes on this disk."""

@@ -39,6 +39,7 @@ from ckptool.storage.remote import RemoteSource
 from ckptool.storage.url import RemotePath
 
 _MARKS = (".metadata", ".json", ".pkl", "latest", "meta.pt")
+"""Ends of the names of files that make a checkpoint of others."""
 
 
 class StoreTarget(Target):

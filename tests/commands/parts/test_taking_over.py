@@ -48,7 +48,7 @@ def test_one_process_writes_a_part_at_a_time(three: Any, source: Path, tmp_path:
 def test_nothing_is_committed_while_a_part_that_was_done_goes_on(three: Any, source: Path) -> None:
     planned, target = three
     write(planned, source, target, "2/3")
-    going_on = Journal.lock(target.with_name(".m.partial.journal.1"))
+    going_on = Journal(target.with_name(".m.partial.journal.1"))
     refused(lambda: finish(planned, source, target), "another ckptool is writing")
     going_on.close()
     finish(planned, source, target)
@@ -63,12 +63,12 @@ def test_one_process_takes_over_what_parts_have_done(three: Any, source: Path) -
 
 def test_who_takes_over_notes_what_the_parts_have_done(tmp_path: Path) -> None:
     """It may be killed as well."""
-    part = Journal.lock(tmp_path / "journal.0")
+    part = Journal(tmp_path / "journal.0")
     part.resume(JournalHead("plan", "source", parts=2))
     part.done("a", 7)
     part.close()
     for _ in range(2):
-        alone = Journal.lock(tmp_path / "journal.0")
+        alone = Journal(tmp_path / "journal.0")
         alone.resume(JournalHead("plan", "source"))
         assert alone.crc_of("a") == 7
         alone.close()

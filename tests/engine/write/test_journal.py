@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def journal(path: Path) -> Iterator[Journal]:
     """A journal that is begun, with one finished file."""
-    opened = Journal.lock(path)
+    opened = Journal(path)
     opened.begin(HEAD)
     opened.done("a", 1)
     yield opened
@@ -44,7 +44,7 @@ def journal(path: Path) -> Iterator[Journal]:
 
 def again(path: Path, head: JournalHead = HEAD, *others: Path) -> Journal:
     """The journal of a later run."""
-    resumed = Journal.lock(path)
+    resumed = Journal(path)
     resumed.resume(head, others)
     return resumed
 
@@ -77,7 +77,7 @@ def test_a_journal_whose_run_was_killed_as_it_began_says_nothing(begun: bytes, p
 
 
 def test_the_end_of_a_part_is_that_of_its_last_line(path: Path) -> None:
-    journal = Journal.lock(path)
+    journal = Journal(path)
     journal.begin(PART)
     journal.done("a", 1)
     journal.end(END)
@@ -100,7 +100,7 @@ def test_a_line_that_no_run_writes_is_refused(line: bytes, journal: Journal) -> 
 
 def test_another_file_is_in_the_way(path: Path) -> None:
     path.write_bytes(b"mine\n")
-    for use in (read_journal, Journal.lock):
+    for use in (read_journal, Journal):
         with pytest.raises(Unsupported, match="is in the way"):
             use(path)
     assert path.read_bytes() == b"mine\n"
@@ -109,7 +109,7 @@ def test_another_file_is_in_the_way(path: Path) -> None:
 def test_a_link_is_in_the_way(path: Path, tmp_path: Path) -> None:
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(Unsupported, match="is in the way"):
-        Journal.lock(path)
+        Journal(path)
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -118,11 +118,11 @@ def test_a_link_is_in_the_way(path: Path, tmp_path: Path) -> None:
 
 def test_one_process_at_a_time_has_a_journal(journal: Journal) -> None:
     with pytest.raises(Unsupported, match="another ckptool is writing this target"):
-        Journal.lock(journal.path)
+        Journal(journal.path)
     assert journal.is_open
     journal.close()
     assert not journal.is_open
-    Journal.lock(journal.path).close()
+    Journal(journal.path).close()
 
 
 def test_a_journal_that_its_owner_has_removed_meanwhile_is_not_taken(
@@ -137,7 +137,7 @@ def test_a_journal_that_its_owner_has_removed_meanwhile_is_not_taken(
 
     monkeypatch.setattr(fcntl, "flock", after_its_end)
     with pytest.raises(Unsupported, match="another ckptool is writing this target"):
-        Journal.lock(path)
+        Journal(path)
 
 
 # Who may go on with it
@@ -178,7 +178,7 @@ def test_a_run_that_was_killed_as_it_began_begins_here(path: Path) -> None:
 def test_another_run_does_not_go_on(head: JournalHead, words: str, journal: Journal) -> None:
     journal.close()
     before = journal.path.read_bytes()
-    other = Journal.lock(journal.path)
+    other = Journal(journal.path)
     with pytest.raises(Unsupported, match=words) as told:
         other.resume(head)
     assert told.value.hint == "run again without --resume to start over"
@@ -198,7 +198,7 @@ def test_another_run_does_not_go_on(head: JournalHead, words: str, journal: Jour
 def test_a_part_of_another_run_does_not_go_on(
     first: JournalHead, then: JournalHead, words: str, path: Path
 ) -> None:
-    journal = Journal.lock(path)
+    journal = Journal(path)
     journal.begin(first)
     journal.close()
     with pytest.raises(Unsupported, match=f"cannot continue: {words}"):
@@ -207,7 +207,7 @@ def test_a_part_of_another_run_does_not_go_on(
 
 def test_what_other_ranks_have_finished_counts(journal: Journal, tmp_path: Path) -> None:
     """Each goes on in its own journal, and leaves those of the others as they are."""
-    other = Journal.lock(tmp_path / "journal.1")
+    other = Journal(tmp_path / "journal.1")
     other.begin(JournalHead("plan", "source"))
     other.done("b", 2)
     for each in (journal, other):
@@ -224,7 +224,7 @@ def test_the_journal_of_another_rank_must_be_of_the_same_run(
     journal: Journal, tmp_path: Path
 ) -> None:
     journal.close()
-    other = Journal.lock(tmp_path / "journal.1")
+    other = Journal(tmp_path / "journal.1")
     other.begin(JournalHead("other", "source"))
     other.close()
     with pytest.raises(Unsupported, match=r"journal\.1: cannot resume: the plan has changed"):
@@ -233,7 +233,7 @@ def test_the_journal_of_another_rank_must_be_of_the_same_run(
 
 def test_one_process_takes_over_what_a_part_has_finished(path: Path) -> None:
     """Its journal is then no part's, so that no part goes on."""
-    journal = Journal.lock(path)
+    journal = Journal(path)
     journal.begin(PART)
     journal.done("a", 1)
     journal.end(END)
@@ -262,7 +262,7 @@ def work_of(names: list[str]) -> Work:
 
 def test_a_finished_file_counts_if_it_is_whole_and_unchanged(path: Path, tmp_path: Path) -> None:
     folder = fill(tmp_path / "staged", CONTENT)
-    journal = Journal.lock(path)
+    journal = Journal(path)
     journal.begin(HEAD)
     for name in CONTENT.keys() - {"later"}:
         journal.done(name, crc32(CONTENT[name]))
