@@ -26,7 +26,7 @@ from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.casts import parse_casts
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.engine.share import Share
-from ckptool.engine.write.output import write_at as real_write_at
+from ckptool.engine.write.output import OutputFiles
 from ckptool.errors import NotVerified
 from ckptool.formats.dcp import splits
 from ckptool.storage.local import LocalReader
@@ -287,10 +287,12 @@ def test_copied_files_are_read_once(
 def test_a_copied_file_that_is_written_otherwise_is_found(
     copying: Transfer[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_at(descriptor: int, path: str, offset: int, data: memoryview) -> None:
-        wrong = bytes(data[:-1]) + b"x" if path == "tokenizer.json" else data
-        real_write_at(descriptor, path, offset, memoryview(wrong))
+    real_write = OutputFiles.write
 
-    monkeypatch.setattr("ckptool.engine.write.run.write_at", write_at)
+    def write(files: OutputFiles, path: str, offset: int, data: memoryview) -> None:
+        wrong = bytes(data[:-1]) + b"x" if path == "tokenizer.json" else data
+        real_write(files, path, offset, memoryview(wrong))
+
+    monkeypatch.setattr(OutputFiles, "write", write)
     with pytest.raises(NotVerified, match=r"tokenizer.json: bytes 0 to 4,194,304 differ"):
         copying.run()

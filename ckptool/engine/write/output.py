@@ -131,12 +131,21 @@ class OutputFiles:
 
     def write(self, path: str, offset: int, data: memoryview) -> None:
         """Write all bytes at an offset of a file; TransferError if that fails."""
-        descriptor = self._descriptor(path)
-        write_at(descriptor, path, offset, data)
+        descriptor, done = self._descriptor(path), 0
+        while done < len(data):
+            try:
+                done += os.pwrite(descriptor, data[done : done + WRITE], offset + done)
+            except OSError as error:
+                message = f"{path}: {error.strerror} at byte {offset + done:,}"
+                raise TransferError(message, hint=refused_hint(error)) from error
         # when the end of so many bytes is passed: threads write about in order
         reached = (offset + len(data)) // _SYNC * _SYNC
         if self._synced and reached > offset:
             begin_sync(descriptor, reached - _SYNC, _SYNC)
+
+    def sync(self, path: str) -> None:
+        """Wait until a file is on disk, whoever wrote it."""
+        os.fsync(self._descriptor(path))
 
     def close(self) -> None:
         """Close the descriptors of the calling thread."""
@@ -161,17 +170,6 @@ def apply_patches(literal: Literal, at: int, part_crc: Callable[[int], int]) -> 
     for place, distance in literal.patches:
         _PUT_UINT4(data, place, part_crc(at - distance))
     return data
-
-
-def write_at(descriptor: int, path: str, offset: int, data: memoryview) -> None:
-    """Write all bytes at an offset of the file at ``path``; TransferError if that fails."""
-    done = 0
-    while done < len(data):
-        try:
-            done += os.pwrite(descriptor, data[done : done + WRITE], offset + done)
-        except OSError as error:
-            message = f"{path}: {error.strerror} at byte {offset + done:,}"
-            raise TransferError(message, hint=refused_hint(error)) from error
 
 
 def _close_all(descriptors: dict[str, int]) -> None:

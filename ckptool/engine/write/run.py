@@ -14,13 +14,7 @@ from ckptool.core.catalog import Computed, TensorEntry
 from ckptool.core.layout import FileLayout, Literal, Part, Verbatim
 from ckptool.core.planning.groups import Tile, are_small
 from ckptool.core.planning.plan import Plan
-from ckptool.engine.checksum import (
-    CrcPiece,
-    RecordCheck,
-    crc32,
-    join_crcs,
-    require_intact,
-)
+from ckptool.engine.checksum import CrcPiece, crc32, join_crcs, require_intact
 from ckptool.engine.read.byte_reader import ByteReader
 from ckptool.engine.read.planned import PlannedPiece, PlanReader, plan_job
 from ckptool.engine.read.sums import ReadSums
@@ -33,7 +27,6 @@ from ckptool.engine.write.output import (
     UnfinishedFile,
     apply_patches,
     small_runs,
-    write_at,
 )
 from ckptool.engine.write.work import RunOptions, Work
 from ckptool.errors import Damaged, Unsupported
@@ -62,7 +55,8 @@ def run(work: Work, folder: Path, journal: Journal | None = None) -> None:
     finished = [] if journal is None else find_finished(work, folder, journal)
     todo = [number for number in work.numbers if number not in finished]
     work.progress.add(sum(work.plan.layout.files[number].nbytes for number in finished))
-    _PlanWriter(work, folder, journal, work.check_records(finished)).write(todo)
+    work.require_records(finished)
+    _PlanWriter(work, folder, journal).write(todo)
 
 
 def peak_memory(plan: Plan, source: Files, options: RunOptions, *, local: bool = True) -> int:
@@ -105,18 +99,14 @@ class _PlanWriter:
     Its threads read tiles of ``sides``, the source, and write them.
     """
 
-    def __init__(
-        self, work: Work, folder: Path, journal: Journal | None, records: RecordCheck
-    ) -> None:
+    def __init__(self, work: Work, folder: Path, journal: Journal | None) -> None:
         self._work = work
         self._plan = work.plan
         self._files = work.plan.layout.files
         self._source = work.source
         self._folder = folder
         self._journal = journal
-        self._records = records
-        self._fsync = work.options.fsync
-        self._output = OutputFiles(folder, synced=self._fsync)
+        self._output = OutputFiles(folder, synced=work.options.fsync)
         self._progress = work.progress
         self._lock = threading.Lock()
         self._unfinished: dict[int, UnfinishedFile] = {}
@@ -128,18 +118,20 @@ class _PlanWriter:
 
     def reader(self) -> PlanReader:
         """Return the reader for one thread."""
-        return _WritingReader(self._source, self._records, self._work.sums, self._output)
+        return _WritingReader(self._work, self._output)
 
     def write(self, todo: Sequence[int]) -> None:
         """Write the files ``todo``."""
         workers = workers_within_budget(self._plan, self._work.options, self._source)
         jobs = map(plan_job, self._write_jobs(todo))
         read_tiles(self, jobs, self._write_tiles, workers, self._progress)
-        self._records.read_unseen(self._source, workers)
-        require_intact(self._records.problems())
-        # those without tensors, which no tile finishes
-        for number in [number for number, file in self._unfinished.items() if not file.left]:
-            self._finish(number)
+        self._work.records.read_unseen(self._source, workers)
+        require_intact(self._work.records.problems())
+        try:  # those without tensors, which no tile finishes
+            for number in [number for number, file in self._unfinished.items() if not file.left]:
+                self._finish(number)
+        finally:
+            self._output.close()
 
     def _write_jobs(self, todo: Sequence[int]) -> Iterator[list[Tile]]:
         """Yield the jobs of all files, one batch of files after the other; make these files."""
@@ -221,35 +213,34 @@ class _PlanWriter:
     def _finish(self, number: int) -> None:
         """Write the non-tensor data that is left, sync the file, and note that it is done."""
         path, file = self._files[number].path, self._unfinished.pop(number)
-        with open(self._folder / path, "r+b", buffering=0) as stream:
-            descriptor, start, literals = stream.fileno(), 0, bytearray()
-            for at, offset, part in file.unwritten():
-                adjoins = isinstance(part, Literal) and start + len(literals) == offset
-                if not adjoins or len(literals) >= WRITE:
-                    self._write_literals(descriptor, path, start, literals)
-                    start, literals = offset, bytearray()
-                if isinstance(part, Literal):
-                    data = apply_patches(part, at, file.part_crc)
-                    literals += data
-                    file.crcs[at] = crc32(data)
-                else:
-                    file.crcs[at] = self._copy_file(part, descriptor, path, offset)
-            self._write_literals(descriptor, path, start, literals)
-            if self._fsync:
-                os.fsync(descriptor)
+        start, literals = 0, bytearray()
+        for at, offset, part in file.unwritten():
+            adjoins = isinstance(part, Literal) and start + len(literals) == offset
+            if not adjoins or len(literals) >= WRITE:
+                self._write_literals(path, start, literals)
+                start, literals = offset, bytearray()
+            if isinstance(part, Literal):
+                data = apply_patches(part, at, file.part_crc)
+                literals += data
+                file.crcs[at] = crc32(data)
+            else:
+                file.crcs[at] = self._copy_file(part, path, offset)
+        self._write_literals(path, start, literals)
+        if self._work.options.fsync:
+            self._output.sync(path)
         if self._journal is not None:
             self._journal.done(path, file.crc)
 
-    def _write_literals(self, descriptor: int, path: str, start: int, literals: bytearray) -> None:
+    def _write_literals(self, path: str, start: int, literals: bytearray) -> None:
         """Write adjoining literals, which begin at an offset of a file."""
-        write_at(descriptor, path, start, memoryview(literals))
+        self._output.write(path, start, memoryview(literals))
         self._progress.add(len(literals))
 
-    def _copy_file(self, part: Verbatim, descriptor: int, path: str, offset: int) -> int:
+    def _copy_file(self, part: Verbatim, path: str, offset: int) -> int:
         """Copy a file unchanged to an offset of another; return its CRC-32."""
         crc = 0
         for piece in read_verbatim(part, self._source, self._work.sums):
-            write_at(descriptor, path, offset, piece)
+            self._output.write(path, offset, piece)
             offset += len(piece)
             crc = crc32(piece, crc)
         self._progress.add(part.nbytes)
@@ -263,10 +254,8 @@ class _WritingReader(PlanReader):
     numbers would be given to other files.
     """
 
-    def __init__(
-        self, files: Files, records: RecordCheck, sums: ReadSums | None, output: OutputFiles
-    ) -> None:
-        super().__init__(files, records, sums)
+    def __init__(self, work: Work, output: OutputFiles) -> None:
+        super().__init__(work.source, work.records, work.sums)
         self._output = output
 
     def close(self) -> None:

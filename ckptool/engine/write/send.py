@@ -14,11 +14,10 @@ from msgspec import Struct
 from ckptool.core.layout import Data, Literal, Verbatim
 from ckptool.core.planning.groups import Group, LayoutPart, Tile
 from ckptool.core.planning.plan import Plan
-from ckptool.engine.checksum import RecordCheck, crc32, require_intact
+from ckptool.engine.checksum import crc32, require_intact
 from ckptool.engine.read.containers import Need
 from ckptool.engine.read.planned import PlanReader
 from ckptool.engine.read.segments import tile_needs
-from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import Job, read_tiles, require_unchanged
 from ckptool.engine.write.output import apply_patches
 from ckptool.engine.write.run import fetched_ahead, read_verbatim
@@ -51,14 +50,14 @@ def send(work: Work, folder: RemotePath, finished: Collection[str]) -> None:
     todo = [number for number in work.numbers if files[number].path not in finished]
     done = [number for number in work.numbers if number not in todo]
     capacity = within_budget(work.plan, source, options, todo)
-    records = work.check_records(done)
-    contents = _FileContents(work.plan, source, records, work.sums, capacity.readers)
+    work.require_records(done)
+    contents = _FileContents(work, capacity.readers)
     work.progress.add(sum(files[number].nbytes for number in done))
     last = [number for number in todo if number == len(files) - 1]
 
     def check() -> None:
-        records.read_unseen(source, options.workers or source.policy.workers)
-        require_intact(records.problems())
+        work.records.read_unseen(source, options.workers or source.policy.workers)
+        require_intact(work.records.problems())
         if last:
             require_unchanged(work.plan.catalog, source)
 
@@ -116,39 +115,34 @@ def within_budget(
 class _FileContents(Struct, frozen=True):
     """The contents of a layout's files; their reader has ``readers`` threads of its own."""
 
-    plan: Plan
-    source: Files
-    records: RecordCheck
-    sums: ReadSums | None
+    work: Work
     readers: int
 
     @property
     def sides(self) -> tuple[Files]:
         """The files that are read."""
-        return (self.source,)
+        return (self.work.source,)
 
     def reader(self) -> _ContentReader:
         """Return the reader for one thread."""
-        return _ContentReader(self)
+        return _ContentReader(self.work, self.readers)
 
     def job(self, number: int) -> Job[int, _ContentReader, memoryview]:
         """Return the job that reads all bytes of one file of the layout."""
-        runs = partial(_file_runs, self.plan, number, self.source)
+        runs = partial(_file_runs, self.work.plan, number, self.work.source)
         return Job(number, lambda reader: reader.file(number), [runs])
 
 
 class _ContentReader:
     """Reads files from beginning to end, while its threads gather what comes next."""
 
-    def __init__(self, contents: _FileContents) -> None:
-        self.plan = contents.plan
-        self._source = contents.source
-        self._sums = contents.sums
-        self._readers = contents.readers
-        self._pool = ThreadPoolExecutor(self._readers, "ckptool-read")
+    def __init__(self, work: Work, readers: int) -> None:
+        self._plan, self._source, self._sums = work.plan, work.source, work.sums
+        self._readers = readers
+        self._pool = ThreadPoolExecutor(readers, "ckptool-read")
         self._idle: SimpleQueue[PlanReader] = SimpleQueue()
-        for _ in range(self._readers):
-            self._idle.put(PlanReader(self._source, contents.records, contents.sums))
+        for _ in range(readers):
+            self._idle.put(PlanReader(work.source, work.records, work.sums))
 
     def close(self) -> None:
         """Close all files."""
@@ -160,7 +154,7 @@ class _ContentReader:
         """Yield all bytes of a file, piece by piece; a checksum comes after its part."""
         crcs: dict[int, int] = {}
         offset = 0
-        for position, part in enumerate(self.plan.layout.files[number].parts):
+        for position, part in enumerate(self._plan.layout.files[number].parts):
             if isinstance(part, Literal):
                 yield memoryview(apply_patches(part, position, crcs.__getitem__))
             elif isinstance(part, Verbatim):
@@ -175,9 +169,9 @@ class _ContentReader:
 
     def _tiles(self, spot: LayoutPart) -> Iterator[bytearray]:
         """Read a tensor part in order, while further tiles are read."""
-        group = _group(self.plan, spot, self._source)
+        group = _group(self._plan, spot, self._source)
         waiting: deque[Future[bytearray]] = deque()
-        for tiles in self.plan.jobs(group, self._source.policy.tile):
+        for tiles in self._plan.jobs(group, self._source.policy.tile):
             waiting.append(self._pool.submit(self._gather, tiles[0]))
             if len(waiting) > self._readers:
                 yield waiting.popleft().result()

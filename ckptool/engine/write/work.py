@@ -48,8 +48,8 @@ class Work(Struct, frozen=True):
     progress: Progress = UNWATCHED
     sums: ReadSums | None = None
 
-    def check_records(self, finished: Collection[int]) -> RecordCheck:
-        """Return the records, with those that must be read: whole, or in runs that are noted.
+    def require_records(self, finished: Collection[int]) -> None:
+        """Note which records must be read: whole, or in runs that are noted.
 
         If nothing is shared these are all records that are touched, also by the ``finished`` files,
         which are not written again. What must be opened first is requested at once.
@@ -66,4 +66,3 @@ class Work(Struct, frozen=True):
             touch(self.records, entry, chunk, required=True)
         for entry, chunk in cut:
             touch(self.records, entry, chunk, joined=True)
-        return self.records

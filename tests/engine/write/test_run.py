@@ -80,11 +80,31 @@ def test_the_tiles_of_a_band_are_noted_once_all_are_written(
 
         monkeypatch.setattr(of, name, call)
 
-    logged("w", OutputFiles, "write")
+    for name in ("_write_piece", "_write_small"):
+        logged("w", _PlanWriter, name)
     logged("n", _PlanWriter, "_count")
     reshard_columns(out / "m", RunOptions(1, fsync=False))
     assert "wwnn" in log
     assert log.count("w") == log.count("n")
+
+
+def test_what_comes_last_is_not_written_through_a_link(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = out / "other"
+    other.write_bytes(b"mine")
+    finish = _PlanWriter._finish
+
+    def finish_behind_a_link(writer: _PlanWriter, number: int) -> None:
+        file = writer._folder / writer._files[number].path
+        file.unlink()
+        file.symlink_to(other)
+        finish(writer, number)
+
+    monkeypatch.setattr(_PlanWriter, "_finish", finish_behind_a_link)
+    with pytest.raises(CkptoolError):
+        convert_to("safetensors", case("dcp_fsdp2_tp").path, out / "m.safetensors")
+    assert other.read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize("workers", [1, 3, 16])
