@@ -92,6 +92,7 @@ def checked_chunks(plan: Plan, numbers: Collection[int]) -> tuple[SourceChunks, 
         files = sorted({n for tensor, part in chunks for n in plan.files_with(tensor, part.box)})
         if len(files) > 1 and _is_read_in_runs(plan, chunks):
             cut.append(first)
+        # by a hash that is the same in all processes, and spreads records over them
         elif files[zlib.crc32(first[0].name.encode(errors="replace")) % len(files)] in own_numbers:
             whole.append(first)
     return whole, cut

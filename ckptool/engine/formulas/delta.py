@@ -158,6 +158,7 @@ class ChangedBits:
         """Raise Damaged unless each step has the bytes that its writer had; once for all boxes."""
         with self._lock:
             if not self._is_checked:
+                # what is kept of another tensor would add to the memory of the check's decoders
                 self._cache.owner, self._cache.changes = None, ()
                 self._check(gather, at)
                 self._is_checked = True

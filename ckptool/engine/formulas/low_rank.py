@@ -96,6 +96,7 @@ class Magnitudes(Struct, frozen=True):
         tops, size = range(first, last, height), dtype.itemsize
         step = max(1, _WHOLE_ROWS // (height * columns))
         for cells in (tops[n : n + step] for n in range(0, len(tops), step)):
+            # without a lock: two threads that compute the same get the same
             if any((top, size) not in self.lengths for top in cells):
                 rows = Box((cells[0], 0), (min(cells[-1] + height, most), columns))
                 lengths = self._compute_lengths(gather, at, rows, dtype)
@@ -166,6 +167,7 @@ def _products(
         bits: Array = gather(left, _box_in(matrix, (first, 0), (last, rank)))
         return bits.reshape(last - first, rank)
 
+    # else read again for each band of columns: all rows of B would take too much memory
     is_small = (bottom - top) * rank <= _WHOLE_ROWS
     box_bits = rows_of(top, bottom) if is_small else None
     for start in range(box.lo[-1] // width * width, box.hi[-1], width):

@@ -89,7 +89,7 @@ class MoreRows:
             return cast(gather(base, _row(self._fill, box)), base.source_dtype, dtype)
         if self._fill == ZEROS:
             return np.zeros(box.shape[1:], unit(dtype.itemsize))
-        with self._lock:
+        with self._lock:  # other threads wait: each would read the whole tensor
             if self._mean is None:
                 self._mean = _mean_of_rows(gather, base)
         part = part_of(self._mean, Box(box.lo[1:], box.hi[1:]))
