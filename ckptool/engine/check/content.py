@@ -90,12 +90,13 @@ def check_spans(
                 if tile.span is not None:
                     _check_tile(tile.span, tile, report, pieces[id(tile.span)])
                 report.note_read(tile.nbytes)
-        except CkptoolError as error:
+        except CkptoolError as error:  # the rest is still read
             report.problems.extend(error.problems)
             return
         if file is not None and digest is not None:
             report.digests[file] = digest.hexdigest()
 
+    # twice: a disk is asked for what the second ones read, ahead of the first
     jobs, announced_jobs = (span_jobs(spans, whole or {}, source.policy.tile) for _ in range(2))
     if announced:
         jobs = (job._replace(runs=()) for job in jobs)
@@ -121,6 +122,7 @@ def _check_tile(
     span: ByteSpan, tile: SpanTile, report: ContentReport, pieces: list[CrcPiece]
 ) -> None:
     """Look for values that are odd, and note the checksum of a tile or its last nonzero byte."""
+    # all views at once: one by one small ones cost many calls of numpy
     is_finite = _is_of_one_type(span) and all_finite(tile.data, span.views[0].dtype)
     for view in span.views:
         start = view.start - span.offset - tile.start
@@ -153,7 +155,7 @@ def _written_end(span: ByteSpan, tile: SpanTile) -> int:
 
 def _crc_problem(span: ByteSpan, pieces: list[CrcPiece]) -> Problem | None:
     if span.crc32 is None or sum(nbytes for _, nbytes, _ in pieces) != span.nbytes:
-        return None
+        return None  # what was not read completely has a problem of its own
     actual = join_crcs(pieces)
     if actual == span.crc32:
         return None

@@ -35,6 +35,7 @@ def digests(
     def digest(entry: TensorEntry, tiles: Iterator[TensorTile]) -> None:
         hexes[entry.name] = _sha256(raw(tile.values) for tile in tiles)
 
+    # else one thread may read the largest while the others have nothing left
     largest_first = sorted(entries, key=lambda entry: -entry.nbytes)
     read_tiles(source, map(tensor_job, largest_first), digest, workers, progress)
     return hexes

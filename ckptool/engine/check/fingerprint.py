@@ -153,7 +153,7 @@ def _weigh_units(start: int, count: int) -> Array:
 
 
 def _weigh_words(start: int, count: int) -> Array:
-    """Return the weights of adjoining columns of words, which are odd."""
+    """Return the weights of adjoining columns of words: odd, so that no product loses a bit."""
     if start + count <= _KEPT:
         return _first_words()[start : start + count]
     return _hash(np.arange(start, start + count)) | np.uint64(1)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckptool.engine.read.numbers import Array
 
 _TILES_PER_JOB = 3
+"""Tiles of a pair that one thread compares: threads share a large one."""
 
 
 class TensorPair(Struct, frozen=True):
@@ -174,5 +175,6 @@ def same_bits(one: Array, other: Array) -> bool:
     return not _memcmp(one.ctypes.data, other.ctypes.data, one.nbytes)
 
 
+# without the GIL, and without the array of answers that numpy fills
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

@@ -222,7 +222,7 @@ def _runs_read(pair: TensorPair, sums: ReadSums) -> list[_Run] | None:
     for box, (file, begin, length, _) in zip(chunks.boxes, chunk_runs, strict=True):
         reached = begin
         for offset, nbytes, read in sums.runs(file, begin, begin + length):
-            if offset + nbytes <= reached:
+            if offset + nbytes <= reached:  # read again, as for another file
                 continue
             start, rest = divmod(offset - begin, size)
             if rest or nbytes % size:
@@ -273,8 +273,9 @@ def _prove(tasks: Sequence[_Task], readers: SideReaders) -> Iterator[PairTile]:
     elements = [task for task in tasks if not task.extents]
     try:
         unequal = [*_unequal_runs(straight, readers)]
-    except CkptoolError:
+    except CkptoolError:  # one by one, to find which of them cannot be read
         straight, unequal, elements = [], [], [*tasks]
+    # twice the bytes, as of a comparison: progress counts those of both sides
     nbytes = sum([task.nbytes for task in straight])
     yield PairTile(2 * (nbytes - sum([_nbytes(pair, run) for pair, run in unequal])))
     for task in elements:

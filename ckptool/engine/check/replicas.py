@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 
 _SAMPLE = 1 << 12
+"""Bytes that are read first: of either end of a file, and of a shard."""
 _BLOCK = 1 << 22
+"""Bytes of two files that are compared at a time."""
 
 _Shards = dict[str, tuple[TensorEntry, Chunk]]
 

@@ -183,6 +183,7 @@ class Rest:
     def _run(self, rest: _Rest) -> RestRun:
         """Return the run that ends here; the next one begins there."""
         data, start, end = rest.data, rest.start, rest.end
+        # in a store all runs wait for the tensors beside them: digests take little memory
         expected = _digest(data) if self._written.policy.by_request else data
         sums = tuple([place for place in rest.sums if start - _SUM < place[0] < end])
         run = RestRun(rest.file, start, len(data), expected, sums, tuple(rest.holes))

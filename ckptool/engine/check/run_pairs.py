@@ -69,7 +69,7 @@ def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterato
             joined = b"".join(islice(data_of_one, len(one)))
             if joined != b"".join(islice(data, len(other))):
                 rest.append(pair)
-    except CkptoolError:
+    except CkptoolError:  # one by one, to find which of them cannot be read
         rest = [*pairs]
     yield PairTile(sum([pair.nbytes for pair in pairs]) - sum([pair.nbytes for pair in rest]))
     for pair in rest:

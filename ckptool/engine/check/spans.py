@@ -116,6 +116,7 @@ def span_jobs(spans: Iterable[ByteSpan], whole: Mapping[str, int], limit: int) -
         elif not 0 < span.nbytes <= limit // _AT_ONCE:
             yield from _tile_jobs(span, limit)
         else:
+            # of one file: where that cannot be read, others still are
             if small and (len(small) == _AT_ONCE or small[-1].file != span.file):
                 yield _small_job(small)
                 small = []
@@ -248,6 +249,7 @@ def _unzstd(pieces: Iterator[bytes]) -> Iterator[bytes]:
     stream = zstandard.ZstdDecompressor().decompressobj(write_size=_PIECE)
     try:
         for piece in pieces:
+            # a little at a time: all that it decodes to is returned at once
             for start in range(0, len(piece), _ZSTD_STEP):
                 yield stream.decompress(piece[start : start + _ZSTD_STEP])
     except zstandard.ZstdError as error:
