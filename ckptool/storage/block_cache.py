@@ -127,7 +127,7 @@ class BlockCache:
             try:
                 self._fill(file, runs.pop(0))
             except BaseException as error:
-                for run in runs:
+                for run in runs:  # others may wait for these
                     self._give_up(file, run, error)
                 raise
         self._trim()
@@ -182,6 +182,7 @@ class BlockCache:
 
     def _trim(self) -> None:
         with self._lock:
+            # less would drop what is fetched ahead before it is read
             while self._nbytes > max(self.capacity, _AHEAD * BLOCK):
                 self._forget(next(iter(self._cache)))
 

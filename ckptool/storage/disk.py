@@ -16,6 +16,7 @@ _NO_REPLACE, _EXCHANGE = 1, 2
 _UNSUPPORTED = frozenset(
     (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV, errno.EBUSY, errno.EPERM)
 )
+"""Also what overlays, mount points and sandboxes answer: a plain rename then works, or says why."""
 CANNOT_MOVE = frozenset((errno.EXDEV, errno.EBUSY))
 """The errors of renaming a folder on an overlay's lower layer, or a mount point."""
 
@@ -29,7 +30,7 @@ def rename_new(source: Path, target: Path) -> None:
     """Rename to a name that is not taken; FileExistsError if it is."""
     if _rename(source, target, _NO_REPLACE):
         return
-    if os.path.lexists(target):
+    if os.path.lexists(target):  # not in one step with the rename, but there is no such step here
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
     os.rename(source, target)
 
@@ -128,7 +129,7 @@ def begins_with(path: Path, mark: bytes) -> bool:
 
 def open_unfollowed(path: Path, flags: int, mode: int = 0o666) -> int:
     """Open a regular file, created if missing; Unsupported if a link is there."""
-    try:
+    try:  # O_NONBLOCK: a pipe there would be waited for
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO):

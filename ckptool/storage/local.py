@@ -235,10 +235,11 @@ class LocalReader:
         offsets = range(offset, offset + step * len(runs), step)
         try:
             request_missing(descriptor, offset, step * (len(runs) - 1) + len(runs[-1]))
+            # zip gives each read its list of one buffer
             counts = list(map(os.preadv, repeat(descriptor), zip(runs, strict=False), offsets))
         except OSError as error:
             raise unreadable(file, error) from None
-        if sum(counts) < sum(map(len, runs)):
+        if sum(counts) < sum(map(len, runs)):  # one by one, which reads on, or says what is missing
             for run, start in zip(runs, offsets, strict=True):
                 self.read_into(file, start, run)
 

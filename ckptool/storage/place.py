@@ -108,7 +108,7 @@ def names_in(folder: Location) -> list[str]:
     """Return the names of what is right in a folder; nothing if it is gone or cannot be listed."""
     try:
         return [entry.name for entry in folder.iterdir()]
-    except NoAnswer:
+    except NoAnswer:  # an OSError, too, but one that says nothing of the folder
         raise
     except (NotFound, OSError):
         return []

@@ -239,7 +239,7 @@ class PlannedRanges:
             buffer[done : done + len(piece)] = piece
             done += len(piece)
             self._note_read(plan, part, len(piece))
-            if not piece:
+            if not piece:  # the file ends
                 break
         return done
 
@@ -260,7 +260,7 @@ class PlannedRanges:
                 future = self._begin(part)
             self._make_room(part)
         self._fetch_ahead(plan)
-        if is_ours:
+        if is_ours:  # without the lock, so that all fetch side by side
             self._fill(part, future)
         return plan, part, future.result()
 
@@ -284,7 +284,7 @@ class PlannedRanges:
             with self._lock:
                 self._on_their_way -= 1
                 self._drop(part)
-                for plan in self._plans:
+                for plan in self._plans:  # reading ends with it
                     plan.order.clear()
             future.set_exception(error)
         else:

@@ -302,6 +302,7 @@ class Store:
 
         Raises Changed if the store knows that it is no longer the file that was listed.
         """
+        # a block may reach beyond the end: of an answer that is short the size would be asked
         end = min(end, self._sizes.get(file.key, end))
         if start >= end:
             return memoryview(b"")
@@ -350,6 +351,7 @@ class Store:
                 self.remains[url] = pieces.sent
                 raise
 
+        # once: pieces can be taken but once, and obstore repeats each by itself
         self.ask(url, send, replace(self.policy, attempts=1))
 
     def get(self, key: str, what: str) -> bytes:

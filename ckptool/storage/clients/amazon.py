@@ -69,7 +69,10 @@ class Amazon(Service):
         return True
 
     def _by_environment(self, bucket: str) -> _Bucket | None:
-        """Return a bucket if its keys and address are plainly written down: botocore loads long."""
+        """Return a bucket if its keys and address are plainly written down.
+
+        botocore, which finds all others, takes a second to load.
+        """
         signer = None if self.options else find_signer(os.environ)
         if signer is None:
             return None

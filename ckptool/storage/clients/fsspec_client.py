@@ -72,7 +72,7 @@ class FsspecClient:
 
     def find(self, key: str) -> dict[str, ObjectInfo]:
         """Return all files below a place, or the file there, by their keys."""
-        self.fs.invalidate_cache()
+        self.fs.invalidate_cache()  # else it may answer with what it listed before
         infos: Mapping[str, dict[str, Any]] = self.fs.find(key, detail=True)
         return {
             name: _info(info)

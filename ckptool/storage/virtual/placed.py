@@ -91,6 +91,7 @@ class PlacedFiles(Files):
 
     def _by_holder(self, files: Iterable[str]) -> dict[Files, list[str]]:
         """Return the files of each holder that some of these files lie in, in its order."""
+        # in the order of the holders, whatever that of the names: digests must not depend on it
         names_by_holder: dict[Files, list[str]] = {holder: [] for holder in self._holders}
         for name in files:
             place = self._places[name]
