@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from itertools import chain, islice, repeat, starmap
+from itertools import islice, repeat
 from pathlib import Path
 
 from ckptool.errors import CkptoolError, NotFound, Problem, refused_hint
@@ -122,15 +122,16 @@ class LocalSource(Files):
     def expect(self, spans: Iterable[ReadSpan]) -> None:
         """Ask the disk for the next reads."""
         with closing(self.reader()) as reader, suppress(CkptoolError, OSError):
-            for span in islice(spans, _MOST_EXPECTED):
-                reader.expect(*span)
+            for file, offset, nbytes in islice(spans, _MOST_EXPECTED):
+                self.ahead.expect(reader.descriptor(file), file, offset, nbytes)
 
     def plan_reads(self, runs: Iterable[ReadSpan]) -> Callable[[], None]:
         """Ask the disk for all next reads, in order, a little ahead of them."""
 
         def asked() -> Generator[int, None, None]:
             with closing(self.reader()) as reader, suppress(CkptoolError, OSError):
-                yield from chain.from_iterable(starmap(reader.ask, runs))
+                for file, offset, nbytes in runs:
+                    yield from ask_in_steps(reader.descriptor(file), offset, offset + nbytes)
 
         return ask_aside(asked(), self.ahead)
 
@@ -211,27 +212,19 @@ class LocalReader:
 
     def read_some(self, file: str, offset: int, buffer: memoryview) -> int:
         """Fill ``buffer`` from ``offset`` up to the end of the file; return how many bytes."""
-        descriptor = self._descriptor(file)
+        descriptor = self.descriptor(file)
         self._source.ahead.begin(descriptor, file, offset, len(buffer))
         try:
             return os.preadv(descriptor, [buffer], offset)
         except OSError as error:
             raise unreadable(file, error) from None
 
-    def expect(self, file: str, offset: int, nbytes: int) -> None:
-        """Request the read of a few bytes that are needed soon."""
-        self._source.ahead.expect(self._descriptor(file), file, offset, nbytes)
-
-    def ask(self, file: str, offset: int, nbytes: int) -> Iterator[int]:
-        """Request reads of bytes that are needed soon; yield how many at a time."""
-        return ask_in_steps(self._descriptor(file), offset, offset + nbytes)
-
     def read_runs(self, file: str, offset: int, step: int, runs: Sequence[memoryview]) -> None:
         """Fill each run, the first from ``offset``, each other ``step`` bytes after the last.
 
         Unless they are cached, all are requested first: the kernel then reads them as one.
         """
-        descriptor = self._descriptor(file)
+        descriptor = self.descriptor(file)
         offsets = range(offset, offset + step * len(runs), step)
         try:
             request_missing(descriptor, offset, step * (len(runs) - 1) + len(runs[-1]))
@@ -248,7 +241,8 @@ class LocalReader:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def _descriptor(self, file: str) -> int:
+    def descriptor(self, file: str) -> int:
+        """Return a file open to read, until it is closed for others."""
         descriptor = self._descriptors.get(file)
         if descriptor is not None:
             self._descriptors.move_to_end(file)

@@ -112,7 +112,8 @@ def ask_aside(requests: Generator[int, None, None], ahead: ReadAhead) -> Callabl
     stop = threading.Event()
 
     def work() -> None:
-        most, reached = min(_FURTHEST, spare_memory()), ahead.read
+        spare = os.sysconf("SC_AVPHYS_PAGES") * _PAGE // 8  # what is read long before it is needed
+        most, reached = min(_FURTHEST, spare), ahead.read
         with closing(requests):
             for nbytes in requests:
                 reached += nbytes
@@ -174,9 +175,3 @@ def cached_bytes(descriptor: int, offset: int, nbytes: int) -> int | None:
     span, pages = _Span(offset, nbytes), _Pages()
     answer: int = _libc.syscall(_CACHESTAT, descriptor, span, pages, 0)
     return None if answer else pages[0] * _PAGE
-
-
-def spare_memory() -> int:
-    """Return how many bytes may be read long before they are needed."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(free // 8, 4 << 30)
