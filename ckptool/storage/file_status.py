@@ -7,6 +7,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -170,7 +171,13 @@ class FileListing:
                 " name the checkpoint itself"
             )
         with os.scandir(folder) as entries:
-            names = [entry for entry in entries if self._count()]
+            names = list(islice(entries, _MOST_ENTRIES + 1 - self._total))
+        self._total += len(names)
+        if self._total > _MOST_ENTRIES:
+            raise NotFound(
+                f"{self._root}: more than {_MOST_ENTRIES:,} files and folders;"
+                " name the checkpoint itself"
+            )
         for entry in names:
             try:
                 self._note(entry, head, (*parents, identity), depth)
@@ -193,15 +200,6 @@ class FileListing:
         else:
             os.stat(entry.path)  # fails for a dangling link, or a removed entry
             self.unlisted[name] = Problem("not a file (pipe, socket or device)", NO_FILE)
-
-    def _count(self) -> bool:
-        self._total += 1
-        if self._total > _MOST_ENTRIES:
-            raise NotFound(
-                f"{self._root}: more than {_MOST_ENTRIES:,} files and folders;"
-                " name the checkpoint itself"
-            )
-        return True
 
 
 def within_folder(files: Mapping[str, _T], folder: str) -> dict[str, _T]:
