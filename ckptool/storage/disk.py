@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -180,8 +180,17 @@ def write_whole(path: Path, data: bytes, *, mark: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftover(part, mark)
-        _write_new(part, data)
-        _or_remove(part, lambda: os.replace(part, path))
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with open(descriptor, "wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(descriptor)
+            os.replace(part, path)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink()
+            raise
     except OSError as error:
         message = f"{path}: cannot be written: {error.strerror}"
         raise Unsupported(message, hint=refused_hint(error)) from None
@@ -208,29 +217,6 @@ def _remove_leftover(part: Path, mark: bytes) -> None:
     if not (is_real_file(part) and begins_with(part, mark)):
         raise in_the_way(part)
     part.unlink()
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    _or_remove(path, lambda: _write_out(descriptor, data))
-
-
-def _write_out(descriptor: int, data: bytes) -> None:
-    with open(descriptor, "wb", buffering=0):
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)
-
-
-def _or_remove(path: Path, work: Callable[[], None]) -> None:
-    """Do ``work``; remove the file if it fails."""
-    try:
-        work()
-    except BaseException:
-        with suppress(OSError):
-            path.unlink()
-        raise
 
 
 _NOT_RESERVED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
