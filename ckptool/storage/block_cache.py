@@ -9,13 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
-from ckptool.storage.clients.client import ObjectVersion
+from ckptool.storage.clients.client import AT_ONCE, ObjectVersion
 
 BLOCK = 256 << 10
 """The least number of bytes to fetch. Most headers, directories and small tensors fit."""
 CAPACITY = 16 << 20
 """Bytes of memory for what was read, unless a budget says otherwise."""
-_AHEAD = 16
 
 
 Key = tuple[ObjectVersion, int]
@@ -183,18 +182,18 @@ class BlockCache:
     def _trim(self) -> None:
         with self._lock:
             # less would drop what is fetched ahead before it is read
-            while self._nbytes > max(self.capacity, _AHEAD * BLOCK):
+            while self._nbytes > max(self.capacity, AT_ONCE * BLOCK):
                 self._forget(next(iter(self._cache)))
 
     def _fetch_ahead(self) -> None:
         """Keep some of the expected blocks being fetched."""
         with self._lock:
-            while self._queue and len(self._unread) < _AHEAD:
+            while self._queue and len(self._unread) < AT_ONCE:
                 file, number = key = self._queue.popleft()
                 expected = self._expected.get(key)
                 if expected is None or self._is_kept(key, expected):
                     continue
-                self._pool = self._pool or ThreadPoolExecutor(_AHEAD, "ckptool-ahead")
+                self._pool = self._pool or ThreadPoolExecutor(AT_ONCE, "ckptool-ahead")
                 fetched = self._begin(key, expected)
                 try:
                     self._pool.submit(self._fill_ahead, file, number, fetched)

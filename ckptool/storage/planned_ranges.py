@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ckptool.storage.block_cache import Block, Fetch
-from ckptool.storage.clients.client import ObjectVersion
+from ckptool.storage.clients.client import AT_ONCE, ObjectVersion
 
 VersionSpan = tuple[ObjectVersion, int, int]
 """Bytes that are read together: their file, offset and how many they are."""
@@ -26,7 +26,6 @@ _GAP = 16 << 10
 """Bytes of a gap that are fetched with any request, rather than starting another."""
 _WORTH_A_GAP = 32
 """One unwanted byte is accepted for so many wanted ones."""
-_AT_ONCE = 16
 _CHEAP = 256 << 10
 """Bytes that take no longer than another request: up to twice the wanted ones may be unwanted."""
 _LEAST_KEPT = 8
@@ -194,7 +193,7 @@ class PlannedRanges:
         size = max(_LEAST, min(_LARGEST, self.capacity // _LEAST_KEPT))
         plan = smaller = _Plan(spans, size)
         while size > _LEAST and smaller.memory > max(
-            self.capacity // 2, self.capacity - _AT_ONCE * size
+            self.capacity // 2, self.capacity - AT_ONCE * size
         ):
             size = max(_LEAST, size // 2)
             smaller = _Plan(spans, size)
@@ -305,9 +304,9 @@ class PlannedRanges:
                 if was_read or part in self._futures:
                     plan.ahead += 1
                     continue
-                if self._on_their_way >= _AT_ONCE or not self._make_room_ahead(plan, part):
+                if self._on_their_way >= AT_ONCE or not self._make_room_ahead(plan, part):
                     return
-                self._pool = self._pool or ThreadPoolExecutor(_AT_ONCE, "ckptool-ahead")
+                self._pool = self._pool or ThreadPoolExecutor(AT_ONCE, "ckptool-ahead")
                 future = self._begin(part)
                 try:
                     self._pool.submit(self._fill_ahead, plan, part, future)

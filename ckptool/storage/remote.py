@@ -15,8 +15,6 @@ from ckptool.storage.files import CORES, FileReader, Files, ReadPolicy, ReadSpan
 from ckptool.storage.planned_ranges import VersionSpan
 from ckptool.storage.url import RemotePath
 
-AT_ONCE = 16
-"""Concurrent requests: a store's answers take long, however many there are."""
 _FEW = 2
 """Files that are requested one by one: a single file, and its side file."""
 

@@ -23,9 +23,9 @@ from ckptool.engine.write.output import apply_patches
 from ckptool.engine.write.run import fetched_ahead, read_verbatim
 from ckptool.engine.write.work import RunOptions, Work
 from ckptool.errors import Unsupported
+from ckptool.storage.clients.client import AT_ONCE
 from ckptool.storage.files import SPAN, Files
 from ckptool.storage.multipart import memory_of_part, upload
-from ckptool.storage.remote import AT_ONCE
 from ckptool.storage.url import RemotePath
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+AT_ONCE = 16
+"""Concurrent requests: a store's answers take long, however many there are."""
 _PIECE = 1 << 20
 """Bytes that are handed to a client together, which joins them to parts."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ckptool.errors import NotFound
-from ckptool.storage.clients.client import ObjectInfo
+from ckptool.storage.clients.client import AT_ONCE, ObjectInfo
 from ckptool.storage.commit_note import UNFINISHED
 
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".json", ".metadata")
@@ -23,7 +23,6 @@ _KNOWN = (
 """The files that are asked for: of torch, ckptool, transformers, and others beside a model."""
 INDEXES = _KNOWN[:3]
 _NAMED = re.compile(rb"[\w.\-]+\.(?:distcp|safetensors|bin)\b")
-_AT_ONCE = 16
 
 InfoOf = Callable[[str], ObjectInfo | None]
 """The server's information on a file by name."""
@@ -50,6 +49,6 @@ def files_below(info_of: InfoOf, read: Callable[[str], bytes]) -> dict[str, Obje
 
 def _infos(names: Sequence[str], info_of: InfoOf) -> dict[str, ObjectInfo]:
     """Return the server's information on existing files; several are requested at once."""
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = zip(names, pool.map(info_of, names), strict=True)
         return {name: info for name, info in answers if info is not None}
