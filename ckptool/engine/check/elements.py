@@ -12,10 +12,7 @@ from ckptool.engine.check.pairs import PairTile, same_bits
 from ckptool.engine.read.gather import raw
 from ckptool.engine.read.numbers import Array, decode
 from ckptool.engine.read.range_check import RangeCheck
-from ckptool.engine.read.rounding import cast
-
-_AT_ONCE = 1 << 18
-"""Elements that are compared as numbers at a time; that takes several times their memory."""
+from ckptool.engine.read.rounding import cast, pieces
 
 
 def find_difference(
@@ -33,11 +30,10 @@ def find_difference(
     if types[0] == types[1] and same_bits(one, other):
         return None
     difference: Difference | None = None
-    for start in range(0, one.size, _AT_ONCE):
-        part = slice(start, start + _AT_ONCE)
+    for part in pieces(one.size):  # as numbers elements take several times their memory
         flat = one.reshape(-1)[part], other.reshape(-1)[part]
         differ = _differ(flat, types, tolerance, is_cast=pair.is_cast)
-        part_difference = _describe(flat, types, differ, tile.box, start)
+        part_difference = _describe(flat, types, differ, tile.box, part.start)
         if part_difference is not None:
             difference = difference.plus(part_difference) if difference else part_difference
     return difference

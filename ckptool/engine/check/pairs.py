@@ -54,8 +54,9 @@ class TensorPair(Struct, frozen=True):
 
         Computing a number of a quantized tensor takes some twenty times its bytes.
         """
-        types = (self.one.source_dtype, self.one.dtype, self.other.source_dtype, self.other.dtype)
-        return len({*types}) == 1 and not (is_computed(self.one) or is_computed(self.other))
+        one, other = self.one, self.other
+        is_same = one.source_dtype == one.dtype == other.dtype == other.source_dtype
+        return is_same and not (is_computed(one) or is_computed(other))
 
     @property
     def itemsize(self) -> int:
@@ -130,7 +131,9 @@ def pair_jobs(pairs: Iterable[TensorPair]) -> Iterator[PairJob]:
     The chunks of every tensor must tile the part that is compared.
     """
     for pair in pairs:
-        at_a_time = bytes_at_a_time(pair)
+        # about the bytes that a read of one side has; computing counts as many
+        pieces = max(1, len(pair.one.chunks), len(pair.other.chunks))
+        at_a_time = pair.nbytes // 2 // pieces if pair.is_plain else LARGE
         for boxes in tiles_of_jobs(pair):
             runs = [partial(entry_needs, entry, boxes) for entry in (pair.one, pair.other)]
             yield Job(None, partial(read_both, pair, boxes), runs, at_a_time)
@@ -145,12 +148,6 @@ def tiles_of_jobs(pair: TensorPair) -> Iterator[list[Box]]:
     at_once = is_in_order(pair.one) or is_in_order(pair.other)
     while batch := list(islice(boxes, None if at_once else _TILES_PER_JOB)):
         yield batch
-
-
-def bytes_at_a_time(pair: TensorPair) -> int:
-    """Return about how many bytes a read of one side has; computing counts as many bytes."""
-    pieces = max(1, len(pair.one.chunks), len(pair.other.chunks))
-    return pair.nbytes // 2 // pieces if pair.is_plain else LARGE
 
 
 def read_both(pair: TensorPair, boxes: Sequence[Box], readers: SideReaders) -> Iterator[PairTile]:

@@ -16,7 +16,7 @@ from ckptool.engine.check.pairs import (
     tiles_of_jobs,
 )
 from ckptool.engine.read.segments import Segment, segments_of_tensor
-from ckptool.engine.read.tiles import LARGE, Job
+from ckptool.engine.read.tiles import SMALL, Job
 from ckptool.errors import CkptoolError
 from ckptool.storage.files import TILE, Files
 
@@ -38,23 +38,17 @@ def run_jobs(pairs: Iterable[TensorPair], sides: tuple[Files, Files]) -> Iterato
     batch, nbytes, chunks = list[TensorPair](), 0, 0
     for pair in pairs:
         size = pair.one.elements * pair.one.source_dtype.itemsize
-        if pair.boxes or not 0 < size <= _SMALL or not _is_unchanged(pair):
+        if pair.boxes or not 0 < size <= _SMALL or not pair.is_plain:
             yield from pair_jobs([pair])
             continue
         batch.append(pair)
         nbytes += size
         chunks += max(len(pair.one.chunks), len(pair.other.chunks))
         if nbytes >= TILE or chunks >= _MOST:
-            yield Job(None, partial(_compare_small, batch), nbytes=LARGE - 1)
+            yield Job(None, partial(_compare_small, batch), nbytes=SMALL)
             batch, nbytes, chunks = [], 0, 0
     if batch:
-        yield Job(None, partial(_compare_small, batch), nbytes=LARGE - 1)
-
-
-def _is_unchanged(pair: TensorPair) -> bool:
-    """Return whether both sides are compared as stored."""
-    one, other = pair.one, pair.other
-    return one.source_dtype is one.dtype is other.dtype is other.source_dtype
+        yield Job(None, partial(_compare_small, batch), nbytes=SMALL)
 
 
 def _compare_small(pairs: Sequence[TensorPair], readers: SideReaders) -> Iterator[PairTile]:

@@ -23,7 +23,7 @@ from ckptool.engine.read.range_check import RangeCheck
 from ckptool.engine.read.segments import Segment, segments_of, segments_of_tensor, tile_needs
 from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tensors import TensorReader
-from ckptool.engine.read.tiles import LARGE, Job
+from ckptool.engine.read.tiles import LARGE, SMALL, Job
 from ckptool.errors import Damaged
 from ckptool.storage.files import Files
 
@@ -237,7 +237,7 @@ def plan_job(tiles: Sequence[Tile]) -> Job[Sequence[Tile], PlanReader, PlannedPi
     """Return the job that reads some tiles: all of a band, or of small tensors, or one."""
     entry, nbytes = tiles[0].entry, LARGE
     if are_small(tiles):
-        nbytes = LARGE - 1
+        nbytes = SMALL
     elif entry.source_dtype == entry.dtype and not is_computed(entry):
         pieces = sum(len(tile.sources) or 1 for tile in tiles)
         nbytes = sum(tile.nbytes for tile in tiles) // max(1, pieces)

@@ -30,6 +30,8 @@ _MOST_RUNS = 1 << 14
 """Runs of bytes whose reads from a store are planned together, of at most a few MiB each."""
 LARGE = 3 << 17
 """Bytes that a job moves at a time which make it the kernel's work: processors share it."""
+SMALL = LARGE - 1
+"""The same of a job of many small tensors, whatever they have together: it is Python's work."""
 _ENOUGH = 1 << 20
 """Bytes of the small jobs that a thread takes at a time, each of ``_LEAST`` bytes at least."""
 _LEAST = 1 << 12
