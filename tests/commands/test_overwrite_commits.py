@@ -15,7 +15,6 @@ from conftest import case, read_back
 from overwritten import FOREIGN, foreign_of, hidden, put_foreign, ready
 
 from ckptool.engine.progress import Progress
-from ckptool.engine.write.commit import FileCommit
 from ckptool.engine.write.stage import Stage
 from ckptool.errors import Committed, TransferError, Unsupported
 from ckptool.storage import disk
@@ -175,9 +174,15 @@ def test_an_error_while_a_killed_commit_is_rolled_back_names_no_new_one(
 ) -> None:
     target = out / "m.pt"
     ready(case("dcp_fsdp2_tp").path, target, "torch-save").run()
-    old = target.read_bytes()
+    old, replace = target.read_bytes(), os.replace
+
+    def replace_all_but_the_target(source: Path, place: Path) -> None:
+        if place == target:
+            failed(place)
+        replace(source, place)
+
     with monkeypatch.context() as context:
-        context.setattr(FileCommit, "_put_main", failed)
+        context.setattr(os, "replace", replace_all_but_the_target)
         context.setattr(
             Stage, "discard", lambda stage, **how: stage.target.close()
         )  # as a kill leaves it

@@ -210,9 +210,14 @@ class FileCommit:
         self._note.write(note)
         for name in note.names:
             keep_mode(self._target.with_name(name), self._staged / name)
+        staged = self._staged / self._target.name
         try:
-            self._put_side_away()
-            self._put_main()
+            if self._side is not None and os.path.lexists(self._side):
+                os.rename(self._side, self._staged / OLD_SIDE)
+            if self._overwrite:
+                os.replace(staged, self._target)
+            else:  # a file that came since must not be lost
+                rename_new(staged, self._target)
         except BaseException:
             self._put_side_back()
             raise
@@ -270,17 +275,6 @@ class FileCommit:
         side = self._side
         if side is not None and os.path.lexists(self._staged / side.name) and os.path.lexists(side):
             raise in_the_way(side)
-
-    def _put_main(self) -> None:
-        staged = self._staged / self._target.name
-        if self._overwrite:
-            os.replace(staged, self._target)
-        else:  # a file that came since must not be lost
-            rename_new(staged, self._target)
-
-    def _put_side_away(self) -> None:
-        if self._side is not None and os.path.lexists(self._side):
-            os.rename(self._side, self._staged / OLD_SIDE)
 
     def _put_side_back(self) -> None:
         old_side = self._staged / OLD_SIDE
