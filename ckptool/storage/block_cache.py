@@ -129,7 +129,10 @@ class BlockCache:
                 for run in runs:  # others may wait for these
                     self._give_up(file, run, error)
                 raise
-        self._trim()
+        with self._lock:
+            # less would drop what is fetched ahead before it is read
+            while self._nbytes > max(self.capacity, AT_ONCE * BLOCK):
+                self._forget(next(iter(self._cache)))
         self._fetch_ahead()
         return blocks
 
@@ -178,12 +181,6 @@ class BlockCache:
                 self._forget((file, number))
         for _, fetched in run:
             fetched.data.set_exception(error)
-
-    def _trim(self) -> None:
-        with self._lock:
-            # less would drop what is fetched ahead before it is read
-            while self._nbytes > max(self.capacity, AT_ONCE * BLOCK):
-                self._forget(next(iter(self._cache)))
 
     def _fetch_ahead(self) -> None:
         """Keep some of the expected blocks being fetched."""

@@ -81,7 +81,7 @@ def _join_near(runs: Iterable[VersionSpan]) -> Iterator[Range]:
 
 
 class _Uses(NamedTuple):
-    """When a range is read: ``places`` in the order of all reads, ``ends`` in its bytes read."""
+    """At which ``places`` of the order a range is read, and its bytes read by the end of each."""
 
     places: list[int]
     ends: list[int]
@@ -257,7 +257,8 @@ class PlannedRanges:
             is_ours = future is None
             if future is None:
                 future = self._begin(part)
-            self._make_room(part)
+            if self._nbytes > self.capacity:
+                self._drop_last(self._droppable(part), self.capacity)
         self._fetch_ahead(plan)
         if is_ours:  # without the lock, so that all fetch side by side
             self._fill(part, future)
@@ -332,13 +333,8 @@ class PlannedRanges:
         self._drop_last(candidates, self.capacity - target.nbytes)
         return True
 
-    def _make_room(self, target: Range) -> None:
-        """Drop, with the lock held, what is needed last while there is too much."""
-        if self._nbytes > self.capacity:
-            self._drop_last(self._droppable(target), self.capacity)
-
     def _drop_last(self, parts: list[Range], most: int) -> None:
-        """Drop those of some ranges that are needed last until at most ``most`` bytes are left."""
+        """Drop, with the lock held, those of some ranges that are needed last, down to ``most``."""
         for part in sorted(parts, key=self._place, reverse=True):
             if self._nbytes <= most:
                 return

@@ -63,8 +63,8 @@ class ReadAhead:
     def begin(self, descriptor: int, file: str, offset: int, nbytes: int) -> None:
         """Request bytes that are read now, and for sequential reads more and more after them.
 
-        The kernel does no read-ahead of its own for what was requested before, which would look
-        like another process's. For small reads, such as of headers, it does.
+        Reading what was requested before starts no read-ahead of the kernel's own. Of small reads,
+        such as of headers, nothing is requested: that is the kernel's.
         """
         with self._lock:
             self.read += nbytes
