@@ -64,7 +64,7 @@ def _require_crc(at: EncodedBlob, blob: Bytes, what: str) -> None:
 
 
 class Windows:
-    """Reads boxes of some columns of many rows, as reading these passes all others.
+    """Reads boxes of some columns of many rows, and more columns with them: all are passed over.
 
     From the second box of a tensor on, as many columns are kept as fit its share of SPAN: half of
     it, as of values and scales, or less if more tensors are read ``by_turns``.
@@ -90,7 +90,7 @@ class Windows:
 
 
 def _cut_dim(entry: TensorEntry, box: Box) -> int | None:
-    """Return the last dim of which a box has only a part; None if that has few rows."""
+    """Return the last dim of which a box has only a part; None unless the box has several rows."""
     cut = [d for d, n in enumerate(box.shape) if n < entry.shape[d]]
     has_rows = bool(cut) and math.prod(box.shape[: cut[-1]]) > 1
     return cut[-1] if has_rows else None

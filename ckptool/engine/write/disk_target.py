@@ -363,8 +363,8 @@ class DiskTarget(Target):
 
     def is_partial(self) -> bool:
         """Return whether there is something that another run continues."""
-        left = self._journals.find()
-        return bool(left and self._journals.held if self._role.finishes else left)
+        is_ours = not self._role.finishes or self._journals.held
+        return bool(is_ours and self._journals.find())
 
     def discard(self, names: Sequence[str]) -> None:
         """Remove what this process staged.

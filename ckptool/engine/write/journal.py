@@ -185,17 +185,17 @@ class Journals:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._head = f"{folder.name}.journal."
-        self._mark = folder.with_name(f"{self._head}mark")
+        self._prefix = f"{folder.name}.journal."
+        self._mark = folder.with_name(f"{self._prefix}mark")
         self.held: dict[int, Journal] = {}
 
     def path(self, number: int) -> Path:
         """Return where the journal of this number is, if it is."""
-        return self._folder.with_name(f"{self._head}{number}")
+        return self._folder.with_name(f"{self._prefix}{number}")
 
     def find(self) -> dict[int, Path]:
         """Return the journals that exist, by number."""
-        journal = re.compile(re.escape(self._head) + "(0|[1-9][0-9]{0,5})")
+        journal = re.compile(re.escape(self._prefix) + "(0|[1-9][0-9]{0,5})")
         names: list[str] = []
         with suppress(FileNotFoundError, PermissionError):
             names = os.listdir(self._folder.parent)
