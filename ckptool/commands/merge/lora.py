@@ -61,8 +61,7 @@ class _Folding:
     def __init__(self, base: Operand, adapter: Adapter) -> None:
         self._base, self._adapter = base, adapter
         self._tensors = base.catalog.tensors
-        modules = [lora.module for lora in adapter.loras] + list(adapter.tokens)
-        self._name = base_names(modules, self._tensors, base, adapter.operand)
+        self._name = base_names(adapter, base)
         self.changes: dict[str, Change] = {}
         self._cast: list[str] = []
         self._added: list[str] = []

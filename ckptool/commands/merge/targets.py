@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ckptool.commands.merge.adapter import Adapter, Matrices, Settings
 from ckptool.commands.merge.expressions import require_numbers
 from ckptool.commands.merge.operands import Operand
-from ckptool.commands.merge.ties import HEAD
+from ckptool.commands.merge.ties import HEAD, head_of
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Undetermined, Unsupported
@@ -22,16 +22,17 @@ Naming = Callable[[str], str]
 _FEW = 3
 _NESTED = ("gate_up_proj", "down_proj")
 """The parameters of experts in transformers (5) in the order in which PEFT nests their LoRAs."""
-_OF_PARTS = (
+_IN_FILES = (
     {"model.language_model.": "model.", "model.": ""},
     {
         "model.language_model.": "language_model.model.",
         "model.": "",
         "lm_head": "language_model.lm_head",
     },
+    {"lm_head": "embed_out"},
 )
-"""How models of text and other parts are called in files instead (transformers 4.52 to 5.24): as
-those of Qwen2-VL, and as most."""
+"""How modules are called in files that have other names in memory (transformers 4.52 to 5.24): of
+models of text and other parts as of Qwen2-VL, and as of most; the head of GPT-NeoX."""
 _NO_EXPERTS = (
     "files have experts apart that models have as one tensor: `--experts packed` makes BASE's one,"
     " `--experts separate` apart"
@@ -52,33 +53,38 @@ class Target(Struct, frozen=True):
     is_turned: bool = False
 
 
-def base_names(modules: Sequence[str], tensors: Tensors, base: Operand, adapter: Operand) -> Naming:
+def base_names(adapter: Adapter, base: Operand) -> Naming:
     """Return how names of the adapter's model become the base's: with another prefix, or none.
 
-    Raises Unsupported if the base lacks modules under any prefix, Undetermined if several fit.
+    Raises Unsupported if the base lacks modules under any prefix, Undetermined if several fit. A
+    head that the adapter has whole may be new: it only decides between names that fit all else.
     """
-    parents = _parents(tensors)
+    parents = _parents(base.catalog.tensors)
+    modules = [*dict.fromkeys([*(lora.module for lora in adapter.loras), *adapter.tokens])]
+    heads = [key.rpartition(".")[0] for key in adapter.whole if HEAD.fullmatch(key)]
     firsts = dict.fromkeys(f"{module.partition('.')[0]}." for module in modules)
-    for way in map(_replacing, ({}, *({first: ""} for first in firsts), *_OF_PARTS)):
-        if all(way(module) in parents for module in modules):
-            return way
+    ways = [*map(_replacing, ({}, *({first: ""} for first in firsts), *_IN_FILES))]
+    for needed in ((*modules, *heads), modules):
+        for way in ways:
+            if all(way(module) in parents for module in needed):
+                return way
     end = f".{modules[0]}"
-    heads = [parent.removesuffix(end) for parent in sorted(parents) if parent.endswith(end)]
-    heads = [head for head in heads if all(f"{head}.{module}" in parents for module in modules)]
-    if len(heads) > 1:
+    tops = [parent.removesuffix(end) for parent in sorted(parents) if parent.endswith(end)]
+    tops = [top for top in tops if all(f"{top}.{module}" in parents for module in modules)]
+    if len(tops) > 1:
         raise Undetermined(
-            f"{adapter.opened.path}: its modules are {len(heads)} times in {base.opened.path},"
-            f" below {list_some(heads, _FEW)}",
-            hint=f"choose one: --select '{heads[0]}.*'",
+            f"{adapter.operand.opened.path}: its modules are {len(tops)} times in"
+            f" {base.opened.path}, below {list_some(tops, _FEW)}",
+            hint=f"choose one: --select '{tops[0]}.*'",
         )
-    if heads:
-        return lambda name: f"{heads[0]}.{name}"
+    if tops:
+        return lambda name: f"{tops[0]}.{name}"
     lacks = [module for module in modules if module not in parents]
     experts = any(".experts" in module for module in lacks)
     raise Unsupported(
         f"{base.opened.path}: lacks {len(lacks):,} of {plural(len(modules), 'module')} of"
-        f" {adapter.opened.path}: {list_some(lacks, _FEW)}",
-        hint=_NO_EXPERTS if experts else _lacking(lacks),
+        f" {adapter.operand.opened.path}: {list_some(lacks, _FEW)}",
+        hint=_NO_EXPERTS if experts else _lacking(lacks, base),
     )
 
 
@@ -92,14 +98,18 @@ def _replacing(prefixes: Mapping[str, str]) -> Naming:
     return name_of
 
 
-def _lacking(lacks: Sequence[str]) -> str:
-    if all(HEAD.fullmatch(f"{module}.weight") for module in lacks):
+def _lacking(lacks: Sequence[str], base: Operand) -> str:
+    head = head_of(base)
+    if head is None and all(HEAD.fullmatch(f"{module}.weight") for module in lacks):
         return (
             "a base whose head is tied has none of its own; PEFT adds the head's LoRA to the"
             " embedding, too, which no training did. Where it is the embedding's again, as with"
             f" ensure_weight_tying, `ckptool convert ADAPTER COPY --drop {lacks[0]}` leaves it out"
         )
-    return "--rename changes the base's names; the adapter may be of another model"
+    return (
+        "--rename 'REGEX=NEW' changes the base's names, as for models that transformers 5 has under"
+        " other names in memory than in files; the adapter may be of another model"
+    )
 
 
 def _parents(tensors: Tensors) -> set[str]:

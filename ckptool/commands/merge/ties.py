@@ -53,7 +53,7 @@ class Ties:
     def __init__(self, base: Operand, assets: Path | None) -> None:
         self._base = base
         self._groups = tied_names(base.catalog)
-        self._head = _head_of(base)
+        self._head = head_of(base)
         is_one = any(self._head in group for group in self._groups)
         self._is_head_tied = not is_one and _says_tied(base, assets)
         self.notes: list[str] = []
@@ -127,7 +127,7 @@ def notes_on_head(base: Operand, assets: Path | None, names: Collection[str]) ->
     """Yield notes on tensors taken into a base whose config alone ties its head."""
     embeddings = [*filter(_EMBEDDING.fullmatch, names)]
     heads = [*filter(HEAD.fullmatch, names)]
-    if not (embeddings or heads) or _head_of(base) is not None or not _says_tied(base, assets):
+    if not (embeddings or heads) or head_of(base) is not None or not _says_tied(base, assets):
         return
     tied = f"the config of {base.opened.path} ties the head to the embedding"
     if heads:
@@ -139,7 +139,7 @@ def notes_on_head(base: Operand, assets: Path | None, names: Collection[str]) ->
         yield f"{embeddings[0]} is the head, too: {tied}"
 
 
-def _head_of(base: Operand) -> str | None:
+def head_of(base: Operand) -> str | None:
     """Return the name of the head that a base's files have, None if they have none."""
     return next(filter(HEAD.fullmatch, base.catalog.tensors), None)
 
@@ -155,4 +155,4 @@ def _says_tied(base: Operand, assets: Path | None) -> bool:
         return record[_TIED] is True
     names = record.get("architectures")
     classes = names if isinstance(names, list) else []
-    return _head_of(base) is None and any(str(name).endswith(_OF_TEXT) for name in classes)
+    return head_of(base) is None and any(str(name).endswith(_OF_TEXT) for name in classes)

@@ -234,6 +234,21 @@ def test_files_of_models_of_parts_have_other_names(head: str, tmp_path: Path) ->
     assert torch.equal(found["multi_modal_projector.linear.weight"], some(3, 4, seed=9))
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_the_head_of_gpt_neox_has_another_name_in_files(tmp_path: Path, *, is_whole: bool) -> None:
+    """As of transformers 5: ``lm_head`` in memory, ``embed_out`` in files."""
+    base = {"gpt_neox.q.weight": some(5, 6), "embed_out.weight": some(12, 6, seed=3)}
+    head = {"lm_head.weight": some(12, 6, seed=4)} if is_whole else pair("lm_head", 12, 6)
+    config = {"modules_to_save": ["lm_head"]} if is_whole else {}
+    adapter = save_adapter(tmp_path / "a", pair("gpt_neox.q", 5, 6) | head, **config)
+    found = merged(tmp_path / "o.safetensors", adapter, save_base(tmp_path / "b.safetensors", base))
+    wanted = (
+        base["embed_out.weight"].double() + delta(pair("lm_head", 12, 6), "lm_head") * 2
+    ).float()
+    assert found.keys() == base.keys()
+    assert torch.equal(found["embed_out.weight"], head.get("lm_head.weight", wanted))
+
+
 def test_what_is_tied_by_its_bytes_stays_so(tmp_path: Path) -> None:
     weight = some(12, 6)
     torch.save({"embed_tokens.weight": weight, "head.weight": weight}, tmp_path / "b.pt")

@@ -106,6 +106,11 @@ Q = pair("model.q", 5, 6)
         ({}, Q | {"model.norm.weight": some(6)}, "has no model.norm.weight"),
         ({}, Q | {"lm_head.weight": some(12, 6)}, "leaves it out"),
         ({}, Q | pair("model.k", 5, 6), "lacks 1 of 2 modules of"),
+        (
+            {"target_parameters": ["k.gate_up_proj", "k.down_proj"]},
+            Q | pair("model.k", 5, 6) | pair("model.k.base_layer", 5, 6),
+            "lacks 1 of 2 modules of",
+        ),
         ({}, pair("model.q", 6, 5), "inputs come before outputs"),
         ({}, pair("model.q", 5, 7), "model.q.weight: [5, 6], but the product of"),
         ({}, pair("model.experts", 8, 6), "model.experts has down_proj, gate_up_proj"),
@@ -315,7 +320,7 @@ def test_ties_are_kept_for_the_names_that_peft_keeps(
 
 @pytest.mark.parametrize(
     ("new", "there"),
-    [("lm_head", "embed_out"), ("model.projector.linear", "projector.linear")],
+    [("lm_head", "output_projection"), ("model.projector.linear", "projector.linear")],
 )
 def test_a_new_module_beside_one_that_may_be_it_is_refused(
     new: str, there: str, tmp_path: Path
@@ -328,6 +333,14 @@ def test_a_new_module_beside_one_that_may_be_it_is_refused(
     code, said = run(tmp_path / "out.safetensors", *words)
     assert code == 4
     assert f"a new tensor beside {there}.weight of" in said
+
+
+def test_a_head_of_another_name_is_not_said_to_be_tied(tmp_path: Path) -> None:
+    base = {"model.q.weight": some(5, 6), "output_projection.weight": some(12, 6)}
+    adapter = save_adapter(tmp_path / "adapter", Q | pair("lm_head", 12, 6))
+    words = ("--lora", adapter, "--onto", save_base(tmp_path / "base.safetensors", base))
+    code, said = run(tmp_path / "out.safetensors", *words)
+    assert (code, "tied" in said, "--rename 'REGEX=NEW'" in said) == (4, False, True), said
 
 
 def test_a_head_that_is_tied_and_stored_is_refused(tmp_path: Path) -> None:
