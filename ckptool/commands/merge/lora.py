@@ -34,6 +34,11 @@ _HEAD_IS_TIED = (
     " with ensure_weight_tying, `ckptool convert ADAPTER COPY --drop '*.{}'` leaves it out"
 )
 
+_LOST_BIASES = (
+    "PEFT 0.7 to 0.20 do not save the biases of bias lora_only, and merge the base's: so does bias"
+    ' "none" in adapter_config.json'
+)
+
 
 def fold(base: Operand, operand: Operand, assets: Path | None) -> Computation:
     """Return the base with an adapter merged into it, as PEFT's ``merge_and_unload`` does.
@@ -144,7 +149,7 @@ class _Folding:
             raise Unsupported(
                 f"{place} says bias {bias}, but the adapter lacks {plural(len(lacks), 'bias')}:"
                 f" {list_some(lacks, _FEW)}",
-                hint=TAKES,
+                hint=_LOST_BIASES if bias == "lora_only" else TAKES,
             )
 
     def require_whole(self) -> None:

@@ -86,6 +86,7 @@ Q = pair("model.q", 5, 6)
         ({"bias": "all"}, Q, "says bias all, but the adapter lacks 1 bias: model.q.bias"),
         ({"bias": "all"}, Q | {"lm_head.decoder.bias": some(12)}, "leaves it out"),
         ({"bias": "lora_only"}, Q, "says bias lora_only, but the adapter lacks 1 bias"),
+        ({"bias": "lora_only"}, Q, "PEFT 0.7 to 0.20 do not save the biases"),
         ({"bias": "all"}, Q, "--lora takes the folder that PEFT's save_pretrained writes"),
         ({"modules_to_save": ["embed_tokens"]}, Q, "--lora takes the folder that PEFT's"),
         ({"trainable_token_indices": [1]}, Q, "--lora takes the folder that PEFT's"),
