@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -24,14 +24,16 @@ from ckptool.core.casts import as_type, can_cast
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.selection import rename_entry
 from ckptool.core.text import list_some, plural
+from ckptool.engine.check.digest import digests
 from ckptool.engine.formulas.rows import ReplacedRows
 from ckptool.engine.formulas.weighted import WeightedSum, same_box
+from ckptool.engine.read.tensors import TensorSource
 from ckptool.errors import Unsupported
 
 _FEW = 3
 _HEAD_IS_TIED = (
-    "a base whose head is tied has none of its own; where the adapter's is the same again, as"
-    " with ensure_weight_tying, `ckptool convert ADAPTER COPY --drop '*.{}'` leaves it out"
+    "a base whose head is tied has none of its own; `ckptool convert ADAPTER COPY --drop '*.{}'`"
+    " leaves it out of the adapter"
 )
 
 _LOST_BIASES = (
@@ -48,14 +50,13 @@ def fold(base: Operand, operand: Operand, assets: Path | None) -> Computation:
     replace the base's, in the base's type. Raises Unsupported for what is not understood, is not
     in the base, or does not fit it.
     """
-    adapter = read_adapter(operand)
-    folding = _Folding(base, adapter)
+    adapter, ties = read_adapter(operand), Ties(base, assets)
+    folding = _Folding(base, adapter, ties)
     folding.replace_whole()
     folding.add_products()
     folding.replace_tokens()
     folding.require_biases()
     folding.require_whole()
-    ties = Ties(base, assets)
     shared = ties.shared(folding.changes, tied=adapter.settings.ensure_weight_tying)
     return folding.result(shared, [*ties.notes, *_not_finite(operand)])
 
@@ -63,28 +64,53 @@ def fold(base: Operand, operand: Operand, assets: Path | None) -> Computation:
 class _Folding:
     """The changes that an adapter makes to a base, by the names that its tensors have there."""
 
-    def __init__(self, base: Operand, adapter: Adapter) -> None:
-        self._base, self._adapter = base, adapter
+    def __init__(self, base: Operand, adapter: Adapter, ties: Ties) -> None:
+        self._base, self._adapter, self._ties = base, adapter, ties
         self._tensors = base.catalog.tensors
         self._name = base_names(adapter, base)
         self.changes: dict[str, Change] = {}
         self._cast: list[str] = []
+        self._again: list[str] = []
         self._added: list[str] = []
         self._scaled_otherwise: list[str] = []
 
     def replace_whole(self) -> None:
         """Replace the tensors that the adapter has whole; add those of a new head."""
         label = self._adapter.operand.label
+        heads = self._heads_again()
         for key, entry in self._adapter.whole.items():
             name = self._name(key)
             old = self._tensors.get(name)
+            if key in heads:
+                self._again.append(name)
+                continue
             if old is None:
                 self._require_new(key, entry)
                 self._added.append(name)
             else:
                 entry = self._fit(entry, old)
-            is_whole = self._is_to_save(key)
+            is_whole = self._is_to_save(key) and key not in heads.values()
             self.changes[name] = Change(rename_entry(entry, name), label, is_whole=is_whole)
+
+    def _heads_again(self) -> dict[str, str]:
+        """Return the heads, and of each the embedding that it is tied to, whose bytes it has.
+
+        So PEFT saves what ensure_weight_tying keeps one tensor in training.
+        """
+        whole, operand = self._adapter.whole, self._adapter.operand
+        pairs = {
+            head: twin
+            for head in whole
+            for twin in whole
+            if self._ties.head_is(self._name(head), self._name(twin))
+        }
+        entries = {whole[key].name: whole[key] for pair in pairs.items() for key in pair}
+        hexes = _digests(operand, entries)
+        return {
+            head: twin
+            for head, twin in pairs.items()
+            if hexes[whole[head].name] == hexes[whole[twin].name]
+        }
 
     def add_products(self) -> None:
         """Add the product of each LoRA's matrices to its weight."""
@@ -211,6 +237,11 @@ class _Folding:
                 f"{plural(len(self._added), 'tensor')} ({list_some(self._added, _FEW)}) of"
                 " modules_to_save that the base lacks"
             )
+        if self._again:
+            yield (
+                f"{list_some(self._again, _FEW)} of {self._adapter.operand.label} has the bytes of"
+                " the embedding: they stay one tensor"
+            )
         if unread := self._adapter.unread:
             yield f"without {list_some(unread, _FEW)}, which PEFT saves and never reads"
         if self._cast:
@@ -258,11 +289,24 @@ class _Folding:
         return as_type(entry, old.dtype)
 
 
-def _not_finite(operand: Operand) -> Iterator[str]:
-    """Yield a note if tensors of an adapter, which is small enough to be read for it, have NaN."""
+def _digests(operand: Operand, names: Collection[str]) -> dict[str, tuple[object, ...]]:
+    """Return what only equal tensors of an adapter have in common: type, shape and digest."""
+    source, located = operand.opened.source, _locate(operand, names)
+    hexes = digests(located.values(), TensorSource(source), source.policy.workers)
+    return {n: (entry.dtype, entry.shape, hexes[n]) for n, entry in located.items()}
+
+
+def _locate(operand: Operand, names: Collection[str]) -> Mapping[str, TensorEntry]:
+    """Return tensors of an adapter, which is small enough to be read before it is merged."""
     catalog = operand.rewritten.catalog
-    numbers = {name: entry for name, entry in catalog.tensors.items() if can_cast(entry)}
-    located = operand.opened.open_containers(catalog.with_tensors(numbers)).tensors
+    tensors = {name: entry for name, entry in catalog.tensors.items() if name in names}
+    return operand.opened.open_containers(catalog.with_tensors(tensors)).tensors
+
+
+def _not_finite(operand: Operand) -> Iterator[str]:
+    """Yield a note if tensors of an adapter have NaN."""
+    tensors = operand.rewritten.catalog.tensors
+    located = _locate(operand, {name for name, entry in tensors.items() if can_cast(entry)})
     problems = not_finite_problems(located, located, operand.opened.source)
     if odd := [problem for problem in problems if problem.counts]:
         yield (

@@ -58,6 +58,13 @@ class Ties:
         self._is_head_tied = not is_one and _says_tied(base, assets)
         self.notes: list[str] = []
 
+    def head_is(self, name: str, other: str) -> bool:
+        """Return whether two names are a head and an embedding that are one tensor in the base."""
+        if not (HEAD.fullmatch(name) and _EMBEDDING.fullmatch(other)):
+            return False
+        is_absent = self._is_head_tied and self._head is None
+        return is_absent or any({name, other} <= {*group} for group in self._groups)
+
     def shared(self, changes: Mapping[str, Change], *, tied: bool) -> dict[str, Change]:
         """Return the changes of the names that share a changed tensor.
 

@@ -266,6 +266,29 @@ def test_what_is_tied_by_its_bytes_stays_so(tmp_path: Path) -> None:
         assert torch.equal(found[name], (weight.double() + (left @ right).T * 2).float())
 
 
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_what_was_kept_tied_in_training_is_one_tensor(tmp_path: Path, *, is_stored: bool) -> None:
+    """As PEFT saves it with ensure_weight_tying: twice, by both names."""
+    folder, weight = tmp_path / "base", some(12, 6)
+    folder.mkdir()
+    base = {"embed_tokens.weight": weight, "q.weight": some(5, 6)}
+    if is_stored:
+        torch.save(base | {"lm_head.weight": weight}, folder / "pytorch_model.bin")
+    else:
+        save_base(folder / "model.safetensors", base)
+        (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    names = ["embed_tokens", "lm_head"]
+    trained = {f"{name}.weight": some(12, 6, seed=5) for name in names}
+    adapter = save_adapter(tmp_path / "a", pair("q", 5, 6) | trained, modules_to_save=names)
+    code, said = run(tmp_path / "o.pt", "--lora", adapter, "--onto", folder)
+    assert code == 0, said
+    assert "lm_head.weight of a has the bytes of the embedding: they stay one tensor" in said
+    found = torch.load(tmp_path / "o.pt")
+    assert found.keys() == base.keys() | ({"lm_head.weight"} if is_stored else set())
+    for name in trained.keys() & found.keys():
+        assert torch.equal(found[name], trained[name])
+
+
 def test_a_model_may_lie_in_the_folder_of_its_adapter(tmp_path: Path) -> None:
     """As if the base had been saved into it, or a trainer's engine its state."""
     folder = save_adapter(tmp_path / "both", pair("q", 5, 6))

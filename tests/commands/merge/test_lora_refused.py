@@ -225,7 +225,8 @@ def test_a_module_that_was_trained_apart_from_its_tie_is_refused(
     (folder / "config.json").write_text(json.dumps(config))
     base = {"embed_tokens.weight": some(12, 6), "q.weight": some(5, 6)}
     save_file(base, folder / "model.safetensors", {"format": "pt"})
-    tensors = pair("q", 5, 6) | {f"{name}.weight": some(12, 6) for name in names}
+    trained = {f"{name}.weight": some(12, 6, seed=at) for at, name in enumerate(names)}
+    tensors = pair("q", 5, 6) | trained
     adapter = save_adapter(tmp_path / "adapter", tensors, modules_to_save=[*names])
     words = ("--lora", adapter, "--onto", folder, "--dry-run")
     code, said = run(tmp_path / "out", *words)
