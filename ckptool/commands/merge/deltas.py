@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
@@ -141,7 +142,12 @@ def _require_order(base: Operand, chain: Sequence[_Link]) -> None:
     A base that does not say its version is known by the checksums alone.
     """
     version, path = _version_of(base), str(base.opened.path)
+    paths = Counter(link.path for link in chain)
     for link in chain:
+        if paths[link.path] > 1:
+            raise Unsupported(f"{link.path}: is given twice", hint="give each delta once")
+        if _key(link.delta.version) == _key(link.delta.base_version):
+            raise Unsupported(f"{link.path}: from version {link.delta.version} to the same version")
         if version is not None and _key(link.delta.base_version) != _key(version):
             raise Unsupported(
                 f"{link.path}: from version {link.delta.base_version} to {link.delta.version}, but"

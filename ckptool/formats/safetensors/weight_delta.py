@@ -56,14 +56,19 @@ class WeightDelta(Struct, frozen=True):
 def read_delta(source: Source, catalog: Catalog) -> WeightDelta:
     """Return what the metadata of a weight delta say of it.
 
-    Raises Unsupported for a checkpoint of weights, Damaged if a field or a checksum is missing.
+    Raises Unsupported for a checkpoint of weights, Damaged if a field or a checksum is missing, or
+    if the index does not list all that there is.
     """
     if DELTA not in catalog.info:
         message = f"{source.root}: weights, no weight delta"
         raise Unsupported(message, hint="its index has no delta_encoding; it may be the --onto")
     index = index_of(source, None)
     headers = [*catalog.metadata.values()]
-    metadata = [read_index(source, index)[1]] if index else []
+    metadata = list[object]()
+    if index is not None:
+        listed, said = read_index(source, index)
+        metadata.append(said)
+        _require_listed(source, index, listed, catalog)
     fields = next(m for m in (*metadata, *headers) if isinstance(m, Mapping) and delta_info([m]))
     keys = ("version", _BASE, _ENCODING, *_MORE)
     missing = [key for key in keys if fields.get(key) is None]
@@ -77,6 +82,21 @@ def read_delta(source: Source, catalog: Catalog) -> WeightDelta:
             raise Damaged(f"{source.root}: {name} has no checksum in the header of its file")
     version, base, encoding, compression, checksum = (str(fields[key]) for key in keys)
     return WeightDelta(version, base, encoding, compression, checksum, digests)
+
+
+def _require_listed(
+    source: Source, index: str, listed: Mapping[str, str], catalog: Catalog
+) -> None:
+    """Raise Damaged for files and tensors that an index does not list: engines do not apply them.
+
+    So a delta that was edited, or written over another, would be another one for each reader.
+    """
+    stored = {*listed.values()}
+    files = [n for n in source.files if n.endswith(".safetensors") and n not in stored]
+    unlisted = sorted(files) or [name for name in catalog.tensors if name not in listed]
+    if unlisted:
+        message = f"{source.root}: {index} does not list {unlisted[0]}"
+        raise Damaged(message, hint="publish this delta again, into a folder of its own")
 
 
 def delta_info(records: Iterable[object]) -> dict[str, str]:

@@ -243,7 +243,6 @@ def test_a_wrong_order_is_refused(tmp_path: Path) -> None:
     one, two, three = (publish(tmp_path, version) for version in (1, 2, 3))
     said = refused(tmp_path, base_at(tmp_path / "base"), one, three, two)
     assert f"in order they are {one} {two} {three}" in said
-    assert "from version 000000 to 000001" in refused(tmp_path, tmp_path / "base", one, one)
 
 
 def test_a_base_of_another_version_is_refused(tmp_path: Path) -> None:
@@ -320,6 +319,25 @@ def test_what_a_delta_says_of_itself_must_be_known(
 ) -> None:
     delta = publish(tmp_path, 1, **more)
     assert wanted in refused(tmp_path, base_at(tmp_path / "base"), delta)
+
+
+@pytest.mark.parametrize("kept", [(), ("norm",)])
+def test_an_index_that_does_not_list_all_is_refused(kept: tuple[str, ...], tmp_path: Path) -> None:
+    delta, base = publish(tmp_path, 1), base_at(tmp_path / "base")
+    path = delta / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    assert index["weight_map"].keys() > {*kept}
+    index["weight_map"] = {name: index["weight_map"][name] for name in kept}
+    path.write_text(json.dumps(index))
+    missing = "embed" if kept else "model-00000-of-00001.safetensors"
+    assert f"index.json does not list {missing}" in refused(tmp_path, base, delta)
+
+
+def test_a_delta_that_leads_nowhere_or_is_given_twice_is_refused(tmp_path: Path) -> None:
+    base, delta = base_at(tmp_path / "base"), publish(tmp_path, 1, version="0")
+    assert "from version 0 to the same version" in refused(tmp_path, base, delta)
+    delta = publish(tmp_path / "again", 1)
+    assert f"{delta}: is given twice" in refused(tmp_path, base, delta, delta)
 
 
 def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
