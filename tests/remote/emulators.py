@@ -19,11 +19,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 from fault_server import S3Server
+from web_server import WebServer
 
 from ckptool.storage.url import RemotePath, location
 
@@ -100,14 +101,12 @@ class Proxy:
         self.port = port
         self.log: list[Asked] = []
         self._rules: list[Rule] = []
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), lambda *words: _Handler(self, *words))
-        self._http.daemon_threads = True
-        self.endpoint = f"http://127.0.0.1:{self._http.server_port}"
-        threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
+        self._http = WebServer(lambda *words: _Handler(self, *words))
+        self._http.start()
+        self.endpoint = self._http.base
 
     def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+        self._http.close()
 
     def fail(self, fault: Fault, *kinds: str, key: str = "", start: int = 1) -> Rule:
         """Let a fault answer requests of these kinds, of all where none is named."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import threading
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from conftest import convert_to
 from safetensors.torch import load_file, save_file
+from web_server import serving
 
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
@@ -72,11 +72,8 @@ def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(Web, "status", {})
     monkeypatch.setattr(Web, "methods", ("GET", "HEAD"))
     monkeypatch.setattr(Store, "policy", RetryPolicy(attempts=2, pause=0.01))
-    served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Web)
-    threading.Thread(target=served.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{served.server_port}"
-    served.shutdown()
-    served.server_close()
+    with serving(Web) as base:
+        yield base
 
 
 def at(url: str) -> RemotePath:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from places import file_system, in_store
 from safetensors.torch import save_file
 from store_server import s3, server
 from test_s3 import files_of, resharded
+from web_server import serving
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.errors import Damaged, NoAnswer, Unsupported
@@ -88,13 +88,8 @@ class Web(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     pytest.importorskip("aiohttp")
-    served = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), lambda *a: Web(*a, directory=str(tmp_path))
-    )
-    threading.Thread(target=served.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{served.server_port}"
-    served.shutdown()
-    served.server_close()
+    with serving(lambda *a: Web(*a, directory=str(tmp_path))) as base:
+        yield base
 
 
 @pytest.mark.parametrize("name", ["hf_shards", "dcp_fsdp2_tp", "zip_zoo"])

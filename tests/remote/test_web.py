@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
+from web_server import WebServer
 
 from ckptool.errors import NoAnswer, Unsupported, UsageError
 from ckptool.storage.clients.client import ObjectVersion
@@ -21,12 +21,9 @@ Fault = Callable[[int, int], tuple[int, str, bytes]]
 """Answers bytes from ``start`` to ``end``: a status, a Content-Range, and a body."""
 
 
-class Web(ThreadingHTTPServer):
-    daemon_threads = True
-
+class Web(WebServer):
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.base = f"http://127.0.0.1:{self.server_port}"
+        super().__init__(Handler)
         self.asked: list[tuple[str, str]] = []
         """The path of each request, and who asks."""
         self.fault: Fault = right
@@ -80,10 +77,9 @@ def unsized(start: int, end: int) -> tuple[int, str, bytes]:
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     monkeypatch.setattr(Store, "policy", RetryPolicy(attempts=2, pause=0.01))
     running = Web()
-    threading.Thread(target=running.serve_forever, args=(0.05,), daemon=True).start()
+    running.start()
     yield running
-    running.shutdown()
-    running.server_close()
+    running.close()
 
 
 def read(store: Store, url: str, start: int, end: int) -> bytes:
