@@ -352,6 +352,8 @@ def nothing_found(
     names = list(source.files)
     if not names:
         inner = f"no file in it, nor in {list_some(folders)}"
+        if source.unlisted:
+            inner = "no file in it; " + list_some([f"{n}: {p}" for n, p in source.unlisted.items()])
         hint = f"`ckptool inspect {quote(str(around))}` shows what is beside it"
         return Unrecognized(f"{path}: {inner if folders else 'the folder is empty'}", hint=hint)
     message = f"{path}: no checkpoint found in {plural(len(names), 'file')}: {list_some(names)}"

@@ -84,11 +84,14 @@ def traffic_of(path: Location) -> Traffic | None:
 
 
 def is_gone(path: Location) -> bool:
-    """Return whether a file or folder on a disk no longer exists; False if the disk cannot say."""
+    """Return whether a file or folder on a disk no longer exists; False if the disk cannot say.
+
+    A link to nothing exists: what it led to may be gone for other reasons than its removal.
+    """
     if not isinstance(path, Path):
         return False
     try:
-        os.stat(path)
+        os.lstat(path)
     except OSError as error:
         return isinstance(error, FileNotFoundError)
     return False

@@ -27,9 +27,9 @@ _ALONE = "a model alone: nothing that training goes on from is good"
 class RunReport(Report, frozen=True):
     """The verified steps, newest first; ``total`` is how many the run has.
 
-    True if one is good; if ``every`` step was verified, true if all are. ``chosen`` says how the
-    newest good step was found to be the newest. If training can go on from none, it is a model
-    ``alone``.
+    True if one is good; if ``every`` step was verified, true if there are any and all are.
+    ``chosen`` says how the newest good step was found to be the newest. If training can go on from
+    none, it is a model ``alone``.
     """
 
     computed: ClassVar = ("ok",)
@@ -46,7 +46,7 @@ class RunReport(Report, frozen=True):
     @property
     def ok(self) -> bool:
         if self.every:
-            return all(step.ok for step in self.steps)
+            return bool(self.steps) and all(step.ok for step in self.steps)
         return self.latest_good is not None
 
     def more(self) -> Mapping[str, object]:

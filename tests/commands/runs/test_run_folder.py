@@ -183,8 +183,33 @@ def test_none_is_whole(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (1, "")
 
 
+def test_a_link_to_nothing_is_no_good_step(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").symlink_to("moved.pt")
+    report = verify_run(tmp_path, VerifyOptions(), every=True)
+    assert [(step.path.name, step.ok) for step in report.steps] == [("model.pt", False)]
+    result = CliRunner().invoke(app, ["verify", str(tmp_path), "--all"])
+    assert result.exit_code == 1
+    assert "link to moved.pt: no such file or folder" in result.stdout
+
+
+def test_no_step_is_left_to_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = saved(tmp_path, "step-1")
+    scan = examine
+
+    def removing(part: Any, options: Any) -> Any:
+        shutil.rmtree(run / "step-1", ignore_errors=True)
+        return scan(part, options)
+
+    monkeypatch.setattr(assessment, "examine", removing)
+    report = verify_run(run, VerifyOptions(), every=True)
+    assert (report.steps, report.total, report.ok) == ((), 1, False)
+
+
 def test_where_nothing_is_a_checkpoint_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(Unrecognized):
+    with pytest.raises(Unrecognized, match="the folder is empty"):
+        steps_of(tmp_path)
+    (tmp_path / "step-1").symlink_to("nowhere")
+    with pytest.raises(Unrecognized, match="no file in it; step-1: a link to nothing"):
         steps_of(tmp_path)
     with pytest.raises(NotFound):
         steps_of(tmp_path / "none")
