@@ -309,17 +309,14 @@ class _LastFolder:
     """Remembers what the folder of the last file is, until it changes: many files may be in it."""
 
     def __init__(self) -> None:
-        self._last: tuple[Files, Format | None] | None = None
+        self._last: tuple[tuple[str, str], Format | None] | None = None
 
     def detect(self, folder: Files) -> Format | None:
         """Return what ``detect_folder`` does."""
-        if self._last is None or not _are_alike(self._last[0], folder):
-            self._last = folder, detect_folder(folder)
-        return self._last[1]
-
-
-def _are_alike(*folders: Files) -> bool:
-    return len({(f.root, f.fingerprint(f.files, exact=True)) for f in folders}) == 1
+        listed, last = (folder.root, folder.fingerprint(folder.files, exact=True)), self._last
+        if last is None or last[0] != listed:
+            last = self._last = listed, detect_folder(folder)
+        return last[1]
 
 
 _LAST_FOLDER = _LastFolder()
