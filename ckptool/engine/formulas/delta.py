@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from msgspec import Struct
+from xxhash import xxh3_128
 
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Computed, Gather, TensorEntry
@@ -48,12 +49,6 @@ class _Adler32:
         return f"{self._value:08x}"
 
 
-def _xxh3() -> Any:
-    from xxhash import xxh3_128
-
-    return xxh3_128()
-
-
 def _blake3() -> Any:
     try:
         from blake3 import blake3
@@ -64,7 +59,7 @@ def _blake3() -> Any:
 
 
 CHECKSUMS: Mapping[str, Callable[[], Hasher]] = {
-    "xxh3-128": _xxh3,
+    "xxh3-128": xxh3_128,
     "blake3": _blake3,
     "adler32": _Adler32,
 }
