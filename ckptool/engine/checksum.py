@@ -90,6 +90,7 @@ class RecordCheck:
 
     def note(self, record: Record, offset: int, data: memoryview) -> None:
         """Note these bytes of the file, part of the record, by their CRC-32; once is enough."""
+        # without the lock: a note that comes twice at once only costs time
         if record not in self._intact and offset not in self._pieces.get(record, ()):
             self.piece(record, offset, len(data), crc32(data))
 

@@ -170,6 +170,7 @@ class TorchRanks(Ranks):
         """
         tokens = self.gather(os.urandom(8).hex())
         self._begin_if(stage, tokens, leads=self.rank == 0)
+        # who does not see what rank 0 began writes to another disk
         is_apart = not stage.target.is_marked(tokens[0])
         if any(self.gather(is_apart)):
             self._begin_if(stage, tokens, leads=is_apart and self.local_rank == 0)

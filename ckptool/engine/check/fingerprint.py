@@ -84,6 +84,7 @@ class RunPrinter:
         bits = np.frombuffer(data, f"u{part.dtype.itemsize}")
         rounded = cast(bits, part.dtype, self._rounded)
         start = ((start_of_run(part.box, part.shape) or 0) + first) * rounded.itemsize
+        # one step, which needs no lock
         self._runs.append((start, rounded.nbytes, crc32(rounded)))
 
 

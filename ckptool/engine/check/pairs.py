@@ -159,7 +159,7 @@ def read_both(pair: TensorPair, boxes: Sequence[Box], readers: SideReaders) -> I
     for at, box in enumerate(boxes):
         sides: list[Array] = []
         for side, entry in enumerate((pair.one, pair.other)):
-            try:
+            try:  # in the memory of its side's reader: the other side leaves it as it is
                 sides.append(readers[side].elements.read_values(entry, box))
             except CkptoolError as error:
                 yield PairTile(sum(sizes[at:]), pair, box, failure=Failure(side, error))

@@ -128,6 +128,7 @@ class Rest:
         for job in tensor_jobs:
             spans = list(runs_of(job.runs[1](self._written.policy.block), set()))
             for name, start, nbytes in spans:
+                # each with the first tensor beside it
                 for run in (ends.get((name, start)), starts.get((name, start + nbytes))):
                     if run is not None and starts.pop((name, run.offset), None) is not None:
                         yield self._job_of(run)

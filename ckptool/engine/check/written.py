@@ -73,7 +73,7 @@ def require_written(
         first = differing_tensor(differing[0], comparison.differences[differing[0].one.name])
         count = f"{len(differing):,} of {plural(len(pairs), 'tensor')}"
         raise not_verified(f"{count} differ between source (A) and output (B): {first.problem}")
-    try:
+    try:  # the pairs are of the first of each box: copies that ranks store again are not
         copies = differing_replicas(written.values(), sides[1], how[0])
     except (SourceError, Changed) as error:
         raise not_verified(f"a replica cannot be read back: {error.message}") from error

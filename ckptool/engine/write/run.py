@@ -157,7 +157,7 @@ class _PlanWriter:
                 if nbytes >= TILE or chunks >= _MOST_CHUNKS:
                     yield small
                     small, nbytes, chunks = [], 0, 0
-            elif group.band is None and is_in_order(entry):
+            elif group.band is None and is_in_order(entry):  # one thread decodes on and on
                 yield list(chain.from_iterable(jobs))
             else:
                 yield from jobs

@@ -179,6 +179,7 @@ class _ContentReader:
             yield waiting.popleft().result()
 
     def _gather(self, tile: Tile) -> bytearray:
+        # one is idle: there is one for each thread of the pool
         data, reader = bytearray(tile.nbytes), self._idle.get()
         try:
             for piece in reader.pieces([tile]):

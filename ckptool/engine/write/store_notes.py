@@ -41,6 +41,7 @@ def this_writer() -> Writer:
 
 def is_running(writer: Writer) -> bool:
     """Return whether a writer is another process of this machine that has not ended."""
+    # of this process's own number: an earlier run, as in a container all may be number 1
     if writer.host != platform.node() or writer.process == os.getpid():
         return False
     started = _start_of(writer.process)
