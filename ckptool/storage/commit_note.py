@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from ckptool.errors import Damaged, Problem, Unsupported
-from ckptool.storage.disk import identity, in_the_way, is_real_file, is_real_folder, sync_folder
+from ckptool.storage.disk import identity, is_real_file, is_real_folder, sync_folder
 from ckptool.storage.file_status import is_file_there
 from ckptool.storage.note import (
     Size,
@@ -116,9 +116,7 @@ class NoteFile:
     def _remove_part(self) -> None:
         """Remove a note of which the writing was interrupted; Unsupported for another file."""
         with suppress(FileNotFoundError):
-            data = read_note(self._part)
-            if not (data.startswith(_MARK) or _MARK.startswith(data)):
-                raise in_the_way(self._part)
+            read_note(self._part, mark=_MARK)
             self._part.unlink()
 
     @property

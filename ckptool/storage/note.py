@@ -53,12 +53,18 @@ def open_note(path: Path, flags: int, *, owner: int | None = None) -> int:
     return descriptor
 
 
-def read_note(path: Path, *, owner: int | None = None) -> bytes:
-    """Return the bytes of a note; raises as ``open_note``, and Unsupported if it is too large."""
+def read_note(path: Path, *, owner: int | None = None, mark: bytes = b"") -> bytes:
+    """Return the bytes of a note; raises as ``open_note``, and Unsupported if it is too large.
+
+    Also if it neither begins with a ``mark`` nor ends within it, as a write that was cut off.
+    """
     with open(open_note(path, os.O_RDONLY, owner=owner), "rb") as stream:
         if os.fstat(stream.fileno()).st_size > LARGEST:
             raise not_a_note(path, f"it has more than {LARGEST:,} bytes")
-        return stream.read(LARGEST)
+        data = stream.read(LARGEST)
+    if not mark.startswith(data[: len(mark)]):
+        raise in_the_way(path)
+    return data
 
 
 def parse_note(data: bytes, kind: type[_AnyNote], path: object) -> _AnyNote:

@@ -141,9 +141,7 @@ def read_journal(path: Path) -> JournalNotes:
 
     Half a line at its end is left out.
     """
-    data = read_note(path)
-    if not (data.startswith(_MARK) or _MARK.startswith(data)):
-        raise in_the_way(path)
+    data = read_note(path, mark=_MARK)
     *lines, rest = data.split(b"\n")
     if not lines:
         return JournalNotes()
