@@ -194,6 +194,11 @@ class Layout(Struct, frozen=True):
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The files by their paths, with their sizes in bytes."""
+        return {file.path: file.nbytes for file in self.files}
+
 
 def tiles(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
     """Cut a box into boxes that are contiguous ranges of its C-ordered image, in order.
@@ -258,7 +263,7 @@ def written_entries(layout: Layout, sources: dict[str, TensorEntry]) -> dict[str
 def _tabled_entries(
     layout: Layout, tables: Mapping[str, WrittenChunks], sources: dict[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    paths = frozenset(file.path for file in layout.files)
+    paths = frozenset(layout.sizes)
     cuts: dict[WrittenCut, tuple[WrittenCut, list[int]]] = {}
     entries = {}
     for name, source in sources.items():

@@ -112,7 +112,7 @@ def lacking_files(layout: Layout, source: Location) -> list[str]:
     It names the folder that has them, if that is the source's or lies around it, unless a note of
     the layout says that its config.json contradicts the tensors.
     """
-    paths = {file.path for file in layout.files}
+    paths = {*layout.sizes}
     if ADAPTER_CONFIG in paths:
         return [f"an adapter: loading it needs its base model, which {ADAPTER_CONFIG} names"]
     lacks = [] if CONFIG in paths else [CONFIG]

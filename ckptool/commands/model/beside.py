@@ -37,7 +37,7 @@ def with_files_beside(
     A layout that has one already gets none, nor does an adapter get its base model's.
     ``complete`` takes a layout, and whether its config.json must fit.
     """
-    names = {file.path for file in layout.files}
+    names = {*layout.sizes}
     if opened.catalog.companions or names & {CONFIG, ADAPTER_CONFIG}:
         return complete(layout, False)
     refused: list[str] = []

@@ -167,7 +167,7 @@ def _files_of(target: Location, source: Files, row: Format, layout: Layout) -> f
         catalog = run_bounded(target, lambda: row.reading.scan(source, _SCAN))
     except CkptoolError:
         return _named_files(target, source, row)
-    new = {file.path for file in layout.files}
+    new = {*layout.sizes}
     companions = (name for name in catalog.companions if name in new and is_of_model(name))
     return frozenset(catalog.files).union(companions)
 
@@ -205,7 +205,7 @@ def _is_same(file: FileLayout, source: Files, new: Files) -> bool:
 def _files_of_release(target: Location, source: Files, layout: Layout) -> frozenset[str] | None:
     """Return the files of a run that ckptool wrote for Megatron-LM: its checkpoint is a release."""
     folder = latest_folder(source)
-    if folder != RELEASE or MEGATRON not in {file.path for file in layout.files}:
+    if folder != RELEASE or MEGATRON not in layout.sizes:
         return None
     inner = source.narrowed(folder)
     row = detect(inner)
@@ -213,7 +213,7 @@ def _files_of_release(target: Location, source: Files, layout: Layout) -> frozen
         return None
     files = _files_of(target / folder, inner, row, layout)
     neighbours = {n for n in source.files if "/" not in n and is_of_model(n)}
-    new = {file.path for file in layout.files}
+    new = {*layout.sizes}
     return frozenset(f"{folder}/{name}" for name in files) | {MEGATRON} | (neighbours & new)
 
 

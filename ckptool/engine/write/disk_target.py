@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +71,7 @@ class DiskTarget(Target):
         self.folder = staging_folder(path)
         self.is_new = False
         self._layout = layout
+        self._sizes = layout.sizes
         self._options = options
         self._role = options.role
         self._journals = Journals(self.folder)
@@ -117,11 +117,6 @@ class DiskTarget(Target):
         """Return the inode of what is at the target, and the stamps of its checkpoint's files."""
         folder = self.path if self._layout.folder else self.path.parent.resolve()
         return identity(self.path), stamps(folder, sorted(self._options.own or ()))
-
-    @cached_property
-    def _sizes(self) -> dict[str, int]:
-        """The files that the run writes, with their sizes in bytes."""
-        return {file.path: file.nbytes for file in self._layout.files}
 
     # Claim
 

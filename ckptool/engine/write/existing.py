@@ -194,7 +194,7 @@ def outputs(target: Path, layout: Layout) -> list[Path]:
     """Return what will exist at the end: the target folder, or file and those beside it."""
     if layout.folder:
         return [target]
-    files = [target.parent / file.path for file in layout.files]
+    files = [target.parent / name for name in layout.sizes]
     side = side_name(target.name)
     if side is None or target.with_name(side) in files:
         return files
@@ -225,8 +225,7 @@ def _require_replaceable(
         )
     if any(path.iterdir()) and own_files is None:
         raise not_replaced(path, target)
-    new = [file.path for file in layout.files]
-    require_no_conflict(path, in_conflict(path, own_files or (), new))
+    require_no_conflict(path, in_conflict(path, own_files or (), layout.sizes))
 
 
 def already_in_store(target: object, names: Sequence[str], hint: str) -> Unsupported:

@@ -172,7 +172,7 @@ class Stage:
         self.target = target
         self.options = options
         self._role = role = options.role
-        self._names = [file.path for file in layout.files] if role.part is None else []
+        self._names = [*layout.sizes] if role.part is None else []
         self._files = layout.files
         self.noted: list[NotedRecord] = []
         self._is_possible = False

@@ -124,7 +124,7 @@ class StoreNotes:
         self.writer: Writer | None = None
         self.parts: Mapping[int, PartNote] = {}
         """The notes of parts, to be removed before that of the run."""
-        self._files = [file.path for file in layout.files]
+        self._files = [*layout.sizes]
         self._options = options
         self._part = part
         if part is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from typing import Any
 
 from ckptool.core.layout import Data, Layout
@@ -59,6 +58,7 @@ class StoreTarget(Target):
         self.last_files: tuple[int, ...] = () if tensors else (self.marker,)
         self._folder = path if layout.folder else path.parent
         self._layout = layout
+        self._sizes = layout.sizes
         self._options = options
         self._role = role = options.role
         self._store = path.store
@@ -73,10 +73,6 @@ class StoreTarget(Target):
         self._sent_marks: Mapping[str, ObjectMark] = {}
         """The sizes and versions of files that this writer was done with before."""
         self._read_back: dict[str, ObjectInfo] = {}
-
-    @cached_property
-    def _sizes(self) -> dict[str, int]:
-        return {file.path: file.nbytes for file in self._layout.files}
 
     # What is there
 

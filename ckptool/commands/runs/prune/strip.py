@@ -139,7 +139,7 @@ def _exchange(opened: OpenedCheckpoint, strip: Transfer[ConvertReport]) -> Strip
     """Return the strip that exchanges a checkpoint for its copy; Unsupported if it cannot."""
     if (obstacle := strip.obstacle()) is not None:
         raise Unsupported(obstacle)
-    names = {*opened.catalog.files, *(file.path for file in strip.plan.layout.files)}
+    names = {*opened.catalog.files, *strip.plan.layout.sizes}
     sizes = opened.source.files
     freed = sum(sizes.get(name, 0) for name in names) - strip.plan.layout.nbytes
     return Strip(freed, strip.run)
