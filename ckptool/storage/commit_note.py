@@ -7,13 +7,11 @@ file that belongs to the safetensors file in place.
 from __future__ import annotations
 
 import errno
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 from msgspec import Struct
 
 from ckptool.errors import Damaged, Problem, Unsupported
@@ -23,6 +21,7 @@ from ckptool.storage.note import (
     Size,
     Text,
     Time,
+    dump_note,
     not_a_note,
     open_note,
     parse_note,
@@ -96,11 +95,10 @@ class NoteFile:
 
     def write(self, note: CommitNote) -> None:
         """Write the note so that it survives a power failure."""
-        data = json.dumps(msgspec.to_builtins(note)).encode()
         self._remove_part()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with open(open_note(self._part, flags), "wb") as file:
-            file.write(data)
+            file.write(dump_note(note))
             file.flush()
             if self._fsync:
                 os.fsync(file.fileno())

@@ -67,6 +67,11 @@ def read_note(path: Path, *, owner: int | None = None, mark: bytes = b"") -> byt
     return data
 
 
+def dump_note(note: msgspec.Struct) -> bytes:
+    """Return a note as JSON, which ``parse_note`` reads."""
+    return json.dumps(msgspec.to_builtins(note)).encode()
+
+
 def parse_note(data: bytes, kind: type[_AnyNote], path: object) -> _AnyNote:
     """Parse JSON of a schema, as ckptool writes it; Unsupported if anything is not."""
     try:

@@ -6,7 +6,6 @@ They are beside the staging folder: one for each rank, or part, that writes into
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import stat
@@ -29,7 +28,6 @@ from ckptool.engine.write.schemas import (
     FinishedPart,
     JournalHead,
     PartEnd,
-    json_of,
     require_same_run,
 )
 from ckptool.engine.write.work import Work
@@ -37,7 +35,7 @@ from ckptool.errors import Unsupported
 from ckptool.storage.disk import identity, in_the_way
 from ckptool.storage.files import CORES
 from ckptool.storage.local import LocalSource
-from ckptool.storage.note import open_note, parse_note, read_note
+from ckptool.storage.note import dump_note, open_note, parse_note, read_note
 
 _MARK = f'{{"schema": "{SCHEMA}"'.encode()
 _TOKEN = re.compile(b"[0-9a-f]{0,16}")
@@ -68,7 +66,8 @@ class Journal:
         """Open the journal as it is and lock it; Unsupported if another process has it."""
         self.path = path
         self._stream = _open_locked(path)
-        self._finished: dict[str, int] = {}
+        self.finished: dict[str, int] = {}
+        """The CRC-32 of each file that an earlier run finished."""
         self._lock = threading.Lock()
 
     def begin(self, head: JournalHead) -> None:
@@ -90,7 +89,7 @@ class Journal:
             for path, notes in notes_by_path.items():
                 if notes.head is not None:
                     require_same_run(path, notes.head, expected)
-                    self._finished |= notes.finished
+                    self.finished |= notes.finished
             self._go_on(notes_by_path[self.path], head)
         except BaseException:
             self.close()
@@ -104,12 +103,8 @@ class Journal:
         else:
             self._stream.truncate(notes.nbytes)
         if was_part:
-            for name, crc in self._finished.items():
+            for name, crc in self.finished.items():
                 self.done(name, crc)
-
-    def crc_of(self, path: str) -> int | None:
-        """Return the CRC-32 of a file that an earlier run finished; None if none did."""
-        return self._finished.get(path)
 
     def done(self, path: str, crc: int) -> None:
         """Note that a file is written (and synced, if requested), with the CRC-32 of its bytes."""
@@ -132,7 +127,7 @@ class Journal:
     def _append(self, line: Struct) -> None:
         # not synced: a line that a power failure takes costs no more than to write its file again
         with self._lock:
-            self._stream.write(json.dumps(json_of(line)) + "\n")
+            self._stream.write(f"{dump_note(line).decode()}\n")
             self._stream.flush()
 
 
@@ -279,12 +274,12 @@ class Journals:
 def find_finished(work: Work, folder: Path, journal: Journal) -> list[int]:
     """Return those of the files that an earlier run finished and that are unchanged."""
     files = work.plan.layout.files
-    noted = [n for n in work.numbers if journal.crc_of(files[n].path) is not None]
+    noted = [n for n in work.numbers if files[n].path in journal.finished]
     whole = {files[n].path: files[n].nbytes for n in noted if _is_whole(folder, files[n])}
     numbers: list[int] = []
 
     def compare(number: int, tiles: Iterator[memoryview]) -> None:
-        if crc_of(tiles) == journal.crc_of(files[number].path):
+        if crc_of(tiles) == journal.finished[files[number].path]:
             numbers.append(number)
 
     source = ByteSource(LocalSource(folder, whole))

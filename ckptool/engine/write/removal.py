@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -11,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckptool.engine.write.schemas import RemovalNote, json_of
+from ckptool.engine.write.schemas import RemovalNote
 from ckptool.engine.write.store_notes import read_note
 from ckptool.errors import NotFound, TransferError, Unsupported
 from ckptool.storage.clients.client import hidden_name
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.disk import is_real_folder, sync_folder
-from ckptool.storage.note import require_own_folder
+from ckptool.storage.note import dump_note, require_own_folder
 from ckptool.storage.place import by_place, on_disk
 from ckptool.storage.url import Location, RemotePath
 
@@ -161,7 +160,7 @@ def _remove_from_store(path: RemotePath, side: Location | None = None) -> None:
     note = path / UNFINISHED
     # if nothing may be removed, the note would stay for ever on a complete checkpoint
     store.remove([note.with_name(hidden_name(note.name)).key], f"{path}: a test removal")
-    note.write_bytes(json.dumps(json_of(RemovalNote())).encode())
+    note.write_bytes(dump_note(RemovalNote()))
     store.remove([(path / name).key for name in files if name != UNFINISHED], str(path))
     store.remove([note.key], str(path))
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
-import msgspec
 from msgspec import Meta, Struct
 
 from ckptool.errors import Unsupported
@@ -146,11 +145,6 @@ class StoreNote(_Note, frozen=True, tag_field="schema", tag=SCHEMA):
 
 class RemovalNote(_Note, frozen=True, tag_field="schema", tag="ckptool.removal/1"):
     """The note in a folder of a store from which everything is being removed."""
-
-
-def json_of(note: Struct) -> Mapping[str, Any]:
-    """Return a note as it is written as JSON."""
-    return msgspec.to_builtins(note)  # type: ignore[no-any-return]
 
 
 def require_same_old(

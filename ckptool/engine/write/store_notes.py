@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -15,12 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptool.core.layout import Layout
 from ckptool.engine.share import Share
 from ckptool.engine.write.parts import unfinished_parts
-from ckptool.engine.write.schemas import PartNote, RemovalNote, StoreNote, Writer, json_of
+from ckptool.engine.write.schemas import PartNote, RemovalNote, StoreNote, Writer
 from ckptool.errors import Denied, NotFound, TransferError, Unsupported
 from ckptool.storage.clients.client import hidden_name
 from ckptool.storage.clients.schemes import WEB
 from ckptool.storage.commit_note import UNFINISHED
-from ckptool.storage.note import LARGEST, not_a_note, parse_note
+from ckptool.storage.note import LARGEST, dump_note, not_a_note, parse_note
 from ckptool.storage.url import RemotePath
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ class StoreNotes:
 
     def _put(self, place: RemotePath, note: StoreNote | PartNote) -> None:
         with naming(self.target):
-            place.write_bytes(json.dumps(json_of(note)).encode())
+            place.write_bytes(dump_note(note))
 
     def read_writer(self) -> Writer | None:
         """Return who writes what this process has claimed, as noted now."""

@@ -70,7 +70,7 @@ def test_who_takes_over_notes_what_the_parts_have_done(tmp_path: Path) -> None:
     for _ in range(2):
         alone = Journal(tmp_path / "journal.0")
         alone.resume(JournalHead("plan", "source"))
-        assert alone.crc_of("a") == 7
+        assert alone.finished["a"] == 7
         alone.close()
 
 

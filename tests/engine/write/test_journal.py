@@ -146,7 +146,7 @@ def test_a_journal_that_its_owner_has_removed_meanwhile_is_not_taken(
 def test_the_same_run_goes_on(journal: Journal) -> None:
     journal.close()
     resumed = again(journal.path)
-    assert (resumed.crc_of("a"), resumed.crc_of("b")) == (1, None)
+    assert resumed.finished == {"a": 1}
     resumed.done("b", 2)
     resumed.close()
     assert read_journal(journal.path).finished == {"a": 1, "b": 2}
@@ -214,7 +214,7 @@ def test_what_other_ranks_have_finished_counts(journal: Journal, tmp_path: Path)
         each.close()
     before = other.path.read_bytes()
     resumed = again(journal.path, HEAD, other.path)
-    assert (resumed.crc_of("a"), resumed.crc_of("b")) == (1, 2)
+    assert resumed.finished == {"a": 1, "b": 2}
     resumed.close()
     assert other.path.read_bytes() == before
     assert read_journal(journal.path).finished == {"a": 1}
