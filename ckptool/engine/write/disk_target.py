@@ -103,6 +103,7 @@ class DiskTarget(Target):
         """Raise Unsupported if a needed name is too long, or not ckptool's."""
         folder, new_note = self.path.parent, f"{self._note.path.name}.new"
         hint = "shorten the target's name: this name is derived from it"
+        # first of all: names that are too long cannot even be looked for
         require_short_names(folder, [new_note], hint)
         require_short_names(folder, self._sizes, "--rename or --drop the tensors named so")
         self._journals.require_ours()
@@ -144,7 +145,7 @@ class DiskTarget(Target):
         except OSError as error:
             message = f"{self.path.parent}: cannot be written to: {error.strerror}"
             raise Unsupported(message, hint=refused_hint(error)) from None
-        if part is not None:
+        if part is not None:  # of two that begin at once, one sees the other's note
             for number, head in self._journals.heads().items():
                 require_same_run(self._journals.path(number), head, run_head(options, part.size))
 
@@ -328,7 +329,7 @@ class DiskTarget(Target):
         # after an exchange it is the old folder, which may be another user's
         if os.path.lexists(self.folder) and folder_identity(self.folder) in (None, note.new):
             require_own_folder(self.folder)
-        first = Journal(self._journals.path(0))
+        first = Journal(self._journals.path(0))  # nobody else finishes it, or begins, meanwhile
         done = False
         try:
             commit = self._commit(folder=note.folder)

@@ -155,7 +155,7 @@ def read_journal(path: Path) -> JournalNotes:
 def _open_locked(path: Path) -> IO[str]:
     descriptor = open_note(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     stream = open(descriptor, "a+", encoding="utf-8")  # noqa: SIM115 (kept open for its lock)
-    try:
+    try:  # flock: a lock of fcntl ends when its process closes any descriptor of the file
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if identity(path) != os.fstat(descriptor).st_ino:
             raise BlockingIOError  # its owner is done, and has removed it

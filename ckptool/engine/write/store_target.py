@@ -215,6 +215,7 @@ class StoreTarget(Target):
         notes = self._notes
         if notes.read() is None:
             notes.write_run(parts=part.size)
+        # as it is now: another part may have written it, too
         require_same_run(notes.run, notes.read(), run_head(self._options, part.size))
         claim = notes.read_part()
         self.is_new = claim is None
@@ -322,7 +323,7 @@ class StoreTarget(Target):
         except TransferError:
             self._remove(self._own({self._layout.files[number].path for number in self.last_files}))
             raise
-        self._ends = True
+        self._ends = True  # before: an interruption may come right after the note is gone
         self._notes.remove()
 
     def is_published(self) -> bool:
