@@ -148,8 +148,8 @@ class LocalSource(Files):
 
         names = sorted(files)
         digest = version_digest(self.listed, names)
-        changed = [self.listed[name].changed for name in names]
-        return hashlib.sha256(repr((digest, changed)).encode()).hexdigest() if exact else digest
+        times = [self.listed[name].changed for name in names]
+        return hashlib.sha256(repr((digest, times)).encode()).hexdigest() if exact else digest
 
     def changed(self, files: Iterable[str]) -> list[str]:
         """Return those files that were written, replaced or removed since listed."""

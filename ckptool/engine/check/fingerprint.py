@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from xxhash import xxh3_64_intdigest as xxh3
 
 from ckptool.core.box import start_of_run
 from ckptool.core.dtype import DType
@@ -21,7 +22,6 @@ from ckptool.engine.check.spans import Part
 from ckptool.engine.checksum import CrcPiece, crc32, join_crcs
 from ckptool.engine.read.numbers import Array
 from ckptool.engine.read.rounding import cast
-from ckptool.engine.read.sums import checksum
 
 _KEPT = 1 << 16
 """Columns whose weights are kept, of words; there are seldom more."""
@@ -96,7 +96,7 @@ def head_in(data: memoryview, part: Part, first: int) -> int | None:
     if first or any(part.box.lo):
         return None
     nbytes = min(_HEAD, math.prod(part.box.hi)) * part.dtype.itemsize
-    return checksum(data[:nbytes]) if len(data) >= nbytes else None
+    return xxh3(data[:nbytes]) if len(data) >= nbytes else None
 
 
 def _sum(numbers: Array, start: int, part: Part, units: int) -> int:

@@ -14,6 +14,7 @@ from operator import add
 from typing import NamedTuple
 
 from msgspec import Struct
+from xxhash import xxh3_64_intdigest as xxh3
 
 from ckptool.core.box import Box, flat_range, hull
 from ckptool.core.casts import is_computed
@@ -44,7 +45,7 @@ from ckptool.engine.read.segments import (
     segments_of_tensor,
     skips_in,
 )
-from ckptool.engine.read.sums import ReadSums, checksum
+from ckptool.engine.read.sums import ReadSums
 from ckptool.engine.read.tiles import LARGE, PAIR_TILE, Job, RunsOf, known_runs
 from ckptool.errors import CkptoolError
 from ckptool.storage.file_status import changed
@@ -297,7 +298,7 @@ def _unequal_runs(
     """Yield the runs that the output has otherwise; those close in a file are read together."""
     read = iter(readers.other.read_close(extent for task in tasks for extent in task.extents))
     for pair, (run,), _, extents in tasks:
-        if checksum(join([*islice(read, len(extents))])) != run.checksum:
+        if xxh3(join([*islice(read, len(extents))])) != run.checksum:
             yield pair, run
 
 
@@ -316,12 +317,12 @@ def _unequal(task: _Task, readers: SideReaders) -> list[_Run]:
         readers.other.elements.gather_into(part, pair.other, box)
         done += box.volume
     if len(task.runs) == 1:
-        return [run for run in task.runs if checksum(raw(values)) != run.checksum]
+        return [run for run in task.runs if xxh3(raw(values)) != run.checksum]
     (around,) = boxes
     band, unequal = values.reshape(around.shape), list[_Run]()
     for run in task.runs:
         parts = [part_of(band, box.relative_to(around.lo)).tobytes() for box in run.boxes]
-        if checksum(b"".join(parts)) != run.checksum:
+        if xxh3(b"".join(parts)) != run.checksum:
             unequal.append(run)
     return unequal
 
@@ -350,7 +351,7 @@ def _difference(pair: TensorPair, run: _Run, readers: SideReaders) -> Iterator[P
 def _read_again(pair: TensorPair, run: _Run, readers: SideReaders) -> int:
     """Return the checksum that a run of the source has now."""
     if run.file:
-        return checksum(readers.one.read(run.file, run.offset, _nbytes(pair, run)))
+        return xxh3(readers.one.read(run.file, run.offset, _nbytes(pair, run)))
     from ckptool.engine.read.gather import bits_of
 
-    return checksum(bits_of(readers.one.elements.read_values(pair.one, run.box)))
+    return xxh3(bits_of(readers.one.elements.read_values(pair.one, run.box)))

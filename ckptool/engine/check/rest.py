@@ -9,11 +9,12 @@ from functools import partial
 from itertools import accumulate
 
 from msgspec import Struct
+from xxhash import xxh3_64_intdigest as xxh3
 
 from ckptool.core.layout import FileLayout, Literal, Verbatim
 from ckptool.engine.check.pairs import PairJob, PairTile, SideReaders
 from ckptool.engine.read.containers import runs_of
-from ckptool.engine.read.sums import ReadRun, ReadSums, checksum
+from ckptool.engine.read.sums import ReadRun, ReadSums
 from ckptool.engine.read.tiles import Job, known_runs
 from ckptool.engine.write.run import read_verbatim
 from ckptool.errors import Changed, SourceError
@@ -245,7 +246,7 @@ class Rest:
             return one.expected == (_digest(data) if self._written.policy.by_request else data)
         for run in one.runs:
             data = _read_back(readers, one.file, one.offset + run.offset, run.nbytes)
-            if checksum(data) != run.checksum:
+            if xxh3(data) != run.checksum:
                 return False
         if one.runs:
             return True

@@ -11,11 +11,9 @@ from itertools import groupby
 from struct import Struct
 from typing import NamedTuple
 
-from xxhash import xxh3_64_intdigest as checksum
+from xxhash import xxh3_64_intdigest as xxh3
 
 from ckptool.core.box import Box
-
-__all__ = ["MadeBox", "ReadRun", "ReadSums", "checksum"]
 
 Losses = tuple[tuple[str, int], ...]
 _NOTE = Struct(">QQQ")
@@ -58,9 +56,9 @@ class ReadSums:
     def note_made(self, name: str, box: Box, data: bytes | memoryview, losses: Losses = ()) -> None:
         """Note elements of a box of a tensor as they are to be written."""
         if losses:
-            self._lossy.setdefault(name, []).append(MadeBox(box, checksum(data), losses))
+            self._lossy.setdefault(name, []).append(MadeBox(box, xxh3(data), losses))
         else:
-            note = _note_of_box(len(box.lo)).pack(*box.lo, *box.hi, checksum(data))
+            note = _note_of_box(len(box.lo)).pack(*box.lo, *box.hi, xxh3(data))
             self._boxes.setdefault(name, bytearray()).extend(note)
 
     def made(self, name: str, dims: int) -> list[MadeBox]:
@@ -71,7 +69,7 @@ class ReadSums:
 
     def note(self, file: str, offset: int, data: memoryview) -> None:
         """Note bytes that were read, before anything is done with them."""
-        note = _NOTE.pack(offset, len(data), checksum(data))
+        note = _NOTE.pack(offset, len(data), xxh3(data))
         self._notes.setdefault(file, bytearray()).extend(note)  # each is one step: it needs no lock
 
     def runs(self, file: str, start: int, end: int) -> Iterator[ReadRun]:
