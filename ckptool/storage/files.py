@@ -110,8 +110,11 @@ class Files(Protocol):
         return
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Return exactly ``nbytes`` at ``offset``; Damaged if the file ends before."""
-        require_within(self, file, offset, nbytes)
+        """Return exactly ``nbytes`` at ``offset``; Damaged if they are not there."""
+        if file not in self.files:
+            raise missing(file)
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.files[file]:
+            raise too_short(file, offset, nbytes, self.files[file])
         stream = io.BytesIO(bytes(nbytes))  # a bytes object, without a copy
         with closing(self.reader()) as reader, stream.getbuffer() as memory:
             reader.read_into(file, offset, memory)
@@ -130,14 +133,6 @@ class Files(Protocol):
 
     def reader(self) -> FileReader:
         """Return a reader for one thread."""
-
-
-def require_within(source: Files, file: str, offset: int, nbytes: int) -> None:
-    """Raise NotFound if there is no such file, Damaged if it ends before these bytes."""
-    if file not in source.files:
-        raise missing(file)
-    if offset < 0 or nbytes < 0 or offset + nbytes > source.files[file]:
-        raise too_short(file, offset, nbytes, source.files[file])
 
 
 def unreadable(file: str, error: OSError) -> NotFound:
