@@ -33,11 +33,6 @@ def is_tar(source: Files, file: str) -> bool:
     return source.files[file] >= end and source.read(file, MAGIC_AT, len(MAGIC)) == MAGIC
 
 
-def tar_members(holder: Files, archive: str) -> PlacedFiles:
-    """Return the files in an archive. Raises Damaged if one cannot be read in place."""
-    return PlacedFiles(f"{holder.root}/{archive}", _list_members(holder, archive))
-
-
 class _Headers:
     """An archive as tarfile reads it: the headers, and the little that comes before some.
 
@@ -77,8 +72,8 @@ class _Headers:
         return bytes(data)
 
 
-def _list_members(holder: Files, archive: str) -> dict[str, Place]:
-    """Return the place of each regular file; Damaged for any that cannot be read in place."""
+def tar_members(holder: Files, archive: str) -> PlacedFiles:
+    """Return the files in an archive. Raises Damaged if one cannot be read in place."""
     import tarfile
 
     places: dict[str, Place] = {}
@@ -99,7 +94,7 @@ def _list_members(holder: Files, archive: str) -> dict[str, Place]:
         headers.seek(tar.offset)
         if any(headers.read(BLOCK)):  # tarfile takes it for the end
             raise _refuse(archive, tar.offset, "no header of a member: it was changed")
-    return places
+    return PlacedFiles(f"{holder.root}/{archive}", places)
 
 
 def _add(member: TarInfo, place: Place, places: dict[str, Place], size: int) -> None:
