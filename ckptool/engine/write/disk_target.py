@@ -19,7 +19,6 @@ from ckptool.engine.write.existing import (
     remove_staged,
     require_no_foreign,
     require_whole,
-    staged_files,
     stamps,
     statuses,
 )
@@ -242,7 +241,8 @@ class DiskTarget(Target):
     @property
     def written(self) -> LocalSource:
         """The files that are staged, to be read back."""
-        return staged_files(self.folder, self._sizes)
+        sizes = {name: nbytes for name, (nbytes, _) in stamps(self.folder, self._sizes).items()}
+        return LocalSource(self.folder, sizes)
 
     def parts(self) -> Mapping[int, PartState]:
         """Return the notes of parts, by their numbers."""

@@ -23,7 +23,6 @@ from ckptool.storage.disk import (
     open_folder,
     rename_new,
 )
-from ckptool.storage.local import LocalSource
 
 if TYPE_CHECKING:
     from ckptool.core.layout import Layout
@@ -57,11 +56,6 @@ def _each_below(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, int, 
         with suppress(FileNotFoundError, NotADirectoryError), open_folder(folder, parent) as inner:
             for name in inside:
                 yield name, inner, name.rpartition("/")[2]
-
-
-def staged_files(folder: Path, names: Iterable[str]) -> LocalSource:
-    """Return a folder as a source of the files, of ``names``, that exist in it."""
-    return LocalSource(folder, {name: size for name, (size, _) in stamps(folder, names).items()})
 
 
 def stands_whole(folder: Path, inode: int | None, files: Mapping[str, Stamp]) -> bool:

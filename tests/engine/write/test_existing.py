@@ -31,7 +31,6 @@ from ckptool.engine.write.existing import (
     require_no_conflict,
     require_no_foreign,
     require_whole,
-    staged_files,
     stamps,
     stands_whole,
     statuses,
@@ -64,11 +63,6 @@ def test_files_come_in_the_order_of_their_names_and_links_are_not_followed(folde
     found = statuses(folder, ["sub/b", "link", "around/b", "a"])
     assert [*found] == ["sub/b", "link", "a"]
     assert stat.S_ISLNK(found["link"].st_mode)
-
-
-def test_staged_files_are_those_that_are_there(folder: Path) -> None:
-    assert staged_files(folder, ["sub/b", "gone"]).files == {"sub/b": 2}
-    assert staged_files(folder, ["sub/b"]).read("sub/b", 0, 2) == b"22"
 
 
 def test_a_folder_stands_whole_if_it_is_the_one_noted_with_each_file_unchanged(
