@@ -18,6 +18,7 @@ from ckptool.commands.merge.operands import Operand, join, model_only, open_oper
 from ckptool.commands.merge.recipe import Recipe, read_recipe
 from ckptool.commands.merge.rows import append_rows
 from ckptool.commands.merge.splices import Splice
+from ckptool.commands.merge.vocabulary import notes_on_configs, require_same_tokens
 from ckptool.commands.open import OpenedCheckpoint, no_collecting
 from ckptool.commands.options.declaration import changed
 from ckptool.commands.options.merge import MergeOptions
@@ -169,6 +170,8 @@ def compute(
         weights = tuple(term.weight for term in recipe.terms)
         text = recipe.text([operand.label for operand in terms])
         computation = add(terms, WeightedSum(weights, recipe.divisor), text)
+        require_same_tokens(terms, assets)
+        computation = replace(computation, notes=tuple(notes_on_configs(terms, assets)))
     if recipe.takes:
         splice = Splice(computation, terms[0])
         for take in recipe.takes:

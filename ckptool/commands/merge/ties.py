@@ -16,7 +16,7 @@ from ckptool.core.selection import rename_entry
 from ckptool.core.text import list_some
 from ckptool.errors import Unsupported
 
-_EMBEDDING = re.compile(
+EMBEDDING = re.compile(
     r"(?:.+\.)?(?:embed_tokens|wte|word_embeddings|embed_in|embeddings|tokens_embed|shared)\.weight"
 )
 HEAD = re.compile(
@@ -60,7 +60,7 @@ class Ties:
 
     def head_is(self, name: str, other: str) -> bool:
         """Return whether two names are a head and an embedding that are one tensor in the base."""
-        if not (HEAD.fullmatch(name) and _EMBEDDING.fullmatch(other)):
+        if not (HEAD.fullmatch(name) and EMBEDDING.fullmatch(other)):
             return False
         is_absent = self._is_head_tied and self._head is None
         return is_absent or any({name, other} <= {*group} for group in self._groups)
@@ -92,7 +92,7 @@ class Ties:
 
     def _check_head(self, changes: Mapping[str, Change], *, tied: bool) -> None:
         """Note that a head without a tensor changes, too; refuse a head that has its own."""
-        ends = [name for name in changes if HEAD.fullmatch(name) or _EMBEDDING.fullmatch(name)]
+        ends = [name for name in changes if HEAD.fullmatch(name) or EMBEDDING.fullmatch(name)]
         for name in ends:
             if HEAD.fullmatch(name) and self._head is None:
                 raise self._untied_error(name)
@@ -132,7 +132,7 @@ class Ties:
 
 def notes_on_head(base: Operand, assets: Path | None, names: Collection[str]) -> Iterator[str]:
     """Yield notes on tensors taken into a base whose config alone ties its head."""
-    embeddings = [*filter(_EMBEDDING.fullmatch, names)]
+    embeddings = [*filter(EMBEDDING.fullmatch, names)]
     heads = [*filter(HEAD.fullmatch, names)]
     if not (embeddings or heads) or head_of(base) is not None or not _says_tied(base, assets):
         return
