@@ -178,12 +178,21 @@ def _require_alike(first: Operand, other: Operand) -> None:
 
 def _hint_on_shapes(one: TensorEntry, other: TensorEntry) -> str:
     """Return what makes two shapes one: rows for what one vocabulary has more than the other."""
-    left_out = f"--drop '{one.name}' leaves it out"
-    if one.shape[1:] != other.shape[1:] or len(one.shape) != 2:
+    left_out, rows = f"--drop '{one.name}' leaves it out", max(one.shape[:1], other.shape[:1])
+    if not may_be_grown(one.shape, other.shape):
         return left_out
-    rows = max(one.shape[0], other.shape[0])
-    grown = f"`ckptool merge GROWN SRC --rows '{one.name}={rows}' --fill mean`"
+    grown = how_to_grow("SRC", one.name, *rows)
     return f"where they are vocabularies, {grown} gives the smaller one the same rows; {left_out}"
+
+
+def may_be_grown(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Return whether two shapes may be of one embedding with other numbers of tokens."""
+    return len(one) == 2 and one[1:] == other[1:]
+
+
+def how_to_grow(place: object, name: str, rows: int) -> str:
+    """Return the command that gives an embedding more rows."""
+    return f"`ckptool merge GROWN {place} --rows '{name}={rows}' --fill mean`"
 
 
 def _require_same_ties(ties: Sequence[tuple[str, ...]], first: Operand, other: Operand) -> None:

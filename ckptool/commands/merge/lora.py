@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from ckptool.commands.merge.adapter import TAKES, Adapter, Matrices, read_adapter, same_base
+from ckptool.commands.merge.adapter_values import digests_of, notes_on_values
 from ckptool.commands.merge.expressions import (
     Computation,
     Expression,
     computed,
+    how_to_grow,
+    may_be_grown,
     require_numbers,
 )
 from ckptool.commands.merge.operands import Operand
@@ -19,15 +22,12 @@ from ckptool.commands.merge.products import Product, product_of
 from ckptool.commands.merge.targets import base_names, targets_of
 from ckptool.commands.merge.ties import HEAD, Change, Ties
 from ckptool.commands.model.adapter_config import ADAPTER_CONFIG
-from ckptool.commands.verify.checks.nonfinite import not_finite_problems
 from ckptool.core.casts import as_type, can_cast
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.selection import rename_entry
 from ckptool.core.text import list_some, plural
-from ckptool.engine.check.digest import digests
 from ckptool.engine.formulas.rows import ReplacedRows
 from ckptool.engine.formulas.weighted import WeightedSum, same_box
-from ckptool.engine.read.tensors import TensorSource
 from ckptool.errors import Unsupported
 
 _FEW = 3
@@ -58,7 +58,7 @@ def fold(base: Operand, operand: Operand, assets: Path | None) -> Computation:
     folding.require_biases()
     folding.require_whole()
     shared = ties.shared(folding.changes, tied=adapter.settings.ensure_weight_tying)
-    return folding.result(shared, [*ties.notes, *_not_finite(operand)])
+    return folding.result(shared, [*ties.notes, *notes_on_values(operand)])
 
 
 class _Folding:
@@ -101,11 +101,12 @@ class _Folding:
         pairs = {
             head: twin
             for head in whole
+            if HEAD.fullmatch(self._name(head))
             for twin in whole
             if self._ties.head_is(self._name(head), self._name(twin))
         }
         entries = {whole[key].name: whole[key] for pair in pairs.items() for key in pair}
-        hexes = _digests(operand, entries)
+        hexes = digests_of(operand, entries)
         return {
             head: twin
             for head, twin in pairs.items()
@@ -289,32 +290,6 @@ class _Folding:
         return as_type(entry, old.dtype)
 
 
-def _digests(operand: Operand, names: Collection[str]) -> dict[str, tuple[object, ...]]:
-    """Return what only equal tensors of an adapter have in common: type, shape and digest."""
-    source, located = operand.opened.source, _locate(operand, names)
-    hexes = digests(located.values(), TensorSource(source), source.policy.workers)
-    return {n: (entry.dtype, entry.shape, hexes[n]) for n, entry in located.items()}
-
-
-def _locate(operand: Operand, names: Collection[str]) -> Mapping[str, TensorEntry]:
-    """Return tensors of an adapter, which is small enough to be read before it is merged."""
-    catalog = operand.rewritten.catalog
-    tensors = {name: entry for name, entry in catalog.tensors.items() if name in names}
-    return operand.opened.open_containers(catalog.with_tensors(tensors)).tensors
-
-
-def _not_finite(operand: Operand) -> Iterator[str]:
-    """Yield a note if tensors of an adapter have NaN."""
-    tensors = operand.rewritten.catalog.tensors
-    located = _locate(operand, {name for name, entry in tensors.items() if can_cast(entry)})
-    problems = not_finite_problems(located, located, operand.opened.source)
-    if odd := [problem for problem in problems if problem.counts]:
-        yield (
-            f"{plural(len(odd), 'tensor')} of {operand.label} with NaN or infinite values, and so"
-            f" are the weights that they are merged into: {list_some(odd, _FEW)}"
-        )
-
-
 def _have(names: Iterable[str], module: str) -> bool:
     """Return whether a name is of a module, of which the end of its name is given."""
     return any(f".{module}." in f".{name}" for name in names)
@@ -332,12 +307,18 @@ def _may_be_same(name: str, base_name: str) -> bool:
 
 
 def _require_shape(entry: TensorEntry, old: TensorEntry, base: Operand) -> None:
-    if entry.shape != old.shape:
-        raise Unsupported(
-            f"{entry.name}: {list(entry.shape)}, but {old.name} in {base.opened.path} is"
-            f" {list(old.shape)}",
-            hint="a vocabulary that was resized needs a base that was resized, too",
-        )
+    if entry.shape == old.shape:
+        return
+    hint = "the adapter may be of another model"
+    if may_be_grown(entry.shape, old.shape):
+        hint = "a vocabulary that was resized needs a base that was resized, too"
+        if entry.shape > old.shape:
+            hint += f": {how_to_grow(base.opened.path, old.name, entry.shape[0])}"
+    raise Unsupported(
+        f"{entry.name}: {list(entry.shape)}, but {old.name} in {base.opened.path} is"
+        f" {list(old.shape)}",
+        hint=hint,
+    )
 
 
 def _text(product: Product, weight: str, adapter: str) -> str:

@@ -120,6 +120,11 @@ Q = pair("model.q", 5, 6)
         ({}, pair("model.experts.0.up", 5, 6), "--experts packed"),
         ({}, Q | {"model.q.lora_B.bias": some(4)}, "model.q.lora_B.bias: [4], but model.q.bias"),
         ({}, Q | {"model.embed_tokens.weight": some(13, 6)}, "[13, 6], but"),
+        (
+            {},
+            Q | {"model.embed_tokens.weight": some(13, 6)},
+            "base.safetensors --rows 'model.embed_tokens.weight=13' --fill mean`",
+        ),
         ({}, pair("model.codes", 5, 6), "model.codes.weight: int8, which is no type of a LoRA's"),
         ({}, Q | {"model.q.lora_B.bias": torch.tensor([1] * 5)}, "lora_B.bias: int64, which is no"),
         ({}, Q | {"model.count": some(3)}, "float32, int64 in"),
