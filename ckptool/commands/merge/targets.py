@@ -107,8 +107,8 @@ def _lacking(lacks: Sequence[str], base: Operand) -> str:
             f" ensure_weight_tying, `ckptool convert ADAPTER COPY --drop {lacks[0]}` leaves it out"
         )
     return (
-        "--rename 'REGEX=NEW' changes the base's names, as for models that transformers 5 has under"
-        " other names in memory than in files; the adapter may be of another model"
+        "--map auto reads the names of other frameworks, --rename 'REGEX=NEW' changes those that"
+        " transformers 5 has otherwise in memory than in files; the adapter may be of another model"
     )
 
 
