@@ -30,7 +30,11 @@ def test_the_list_of_commands_imports_none(option: str) -> None:
 def test_inspecting_imports_nothing_that_only_others_need(checkpoint: Path) -> None:
     names = (
         *("numpy", "torch", "rich.table", "html", "logging", "concurrent.futures", "xml"),
-        *("ckptool.engine", "ckptool.commands.verify.verify", "ckptool.formats.megatron.optimizer"),
+        *(
+            "ckptool.engine",
+            "ckptool.commands.verify.verification",
+            "ckptool.formats.megatron.optimizer",
+        ),
         *(("ckptool.formats.deepspeed",) if checkpoint == DCP else ("hashlib",)),
     )
     code = (

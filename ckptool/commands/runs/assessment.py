@@ -30,7 +30,7 @@ from ckptool.commands.runs.steps import Run, Step, is_unfinished_name
 from ckptool.commands.runs.trainers import SPARED
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.commands.verify.history.history import History
-from ckptool.commands.verify.verify import Verification, examine
+from ckptool.commands.verify.verification import Verification, examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError, Empty, NoAnswer, NotFound

@@ -13,8 +13,8 @@ from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.runs.trainers import LAST_RECORD
 from ckptool.commands.verify.checks.optimizer_names import StateName
 from ckptool.commands.verify.findings import Affected, Finding
-from ckptool.commands.verify.side_state import examine_side_file
-from ckptool.commands.verify.verify import Verification, examine
+from ckptool.commands.verify.verification import Verification
+from ckptool.commands.verify.verify import examine_side_file
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
 from ckptool.errors import CkptoolError, NoAnswer, Unrecognized
@@ -68,7 +68,7 @@ def _broken_archive(
 ) -> Iterator[str]:
     try:
         strict = replace(options, ignore=())
-        report, catalog = examine_side_file(file, strict, neighbours, examine)
+        report, catalog = examine_side_file(file, strict, neighbours)
     except NoAnswer:
         raise
     except Unrecognized:  # an empty state

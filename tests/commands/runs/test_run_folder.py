@@ -28,7 +28,7 @@ from ckptool.commands.runs import assessment, search
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.runs.verify import RunReport, verify_run
-from ckptool.commands.verify.verify import examine
+from ckptool.commands.verify.verification import examine
 from ckptool.errors import (
     Changed,
     CkptoolError,

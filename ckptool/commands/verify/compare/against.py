@@ -44,7 +44,7 @@ from ckptool.commands.verify.findings import (
     Findings,
     VerifyReport,
 )
-from ckptool.commands.verify.verify import changes
+from ckptool.commands.verify.verification import changes
 from ckptool.core.casts import RangeCounts, as_type, is_computed
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import plural

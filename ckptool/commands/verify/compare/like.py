@@ -20,7 +20,7 @@ from ckptool.commands.verify.compare.model import is_model, open_other
 from ckptool.commands.verify.compare.modules import count_modules, lost_modules, numbers_of
 from ckptool.commands.verify.compare.names import readable
 from ckptool.commands.verify.findings import VerifyReport
-from ckptool.commands.verify.verify import Verification, examine
+from ckptool.commands.verify.verification import Verification, examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.selection import tensors_named
 from ckptool.core.state_category import model_prefixes

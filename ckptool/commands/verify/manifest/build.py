@@ -28,7 +28,7 @@ from ckptool.commands.verify.manifest.schema import (
     require_replaceable,
     write_manifest,
 )
-from ckptool.commands.verify.verify import examine
+from ckptool.commands.verify.verification import examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import plural
 from ckptool.engine.check.digest import digests, file_digests

@@ -19,7 +19,7 @@ from ckptool.commands.verify.manifest.build import (
     open_unless_damaged,
 )
 from ckptool.commands.verify.manifest.schema import CheckpointManifest, ValueProof, read_manifest
-from ckptool.commands.verify.verify import examine
+from ckptool.commands.verify.verification import examine
 from ckptool.core.catalog import Catalog, ObjectEntry, TensorEntry, places
 from ckptool.core.dtype import BY_NAME, short_name
 from ckptool.core.text import plural
