@@ -258,6 +258,8 @@ TRAINERS = (
     ),
 )
 
+NAMES = {row.name: row.step for row in TRAINERS}
+"""The whole names of the steps of each trainer."""
 SPARED = (
     "|".join(f"(?:{row.spared})" for row in TRAINERS)
     + r"|(?i:(?:.*[-_.])?(?:best|final|last|latest)(?:[-_.].*)?)"

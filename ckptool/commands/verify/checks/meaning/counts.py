@@ -213,7 +213,7 @@ def _check_name(trainer: Trainer, values: Values, path: Location, step: int) -> 
     counts the step in its name.
     """
     match = re.fullmatch(rf"(?:.*/)?({trainer.name})", f"{path.parent.name}/{path.name}")
-    number = int(match[2]) if match else step
+    number = int(match["step"]) if match else step
     if match is None or abs(number - step) <= 1 or (trainer.lags and step < number):
         return
     what = "folder" if path.is_dir() else "file"

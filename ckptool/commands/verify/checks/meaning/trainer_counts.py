@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from ckptool.commands.model.records import arguments_in
 from ckptool.commands.open import Survey
+from ckptool.commands.runs.trainers import NAMES
 from ckptool.core.catalog import Catalog
 from ckptool.errors import CkptoolError
 from ckptool.formats.companions import MEGATRON, TRAINER_STATE, read_json_object
@@ -54,7 +55,7 @@ class Trainer(Struct, frozen=True):
     """Whether users may have set the step to any number, as they have if samples are fewer."""
 
     name: str = _UNNAMED
-    """The name of a step's file or folder."""
+    """The name of a step's file or folder, with the number as the group ``step``."""
     lags: bool = False
     """Whether the step may be before that in the name."""
     pointer: str = ""
@@ -96,7 +97,7 @@ TRAINERS = (
         "torchtitan b5bcd76, trainer.py and components/optimizer/lr_scheduler.py",
         sign="torchtitan",
         step="train_state.step",
-        name=r"step-(\d{1,18})",
+        name=NAMES["torchtitan"],
         schedules=(Schedule("lr_scheduler.last_epoch"),),
         samples="train_state.ntokens_seen",
         stepped="train_state.step",
@@ -106,7 +107,7 @@ TRAINERS = (
         " that waits for its critic lags, and takes several steps of its optimizer at a time",
         sign="verl (by its file names)",
         step="extra_state.lr_scheduler.last_epoch",
-        name=r"global_step_(\d{1,18})(?:/actor|/critic)?",
+        name=rf"{NAMES['verl']}(?:/actor|/critic)?",
         lags=True,
         stepped="extra_state.lr_scheduler.last_epoch",
         may_take_more=True,
@@ -115,7 +116,7 @@ TRAINERS = (
         "Megatron-LM d98e8a6, training/training.py and checkpointing.py",
         sign="Megatron-core",
         step="iteration",
-        name=r"iter_(\d{7,18})",
+        name=NAMES["Megatron-LM"],
         pointer=MEGATRON,
         schedules=(
             Schedule(
@@ -147,7 +148,7 @@ TRAINERS = (
         "transformers 5.24, trainer.py",
         sign=TRAINER_STATE,
         step=f"{_RECORD}global_step",
-        name=r"checkpoint-(\d{1,18})",
+        name=NAMES["transformers"],
         epochs=f"{_RECORD}epoch",
         engine="global_steps",
         schedules=(Schedule("scheduler.last_epoch", of_steps=False, scaled=_UNSAID),),
@@ -159,7 +160,7 @@ TRAINERS = (
             "lightning 7f0c343, callbacks/model_checkpoint.py, loops/training_epoch_loop.py",
             sign="Lightning",
             step=f"{head}global_step",
-            name=r"(?:.*[-_])?epoch=\d+-step=(\d{1,18})(?:-v\d+)?\.ckpt",
+            name=NAMES["lightning"],
             counts=(
                 f"{head}{_LOOP}.automatic_optimization.optim_progress.optimizer.step{_DONE}",
                 f"{head}{_LOOP}.manual_optimization.optim_step_progress{_DONE}",
