@@ -115,16 +115,12 @@ class Store:
     def __reduce__(self) -> tuple[type[Store], tuple[str, Mapping[str, Any]]]:
         return Store, (self._url, dict(self._options))
 
-    @classmethod
-    def connect(cls, url: str, options: Mapping[str, Any]) -> Store:
-        """Connect to the store of a URL; Unsupported if a package for it is missing."""
-        store = cls(url, options)
-        store.client  # noqa: B018 (connects)
-        return store
-
     @property
     def client(self) -> _Client:
-        """The client for the store's scheme, connected on first use."""
+        """The client for the store's scheme, connected on first use.
+
+        Raises Unsupported if a package for it is missing.
+        """
         if self._client is None:
             self._client = _open_client(self._url, self._options, self.policy)
         return self._client

@@ -54,7 +54,9 @@ class RemotePath:
 
         scheme = url.partition("://")[0].lower()
         base, mark, query = url.partition("?") if scheme in WEB else (url, "", "")
-        return cls(Store.connect(url, _options.get()), base, mark + query)
+        store = Store(url, _options.get())
+        store.client  # noqa: B018 (what does not work is said now)
+        return cls(store, base, mark + query)
 
     def __str__(self) -> str:
         return redact_url(self._base)

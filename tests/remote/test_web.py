@@ -179,7 +179,7 @@ def test_headers_and_users_are_sent(web: Web) -> None:
 
 def test_settings_that_are_not_understood_are_a_mistake_of_use(web: Web) -> None:
     with pytest.raises(UsageError, match="does not accept: trust_env"):
-        Store.connect(f"{web.base}/m.bin", {"client_kwargs": {"trust_env": False}})
+        assert Store(f"{web.base}/m.bin", {"client_kwargs": {"trust_env": False}}).client
 
 
 def test_proxies_of_the_environment_are_used(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
