@@ -72,7 +72,8 @@ class FileReader(Protocol):
             self.read_into(file, offset + at * step, run)
 
     def close(self) -> None:
-        """Release all resources."""
+        """Release all resources, if it has any but memory."""
+        return
 
 
 class Files(Protocol):

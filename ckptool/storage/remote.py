@@ -137,9 +137,6 @@ class RemoteSource(Files, FileReader):
         """Return itself: all threads share what was read."""
         return self
 
-    def close(self) -> None:
-        """Do nothing: it only holds memory."""
-
     def _add_versions(self, spans: Iterable[ReadSpan]) -> Iterator[VersionSpan]:
         return ((self._version_of(file), offset, nbytes) for file, offset, nbytes in spans)
 

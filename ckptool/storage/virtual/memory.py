@@ -57,6 +57,3 @@ class MemoryFiles(Files, FileReader):
         if offset < 0 or offset + buffer.nbytes > len(data):
             raise too_short(file, offset, buffer.nbytes, len(data))
         buffer.cast("B")[:] = data[offset : offset + buffer.nbytes]
-
-    def close(self) -> None:
-        """Do nothing: the memory is its owner's."""
