@@ -98,6 +98,7 @@ class BlockCache:
                     expected[key] = expected.get(key, part).joined(part)
         with self._lock:
             self._expected.update(expected)
+            # the newest first, which are read next
             self._queue = deque(dict.fromkeys([*expected, *self._queue]))
         self._fetch_ahead()
 

@@ -162,7 +162,7 @@ class FileListing:
         folder = self._root / head
         status = os.stat(folder)
         identity = (status.st_dev, status.st_ino)
-        if identity in parents:
+        if identity in parents:  # by a link to a folder around it
             return
         self._visits[identity] += 1
         if self._visits[identity] > _MOST_VISITS:

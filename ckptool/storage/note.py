@@ -117,6 +117,7 @@ def require_own_folder(path: Path) -> None:
 
 
 def _require_note(status: os.stat_result, path: Path, owner: int | None) -> None:
+    # by a hard link anybody could make another file of this user a note
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         raise in_the_way(path)
     is_known = status.st_uid in (os.geteuid(), owner)

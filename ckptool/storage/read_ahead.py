@@ -76,6 +76,7 @@ class ReadAhead:
             stream.ahead = min(_MOST, 2 * stream.ahead or nbytes)
         stream.reached = max(stream.reached, offset + nbytes)
         start = stream.requested
+        # whole steps: those that large reads reach, and of small ones those that they have passed
         goal = stream.reached + stream.ahead + (_STEP - 1 if nbytes >= _PIECE else 0)
         end = stream.requested = max(start, min(goal // _STEP * _STEP, stream.size))
         if start < end:

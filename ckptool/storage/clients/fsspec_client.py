@@ -152,7 +152,7 @@ def _discard(stream: Any) -> None:
     """Leave nothing of an unfinished file."""
     with suppress(Exception):
         stream.discard()
-    with suppress(Exception):
+    with suppress(Exception):  # else its destructor sends what it holds
         stream.closed = True
     with suppress(Exception):  # huggingface_hub (2.4) keeps unsent data on disk
         Path(stream.temp_file.name).unlink()
