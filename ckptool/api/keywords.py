@@ -146,7 +146,7 @@ class MergeKeywords(ExtractKeywords, total=False):
     apply_delta: bool
     take: Mapping[str, AnyPath]
     last: int | None
-    rows: Strings
+    rows: Mapping[str, int] | Strings
     fill: str | None
     with_optimizer: bool
     recipe: AnyPath | None

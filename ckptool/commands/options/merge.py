@@ -70,7 +70,7 @@ def _rows(value: Any, name: str) -> tuple[tuple[str, int], ...]:
 
 
 _TAKES = Kind(list[str], "Mapping[str, AnyPath]", _takes, (), _TAKE, words=3)
-_ROWS = Kind(list[str], "Strings", _rows, (), "NAME=COUNT")
+_ROWS = Kind(list[str], "Mapping[str, int] | Strings", _rows, (), "NAME=COUNT")
 _WEIGHTS = Kind(str, "str | Sequence[float]", _weights, (), "W,W,...")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from conftest import bits
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+import ckptool
 from ckptool.cli.app import app
 from ckptool.errors import CkptoolError
 
@@ -70,6 +72,12 @@ def test_new_rows_are_what_the_rule_says(rule: str, source: Path, tmp_path: Path
         count = 5120 if name == "embed.weight" else 5056
         wanted = grown(tensor, rule, count) if name in GROWN else tensor
         assert bits(found[name]) == bits(wanted), name
+
+
+@pytest.mark.parametrize("rows", [{"embed": 5003}, ["embed=5003"], "embed=5003"])
+def test_python_takes_names_and_counts(rows: Any, source: Path, tmp_path: Path) -> None:
+    ckptool.merge(tmp_path / "o.safetensors", source, rows=rows, fill="zeros")
+    assert load_file(tmp_path / "o.safetensors")["embed.weight"].shape == (5003, 48)
 
 
 def test_a_cast_rounds_once(source: Path, tmp_path: Path) -> None:
