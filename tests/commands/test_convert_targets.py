@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import case, convert_to, read_back
+from conftest import FIXTURES, case, convert_to, read_back
 from safetensors.torch import load_file
 
 import ckptool
@@ -74,6 +74,9 @@ def test_what_a_model_server_would_not_find_is_reported(out: Path) -> None:
     done = ckptool.convert(
         source, out / "m", to="hf", dry_run=True, model_only=True, hf_assets=assets
     )
+    left_out = f"adapter_config.json of {assets} left out: the tensors are no adapter's"
+    assert left_out in done.notes
+    done = ckptool.convert(FIXTURES / "merged" / "plain" / "adapter", out / "a", dry_run=True)
     assert any("an adapter: loading it needs its base model" in note for note in done.notes)
 
 

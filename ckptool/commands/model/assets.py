@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from ckptool.commands.model.adapter_config import ADAPTER_CONFIG
+from ckptool.commands.model.adapter_config import ADAPTER_CONFIG, is_of_lora
 from ckptool.commands.model.config import (
     config_problems,
     main_dtype,
@@ -82,7 +82,7 @@ def with_assets(
     config.json, it gets one from the map's report. Raises Unsupported for links out of the folders
     that files are copied from.
     """
-    files = [] if assets is None else _asset_files(assets)
+    files = [] if assets is None else _asset_files(assets, catalog)
     if writer.loading.companions_in:
         files = [file.within(writer.loading.companions_in) for file in files]
     names = {file.path for file in files}
@@ -90,6 +90,9 @@ def with_assets(
     require_own_files(source, source_files)
     files += source_files
     layout = replace(layout, files=tuple(files))
+    if assets is not None and not _is_adapter(catalog) and (assets / ADAPTER_CONFIG).exists():
+        note = f"{ADAPTER_CONFIG} of {assets} left out: the tensors are no adapter's"
+        layout = replace(layout, notes=(*layout.notes, note))
     if (
         not writer.loading.is_model_folder
         or report is None
@@ -135,18 +138,19 @@ def _folder_of_assets(source: Location) -> str:
     return quote(str(Path(file).parent)) if file else "FOLDER"
 
 
-def _asset_files(folder: Path) -> list[FileLayout]:
+def _asset_files(folder: Path, catalog: Catalog) -> list[FileLayout]:
     """Lay out the files of ``--hf-assets``, to be copied unchanged."""
     root = folder.resolve()
-    _, sizes = assets_in(folder)
+    _, sizes = assets_in(folder, catalog)
     require_own(folder, sizes)
     return [FileLayout(name, (Verbatim(str(root / name), size),)) for name, size in sizes.items()]
 
 
-def assets_in(folder: Path) -> tuple[LocalSource, dict[str, int]]:
+def assets_in(folder: Path, catalog: Catalog) -> tuple[LocalSource, dict[str, int]]:
     """Return a folder and the sizes of its config.json, tokenizer files and similar ones.
 
-    Raises UsageError if it is not a folder, or has none of them.
+    An adapter's config is only for the tensors of one: transformers would load a model beside it as
+    an adapter. Raises UsageError if it is not a folder, or has no such files.
     """
     from ckptool.formats.companions import companions
 
@@ -159,12 +163,20 @@ def assets_in(folder: Path) -> tuple[LocalSource, dict[str, int]]:
     source = LocalSource.folder(folder)
     require_listed(unlisted_problems(source.unlisted))
     sizes = companions(source)
+    if not _is_adapter(catalog):
+        sizes.pop(ADAPTER_CONFIG, None)
     if not sizes:
         raise UsageError(
             f"--hf-assets {folder}: no config.json or tokenizer file among"
             f" {len(source.files):,} files"
         )
     return source, sizes
+
+
+def _is_adapter(catalog: Catalog) -> bool:
+    """Return whether tensors are those of an adapter, by the names that PEFT gives them."""
+    is_said = ADAPTER_CONFIG in {name.rpartition("/")[2] for name in catalog.companions}
+    return is_said or any(n.startswith("base_model.") or is_of_lora(n) for n in catalog.tensors)
 
 
 def drop_quantization_config(opened: OpenedCheckpoint, layout: Layout) -> Layout:
@@ -301,7 +313,7 @@ def _readers(
     opened: OpenedCheckpoint, assets: Path | None, name: str
 ) -> Iterator[Callable[[], Record]]:
     """Yield the readers of a file of the ``assets``, of the checkpoint, or beside its one file."""
-    if assets is not None and name in (sizes := assets_in(assets)[1]):
+    if assets is not None and name in (sizes := assets_in(assets, opened.catalog)[1]):
         yield partial(read_object, opened, Verbatim(str(assets.resolve() / name), sizes[name]))
     companions = opened.catalog.companions.items()
     parts = [Verbatim(file, size) for file, size in companions if Path(file).name == name]

@@ -49,7 +49,7 @@ def lay_out_folder(
     """
     catalog, assets = rewritten.catalog, options.map.assets
     is_adapter, is_model = options.selection.peft_adapter, writer.loading.is_model_folder
-    names = frozenset() if assets is None else frozenset(assets_in(assets)[1])
+    names = frozenset() if assets is None else frozenset(assets_in(assets, catalog)[1])
     names = names - {CONFIG} | {ADAPTER_CONFIG} if is_adapter else names
     layout = writer.lay_out(catalog, replace(request, assets=names))
     if assets is not None and not layout.folder:

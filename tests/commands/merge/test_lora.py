@@ -312,6 +312,27 @@ def test_a_merged_model_is_no_adapter(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "adapter_config.json").exists()
 
 
+@pytest.mark.parametrize("has_config", [False, True])
+def test_the_adapters_tokenizer_comes_without_its_config(
+    tmp_path: Path, *, has_config: bool
+) -> None:
+    """transformers takes a folder with adapter_config.json for an adapter."""
+    adapter, folder = save_adapter(tmp_path / "a", pair("q", 5, 6)), tmp_path / "base"
+    (adapter / "tokenizer.json").write_text("{}")
+    folder.mkdir()
+    save_base(folder / "model.safetensors", {"q.weight": some(5, 6)})
+    if has_config:
+        (folder / "config.json").write_text("{}")
+    words = ("--lora", adapter, "--onto", folder, "--hf-assets", adapter, "--to", "hf")
+    code, said = run(tmp_path / "out", *words)
+    assert code == 0, said
+    files = {"model.safetensors", "tokenizer.json"} | ({"config.json"} if has_config else set())
+    assert {file.name for file in (tmp_path / "out").iterdir()} == files
+    assert "adapter_config.json of" in said
+    assert "left out: the tensors are no adapter's" in said
+    assert "an adapter: loading it" not in said
+
+
 def test_a_new_head_is_added_and_said(tmp_path: Path) -> None:
     tensors = pair("q", 5, 6) | {"score.weight": some(2, 6)}
     adapter = save_adapter(tmp_path / "a", tensors, modules_to_save=["score"])

@@ -260,7 +260,7 @@ def differing_companions(
     assets = rewriting.map.assets
     besides: tuple[str, ...] = DTYPE_KEYS
     if assets is not None:
-        source, sizes = assets_in(assets)
+        source, sizes = assets_in(assets, one.catalog)
         files |= {name: _Companion(source, name, size) for name, size in sizes.items()}
     if rewriting.dequantize or is_plain(other.catalog):
         besides += QUANTIZATION_KEYS
