@@ -58,7 +58,9 @@ class Weight:
         is_varied = self.is_varied or len(set(spread)) >= _VARIED
         nonzero = denormal = 0
         if (bits := _FULL.get(dtype.name)) is not None:
-            nonzero, normal = (int(np.count_nonzero(sample & mask)) for mask in bits)
+            normal = int(np.count_nonzero(sample & bits[1]))
+            # all are normal in most samples: zeros need not be looked for then
+            nonzero = normal if normal == sample.size else int(np.count_nonzero(sample & bits[0]))
             denormal = nonzero - normal
         head = head_in(data, part, first)
         with self._lock:

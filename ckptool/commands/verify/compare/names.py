@@ -75,9 +75,9 @@ def selected_by(
     is_chosen, is_dropped = (meant_by(p, names) for p in (selection.select, selection.drop))
 
     def is_selected(name: str) -> bool:
-        if selection.no_optimizer and name in optimizer:
+        if (selection.no_optimizer and name in optimizer) or (selection.drop and is_dropped(name)):
             return False
-        return (not selection.select or is_chosen(name)) and not is_dropped(name)
+        return not selection.select or is_chosen(name)
 
     return is_selected
 
