@@ -33,11 +33,9 @@ from ckptool.commands.verify.history.history import History
 from ckptool.commands.verify.verification import Verification, examine
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some
-from ckptool.errors import CkptoolError, Empty, NoAnswer, NotFound
+from ckptool.errors import CkptoolError, Empty, NoAnswer, NotFound, Problem
 from ckptool.serialization.file_roles import may_be_empty, role_of
 from ckptool.storage.url import Location, within
-
-_LOST, _EMPTIED = "like-missing", "moments-zero"
 
 
 class StepReport(Report, frozen=True):
@@ -247,24 +245,28 @@ class Assessor:
         elif not contents.model and any(self.contents_of(s).model for s in self._run.steps):
             yield "has no tensors of a model, which other steps have"
         earlier = self._earlier_steps(step)
-        if contents.model and _LOST not in self._options.ignore:
-            loss = self._models.lost(step, surveys, earlier)
-            yield from [f"{_LOST}: {loss} (--ignore {_LOST} counts it as good)"] if loss else []
-        if not contents.state and (contents.optimizer or step.series not in self._good):
-            steps = (s for s in reversed(earlier) if contents.optimizer or s.series == step.series)
-            steps = (s for s in steps if not [*self._by_names(s)])
-            holders = (s for s in steps if contents.has_lost_state_of(self.contents_of(s)))
-            holder = next(holders, None)
-            is_judged = _EMPTIED not in self._options.ignore
-            if holder is not None and is_judged and not self._exports.is_last(step):
-                why = f"no optimizer's state, which {holder.path.name} has"
-                why = f"{_EMPTIED}: {why}: a resume begins the optimizer again"
-                yield f"{why} (--ignore {_EMPTIED} counts it as good)"
-        earlier = [] if self._options.quick else earlier
-        problems = self._history.problems(step, surveys, earlier)
-        problem = next((p for p in problems if p.code not in self._options.ignore), None)
-        if problem is not None:
-            yield f"{problem.code}: {problem} (--ignore {problem.code} counts it as good)"
+        lost = self._models.lost(step, surveys, earlier) if contents.model else ()
+        of_two = self._history.problems(step, surveys, [] if self._options.quick else earlier)
+        for problems in (lost, self._lost_state(step, earlier), of_two):
+            problem = next((p for p in problems if p.code not in self._options.ignore), None)
+            if problem is not None:
+                yield f"{problem.code}: {problem} (--ignore {problem.code} counts it as good)"
+
+    def _lost_state(self, step: Step, earlier: Sequence[Step]) -> Iterator[Problem]:
+        """Yield a problem if a step has no optimizer's state, unlike a whole step before it.
+
+        One without any optimizer is judged only if no newer one of its series is good.
+        """
+        contents = self._contents[step.path]
+        if contents.state or not (contents.optimizer or step.series not in self._good):
+            return
+        steps = (s for s in reversed(earlier) if contents.optimizer or s.series == step.series)
+        steps = (s for s in steps if not [*self._by_names(s)])
+        holders = (s for s in steps if contents.has_lost_state_of(self.contents_of(s)))
+        holder = next(holders, None)
+        if holder is not None and not self._exports.is_last(step):
+            message = f"no optimizer's state, which {holder.path.name} has: a resume begins the"
+            yield Problem(f"{message} optimizer again", "moments-zero")
 
     def _earlier_steps(self, step: Step) -> list[Step]:
         """Return the earlier steps of a step's series, oldest first.

@@ -19,7 +19,7 @@ from ckptool.commands.runs.trainers import SPARED, UNFINISHED
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import AVERAGE, state_category, weights
 from ckptool.core.text import list_some
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, Problem
 from ckptool.serialization.file_roles import is_of_training, role_of
 from ckptool.storage.place import has_any, on_disk
 from ckptool.storage.url import Location, within
@@ -134,13 +134,13 @@ class Models:
 
     def lost(
         self, step: Step, surveys: Iterable[StepSurvey], earlier: Sequence[Step]
-    ) -> str | None:
-        """Return what a step's models lost since the first of the ``earlier`` steps with models.
+    ) -> Iterator[Problem]:
+        """Yield what a step's models lost since the first of the ``earlier`` steps with models.
 
-        None if nothing, or if they are other models. Raises NoAnswer.
+        Nothing of other models. Raises NoAnswer.
         """
         if not earlier:
-            return None
+            return
         if earlier[0].path not in self._first:
             self._first[earlier[0].path] = self._find_first(earlier)
         firsts, models = self._first[earlier[0].path], _models_of(step, surveys)
@@ -151,8 +151,8 @@ class Models:
                 continue
             if names := [name for name in model.lost_since(first) if name not in gains]:
                 where = f"{place}: " if place else ""
-                return f"{where}{list_some(names, _SHOWN)}: missing, {first.step} has it"
-        return None
+                message = f"{where}{list_some(names, _SHOWN)}: missing, {first.step} has it"
+                yield Problem(message, "like-missing")
 
     def _find_first(self, steps: Iterable[Step]) -> Mapping[str, _Model]:
         for step in steps:
