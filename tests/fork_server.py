@@ -51,6 +51,8 @@ IMPORTED = (
     "torch.distributed.tensor.parallel",
 )
 """What the commands of tests use that is slow to import."""
+FORKING = "import sys; sys.executable = {!r}; from ckptool.cli import main; main()"
+"""The command line as a program, with the Python that it and its ranks start others with."""
 _FOLDER = "CKPTOOL_TEST_FORKS"
 """Names the folder of the server's socket."""
 _FLAGS = ("-u", "-I", "-B")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fork_server import forking_python
+from fork_server import FORKING, forking_python
 from matrix.bench_table import CELLS, HEAD, NAMES
 
 from ckptool.commands.bench.machine import installed_version
@@ -25,7 +25,6 @@ VERSIONS = [OWN, *(version for version in GIVEN if version.rpartition(".")[0] in
 SHORT = ["dcp-async-thread/async", "experimental-async"]
 """Of the torch of the tests unless others are asked for, too: those that save by its stagers."""
 
-FORKING = "import sys; sys.executable = {!r}; from ckptool.cli import main; main()"
 SETTINGS = ["--size", "1MB", "--ranks", "1", "--repeat", "1", "--quiet", "--json"]
 DEPENDS_ON_THE_DISK = "torch-checkpointing/direct"
 

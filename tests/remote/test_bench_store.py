@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fault_server import DENIED, REMOVALS, WRITES
-from fork_server import Forked, forking_python
+from fork_server import FORKING, Forked, forking_python
 from store_server import S3, s3, server  # the fixtures
 
 from ckptool.commands.bench.save_folders import StoreFolder
@@ -26,8 +26,11 @@ def test_saves_to_a_store_are_measured_and_removed(
     for key, data in KEPT.items():
         s3.write(key, data)
     chosen = "dcp-async-thread/default,torch-save"
-    monkeypatch.setenv("PYTHON_EXEC", str(forking_python(tmp_path)))  # starts the ranks
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ckptool", "bench"]
+    python = str(forking_python(tmp_path))
+    monkeypatch.setenv("PYTHON_EXEC", python)  # starts the ranks
+    program = tmp_path / "program.py"
+    program.write_text(FORKING.format(python))
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(program), "bench"]
     words = ["--out", s3.url("run"), "--size", "1MB", "--repeat", "1", "--strategies", chosen]
     process = Forked([*torchrun, *words, "--json"], os.environ, Path.cwd())
     try:
@@ -53,7 +56,7 @@ def test_saves_to_a_store_are_measured_and_removed(
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= written
     assert s3.get("") == KEPT
     # torch 2.13 leaves the empty folder of torchrun's logs, and at times its compiler's
-    left = {path.name for path in tmp_path.iterdir()} - {"python"}
+    left = {path.name for path in tmp_path.iterdir()} - {"python", "program.py"}
     assert all(name.startswith(("torchelastic_", "torchinductor_")) for name in left), left
 
 
