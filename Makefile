@@ -5,6 +5,8 @@ BIN := .venv/bin
 SECONDS := 60
 # Of the system calls at which a command is made to fail: every so manieth.
 FAULTS := 1
+# Random trials, as many times as make test makes.
+TRIALS := 25
 # Of processes for the tests, which wait for what they start and for the disk: four keep two cores busy.
 WORKERS := 4
 PYTHONS := 3.12 3.13
@@ -38,7 +40,7 @@ lint: $(READY) ## Style, format and types.
 test: lint ## Style, format, types and every test.
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-suites: $(READY) ## What make test skips: stores, torchtitan, pages, faults; each where its tool is or can be installed.
+suites: $(READY) ## What make test skips: stores, torchtitan, pages, faults, more mutations; each where its tool is or can be installed.
 	@.ci/suites
 
 check: test suites ## What CI runs.
@@ -69,11 +71,8 @@ fuzz: $(READY) ## Fuzz each parser for a minute; what crashes one lies in tests/
 	done
 	@rmdir --ignore-fail-on-non-empty tests/fuzz/crashes
 
-mutations: $(READY) ## Damage checkpoints in 5,000 ways, outputs in 2,000, prune 2,000 runs; the tests do less.
-	@CKPTOOL_VERIFY_MUTATIONS=5000 CKPTOOL_PROOF_MUTATIONS=2000 CKPTOOL_NOTE_MUTATIONS=2000 \
-		CKPTOOL_MUTATIONS=500 CKPTOOL_PRUNE_CASES=2000 \
-		$(BIN)/python -m pytest -n 2 -q -rP tests/attacks/test_verify_mutation.py tests/attacks/test_proof_mutation.py \
-		tests/attacks/test_changed_notes.py tests/attacks/test_mutation.py tests/commands/runs/test_enemy.py
+mutations: $(READY) ## Damage checkpoints in 5,000 ways, outputs in 1,000, prune 1,000 runs; the tests do less.
+	@CKPTOOL_TRIALS=$(TRIALS) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "trials or hypothesis"
 
 $(AZURITE): | $(READY)
 	@$(PIP) install -e '.[azure]'

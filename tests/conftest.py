@@ -29,6 +29,7 @@ from collection import (  # noqa: F401
 )
 from fork_server import Forked, share
 from hypothesis import settings
+from trials import trials
 
 if TYPE_CHECKING:
     from ckptool.commands.inspect.report import InspectReport
@@ -40,7 +41,7 @@ sys.path.insert(0, str(FIXTURES))
 # keep what is compiled, whatever the environment says: hundreds of processes import the package
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-settings.register_profile("ckptool", deadline=None)
+settings.register_profile("ckptool", deadline=None, max_examples=trials(40))
 settings.load_profile("ckptool")
 
 
@@ -56,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         share()
+    config.addinivalue_line("markers", "trials: makes more of them where CKPTOOL_TRIALS says so")
     for category in ("UserWarning", "FutureWarning", "DeprecationWarning"):
         config.addinivalue_line("filterwarnings", f"ignore::{category}:torch")
         config.addinivalue_line("filterwarnings", f"ignore::{category}:recipes")

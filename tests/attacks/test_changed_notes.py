@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from note_mutations import KINDS, NAMES, mutate
+from trials import trials
 
 from ckptool.commands.convert import prepare
 from ckptool.commands.options.run import RunOptions
@@ -30,7 +31,9 @@ from ckptool.engine.write import commit
 from ckptool.engine.write.journal import Journal
 from ckptool.errors import CkptoolError
 
-CASES = int(os.environ.get("CKPTOOL_NOTE_MUTATIONS", "200"))
+pytestmark = pytest.mark.trials
+CASES = trials(80)
+"""Mutations of the notes of each interrupted run."""
 MEMORY = "/dev/shm"
 """Where thousands of small files cost no time of a disk."""
 QUICK = RunOptions(workers=1, fsync=False)

@@ -1,12 +1,11 @@
 """Seeded damage to real checkpoints: an error, or the very tensors that were saved.
 
 Formats without a checksum cannot notice a flip in tensor data; for these the row says which bytes
-may change unseen. ``CKPTOOL_MUTATIONS`` sets the number of mutations a format.
+may change unseen.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -15,10 +14,13 @@ from pathlib import Path
 
 import pytest
 from attack_harness import Outcome, attack_all
+from trials import trials
 
 torch = pytest.importorskip("torch")
 
-COUNT = int(os.environ.get("CKPTOOL_MUTATIONS", "60"))
+pytestmark = pytest.mark.trials
+COUNT = trials(24)
+"""Mutations of a format."""
 SEED = 20260
 
 

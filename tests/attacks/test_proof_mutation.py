@@ -2,12 +2,10 @@
 
 A mutation befalls the staged files once they are written: tiles are exchanged, rows are shifted,
 pages keep what was there before, a write is cut short, numbers in the metadata change.
-``CKPTOOL_PROOF_MUTATIONS`` is their number; ``make mutations`` makes 2,000.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from trials import trials
 
 from ckptool.commands.convert import prepare
 from ckptool.commands.options.rewrite import RewriteOptions
@@ -31,7 +30,9 @@ from ckptool.engine.write.run import run as write_plan
 from ckptool.errors import NotVerified
 from ckptool.formats.dcp import splits
 
-COUNT = int(os.environ.get("CKPTOOL_PROOF_MUTATIONS", "100"))
+pytestmark = pytest.mark.trials
+COUNT = trials(40)
+"""Mutations in all."""
 PAGE = 512
 
 Planned = Callable[[Path, Path], Transfer[Any]]

@@ -18,8 +18,7 @@ listed in ``UNPROTECTED``:
 With a manifest that was written before, none of these passes: whatever changes what is read is
 reported, and so is every byte of every file. What verify alone rightly says nothing of, because no
 reader and no checksum sees it (padding, alignment, times in zip headers), is printed as such
-(``pytest -rP`` shows it). ``CKPTOOL_VERIFY_MUTATIONS`` is the number of mutations in all; ``make
-mutations`` makes many.
+(``pytest -rP`` shows it). ``make mutations`` makes many more mutations.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from attack_files import FileMutation, mutations, said_in_docs
 from attack_harness import CANARY, place_canary
 from conftest import case
 from format_tables import FIXTURES
+from trials import trials
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.rewrite import RewriteOptions
@@ -52,7 +52,9 @@ from ckptool.engine.check.digest import digests
 from ckptool.engine.read.tensors import TensorSource
 from ckptool.errors import CkptoolError
 
-COUNT = int(os.environ.get("CKPTOOL_VERIFY_MUTATIONS", "500"))
+pytestmark = pytest.mark.trials
+COUNT = trials(200)
+"""Mutations in all."""
 SEED = int(os.environ.get("CKPTOOL_VERIFY_SEED", "20261"))
 SECONDS = 20.0
 """Of processor time, for one mutation."""

@@ -12,6 +12,7 @@ import pytest
 from conftest import case, convert_to, read_back
 from recipes.damage import DAMAGE
 from recipes.hostile import HOSTILE
+from trials import trials
 
 import ckptool
 import ckptool.errors
@@ -124,6 +125,7 @@ def test_cut_anywhere(
     assert not list(out.iterdir())
 
 
+@pytest.mark.trials
 @pytest.mark.parametrize(
     ("name", "file"),
     [
@@ -149,7 +151,7 @@ def test_a_flipped_byte_is_never_a_traceback(
     """Anywhere in a file: an error of ours, or a conversion; never another exception."""
     folder = copy_of(name)
     good = (folder / file).read_bytes()
-    step = max(1, len(good) // 60)
+    step = max(1, len(good) // trials(20))
     for position in range(0, len(good), step):
         data = bytearray(good)
         data[position] ^= 0x15
@@ -158,6 +160,7 @@ def test_a_flipped_byte_is_never_a_traceback(
             convert_to("dcp", folder, out / "m", overwrite=True)
 
 
+@pytest.mark.trials
 @pytest.mark.parametrize(
     ("name", "file"),
     [
@@ -174,7 +177,7 @@ def test_a_flipped_byte_never_makes_a_wrong_tensor(
     """Where the writer recorded checksums: refused, or of no consequence."""
     folder = copy_of(name)
     good = (folder / file).read_bytes()
-    step = max(1, len(good) // 45)
+    step = max(1, len(good) // trials(15))
     for position in range(step // 2, len(good), step):
         data = bytearray(good)
         data[position] ^= 0x15

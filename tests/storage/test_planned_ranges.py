@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trials import trials
 
 from ckptool.storage import planned_ranges
 from ckptool.storage.clients.client import ObjectVersion
@@ -60,7 +61,7 @@ def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(runs)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=trials(80))
 def test_ranges_hold_all_runs_apart_and_waste_little(wanted: list[VersionSpan]) -> None:
     ranges = list(join_runs(wanted, 4096))
     bytes_of = {file: bytearray(SIZE) for file in FILES}
@@ -78,7 +79,6 @@ def test_ranges_hold_all_runs_apart_and_waste_little(wanted: list[VersionSpan]) 
 
 
 @given(runs, st.integers(1, 4))
-@settings(max_examples=100, deadline=None)
 def test_each_byte_is_fetched_once_where_there_is_room(
     wanted: list[VersionSpan], threads: int
 ) -> None:
@@ -94,7 +94,6 @@ def test_each_byte_is_fetched_once_where_there_is_room(
 
 
 @given(runs, st.integers(1, 20_000), st.randoms())
-@settings(max_examples=100, deadline=None)
 def test_whatever_the_room_and_the_order_the_bytes_are_right(
     wanted: list[VersionSpan], capacity: int, order: random.Random
 ) -> None:

@@ -21,6 +21,7 @@ from conftest import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard_runs import MESHES, RULES, reshard, source
+from trials import trials
 
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.reshard.reshard import ReshardReport
@@ -99,7 +100,7 @@ def layout_of(
 
 
 @pytest.mark.parametrize("target", ["dcp", "dcp-safetensors"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=trials(60))
 @given(case=cuts())
 def test_chunks_are_those_of_torchs_dtensor(target: str, case: Any) -> None:
     shape, mesh, placements = case
@@ -114,7 +115,6 @@ def test_chunks_are_those_of_torchs_dtensor(target: str, case: Any) -> None:
         assert boxes == [Box.whole(shape)]
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(2, 4))
 def test_fsdp2_over_tensor_parallelism_cuts_as_it_does(rows: int, dp: int, tp: int) -> None:
     written = layout_of((rows,), (dp, tp), (StridedShard(0, tp), Shard(0)), "dcp")

@@ -15,6 +15,7 @@ import pytest
 from places import file_system
 from prune_runs import damage, fates, hashes, names_in, pruned
 from pruned_runs import SOURCE, run_of
+from trials import trials
 from typer.testing import CliRunner
 
 import ckptool
@@ -26,7 +27,7 @@ from ckptool.errors import Changed, TransferError
 from ckptool.storage.commit_note import UNFINISHED
 from ckptool.storage.url import RemotePath, location
 
-KILLS = int(os.environ.get("CKPTOOL_KILLS", "15"))
+KILLS = trials(6)
 
 
 def test_a_step_to_be_kept_that_is_gone_ends_it(
@@ -83,6 +84,7 @@ def killed(work: Callable[[], object], after: float) -> None:
     os.waitpid(child, 0)
 
 
+@pytest.mark.trials
 def test_killed_at_any_moment_it_never_leaves_fewer_than_promised(tmp_path: Path) -> None:
     whole = hashes(SOURCE)
     chance = random.Random(5)

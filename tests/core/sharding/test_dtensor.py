@@ -12,6 +12,7 @@ import pytest
 from conftest import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trials import trials
 
 from ckptool.core.box import Box, Piece
 from ckptool.core.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
@@ -125,7 +126,7 @@ def cases(draw: st.DrawFn, strided: bool) -> tuple[list[int], list[int], list[Pl
     return shape, mesh, [draw(st.one_of(kinds)) for _ in mesh]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=trials(60))
 @given(cases(strided=False))
 def test_shards_equal_torch(case: tuple[list[int], list[int], list[Placement]]) -> None:
     shape, mesh, placements = case
@@ -133,7 +134,7 @@ def test_shards_equal_torch(case: tuple[list[int], list[int], list[Placement]]) 
     assert_holds(local_shards(shape, mesh, placements), expected, shape)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=trials(60))
 @given(cases(strided=True))
 def test_unexplained_strided_shards_are_read_from_left_to_right(
     case: tuple[list[int], list[int], list[Placement]],
@@ -146,7 +147,6 @@ def test_unexplained_strided_shards_are_read_from_left_to_right(
     assert_holds(local_shards(shape, mesh, unexplained), expected, shape)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 60), st.integers(2, 4), st.integers(2, 4), st.integers(1, 3))
 def test_fsdp2_cuts_the_tensor_parallel_dim_first(n: int, dp: int, tp: int, replicas: int) -> None:
     mesh, shape = [replicas, dp, tp], [n, 2]
@@ -168,7 +168,6 @@ def modulo(placements: Sequence[Placement], shape: Sequence[int]) -> list[Placem
     return ranked
 
 
-@settings(max_examples=100, deadline=None)
 @given(cases(strided=True))
 def test_the_distinct_shards_cover_the_tensor_once(
     case: tuple[list[int], list[int], list[Placement]],

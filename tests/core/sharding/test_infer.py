@@ -9,6 +9,7 @@ from conftest import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from trials import trials
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
@@ -92,7 +93,7 @@ def placements_on(draw: st.DrawFn, mesh: list[int]) -> Placements:
     return tuple(draw(one) for _ in mesh)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=trials(60))
 @given(st.data(), st.lists(st.integers(2, 4), min_size=1, max_size=3), st.booleans())
 def test_what_is_inferred_explains_the_chunks(
     data: st.DataObject, mesh: list[int], lists_empty: bool

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trials import trials
 
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, TensorEntry
@@ -116,7 +117,7 @@ def made(draw: st.DrawFn) -> tuple[list[Box], list[Box], list[int], int]:
     return cuts(draw), cuts(draw), pieces, draw(st.integers(-1, math.prod(SHAPE) - 1))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=trials(60))
 @given(made())
 def test_one_wrong_element_is_found_and_named_however_both_are_cut(
     tmp_path_factory: pytest.TempPathFactory, case: tuple[list[Box], list[Box], list[int], int]

@@ -17,6 +17,7 @@ from conftest import bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from trials import trials
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, EncodedBlob, Extent, Place, Record, TensorEntry
@@ -81,7 +82,7 @@ def expected(offset: int, strides: tuple[int, ...], box: Box, itemsize: int) -> 
 
 
 @given(strided(), st.sampled_from([None, 1]))
-@settings(max_examples=150)
+@settings(max_examples=trials(60))
 def test_any_strides_and_box(
     found: tuple[int, int, tuple[int, ...], Box], block: int | None
 ) -> None:

@@ -83,7 +83,6 @@ def part_of(boxes: tuple[Box, ...], name: str = "t") -> Data:
 
 
 @given(CUTS, st.integers(1, 40), st.integers(2, 64), st.integers(2, 9), st.booleans())
-@settings(max_examples=100)
 def test_any_cut_is_read_from_any_other(
     found: tuple[tuple[int, ...], list[Box], list[Box]],
     limit: int,

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from trials import trials
 
 from ckptool.core.box import Box, BoxTable, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, Record, TensorEntry
@@ -44,7 +45,7 @@ def strided(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
 
 
 @given(strided(), st.sampled_from([1, 16, 64, 4096]))
-@settings(max_examples=150)
+@settings(max_examples=trials(60))
 def test_what_is_announced_is_what_is_read(found: tuple[tuple[int, ...], Box], block: int) -> None:
     """Of a disk the bytes are counted; of a store each read is announced."""
     strides, box = found

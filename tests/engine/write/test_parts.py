@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trials import trials
 
 from ckptool.core.box import Box, is_run
 from ckptool.core.catalog import Record
@@ -81,7 +82,7 @@ def test_a_record_that_the_source_cannot_have(record: NotedRecord, tmp_path: Pat
         require_joined([record], LocalSource.folder(tmp_path), 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=trials(80))
 @given(data=st.data())
 def test_runs_of_a_box(data: st.DataObject) -> None:
     """A part is a run if its elements are adjoining when all are numbered."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from conftest import case
 from msgspec.structs import replace
+from trials import trials
 
 from ckptool.errors import CkptoolError
 from ckptool.formats import FORMATS
@@ -38,6 +39,7 @@ def changed(value: Any, path: tuple[Any, ...], odd: Any) -> Any:
     return other
 
 
+@pytest.mark.trials
 @pytest.mark.parametrize(
     "name", ["deepspeed_zero_2", "deepspeed_zero_3", "deepspeed_universal", "deepspeed_pipeline"]
 )
@@ -56,7 +58,7 @@ def test_a_changed_state_is_refused_or_read(name: str, monkeypatch: pytest.Monke
 
     for module in (_deepspeed_read, _deepspeed_zero_folder):
         monkeypatch.setattr(module, "read_torch_file", read)
-    for _ in range(150):
+    for _ in range(trials(60)):
         target = chosen.choice(list(files))
         with suppress(CkptoolError):
             reader.reading.scan(source, ScanOptions())

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from trials import trials
 
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.dtype import BY_NAME
@@ -77,7 +78,7 @@ def pickled_by_us(value: Any) -> Any:
     return plain(read_pickle(literal.data, what="ckptool", start=start).value)
 
 
-@settings(max_examples=150)
+@settings(max_examples=trials(60))
 @given(shares())
 def test_records_are_those_of_torch(share: Any) -> None:
     mesh, rank, shape, placements, dtype = share
