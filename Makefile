@@ -71,7 +71,7 @@ fuzz: $(READY) ## Fuzz each parser for a minute; what crashes one lies in tests/
 	done
 	@rmdir --ignore-fail-on-non-empty tests/fuzz/crashes
 
-mutations: $(READY) ## Damage checkpoints in 5,000 ways, outputs in 1,000, prune 1,000 runs; the tests do less.
+mutations: $(READY) ## Damage checkpoints in 5,000 ways, outputs in 2,000, prune 1,000 runs; the tests do less.
 	@CKPTOOL_TRIALS=$(TRIALS) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "trials or hypothesis"
 
 $(AZURITE): | $(READY)

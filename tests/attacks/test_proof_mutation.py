@@ -31,7 +31,7 @@ from ckptool.errors import NotVerified
 from ckptool.formats.dcp import splits
 
 pytestmark = pytest.mark.trials
-COUNT = trials(40)
+COUNT = trials(80)
 """Mutations in all."""
 PAGE = 512
 
