@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     transfer.add_argument("source", nargs="?", type=Path, help="a checkpoint to measure with")
     transfer.add_argument("--size", default="2GB", help="of the checkpoint that is written")
     merges = kinds.add_parser("merges", parents=[both], help="against cp and convert")
-    merges.add_argument("--size", default="500MB", help="of each model that is written")
+    merges.add_argument("--size", default="2GB", help="of each model that is written")
     loads = kinds.add_parser("loads", parents=[both], help="against other loaders")
     loads.add_argument("--size", default="2GB", help="of the model that is written, three times")
     loads.add_argument("device", nargs="?", default="cpu", help="where to, such as cuda")

@@ -32,13 +32,22 @@ def _both(name: str, command: tuple[str, ...], *peers: str) -> tuple[Row, Row]:
     return Row(name, command, peers), Row(f"{name}, cold", command, of_cold, cold=True)
 
 
+def _durable(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a command as users give it, which waits until its output is on the disk."""
+    return tuple(word for word in command if word != "--no-fsync")
+
+
 MERGE_ROWS = (
     *_both("cp", _COPY),
+    Row("cp, synced", ("sh", "-c", 'cp "$0" "$1" && sync "$1"', *_COPY[1:])),
     *_both("merge --average of two", (*_AVERAGE, "--no-verify"), "cp"),
     *_both("merge --average of two, verified", _AVERAGE, "cp"),
+    Row("merge --average of two, verified, synced", _durable(_AVERAGE), ("cp, synced",)),
     *_both("convert, verified", _CONVERT),
+    Row("convert, verified, synced", _durable(_CONVERT)),
     *_both("convert --dtype fp16, verified", _CAST),
     *_both("merge --lora, verified", _LORA, "convert, verified", "convert --dtype fp16, verified"),
+    Row("merge --lora, verified, synced", _durable(_LORA), ("convert, verified, synced",)),
     Row("plan an average of two of 70B", (*CKPTOOL, "merge", "{large}-average", *_LARGE)),
 )
 _WRITTEN = {
