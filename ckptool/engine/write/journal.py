@@ -160,11 +160,13 @@ def _open_locked(path: Path) -> IO[str]:
         if identity(path) != os.fstat(descriptor).st_ino:
             raise BlockingIOError  # its owner is done, and has removed it
         read_journal(path)
-    except OSError:
+    except BaseException as error:
         stream.close()
-        raise Unsupported(f"{path}: another ckptool is writing this target") from None
-    except BaseException:
-        stream.close()
+        if isinstance(error, BlockingIOError):
+            raise Unsupported(f"{path}: another ckptool is writing this target") from None
+        if isinstance(error, OSError):
+            message, hint = f"{path}: cannot be locked: {error.strerror}", "write to another disk"
+            raise Unsupported(message, hint=hint) from None
         raise
     return stream
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -137,6 +138,17 @@ def test_a_journal_that_its_owner_has_removed_meanwhile_is_not_taken(
 
     monkeypatch.setattr(fcntl, "flock", after_its_end)
     with pytest.raises(Unsupported, match="another ckptool is writing this target"):
+        Journal(path)
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_process(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(Unsupported, match="cannot be locked: No locks available"):
         Journal(path)
 
 
