@@ -57,7 +57,7 @@ class Share(Struct, frozen=True):
 ALL = Share()
 """All of the work."""
 _AS_BALANCED = 1.05
-"""Times the most bytes of an owner, where all are balanced, that neighbors of one may have."""
+"""Times a balanced share that the largest one may have, to keep neighbors together."""
 
 
 SourceChunks = list[tuple["TensorEntry", "Chunk"]]

@@ -27,7 +27,7 @@ PAIR_TILE = 3 << 20
 """Bytes of a compared tile: with smaller ones two threads wait for the GIL when reading."""
 _MOST_JOBS = 1 << 12
 _MOST_RUNS = 1 << 14
-"""Runs of bytes whose reads from a store are planned together, of at most a few MiB each."""
+"""Jobs, and runs of at most a few MiB each, whose reads from a store are planned together."""
 LARGE = 3 << 17
 """Bytes that a job moves at a time which make it the kernel's work: processors share it."""
 SMALL = LARGE - 1
@@ -36,9 +36,9 @@ _ENOUGH = 1 << 20
 """Bytes of the small jobs that a thread takes at a time, each of ``_LEAST`` bytes at least."""
 _LEAST = 1 << 12
 _MOSTLY = 2
-"""Times as long as its work that a turn takes which mostly waits."""
+"""A turn mostly waits if it takes so many times the processor's time that it uses."""
 _AT_ONCE = 64
-"""Times that threads go on at once until one of them tries a turn again."""
+"""Batches that threads do side by side before one of them takes, and measures, a turn again."""
 _LITTLE = 16 << 20
 """Bytes of memory that do not justify reordering jobs."""
 

@@ -35,6 +35,7 @@ from ckptool.storage.files import SPAN, TILE, Files
 from ckptool.storage.local import LocalSource
 
 _MINIMUM_PER_WORKER = 16 << 20
+"""Bytes of memory for a worker: those of a comparison, a tile and a span of either side, fit."""
 _TILE_OF = attrgetter("tile")
 _MOST_CHUNKS = 512
 """Chunks of small tensors that are read by one job, which may read the gaps between them, too."""
