@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -21,6 +21,7 @@ from ckptool.commands.merge.operands import Operand
 from ckptool.commands.merge.products import Product, product_of
 from ckptool.commands.merge.targets import base_names, targets_of
 from ckptool.commands.merge.ties import HEAD, Change, Ties
+from ckptool.commands.merge.vocabulary import notes_on_tokenizer
 from ckptool.commands.model.adapter_config import ADAPTER_CONFIG
 from ckptool.core.casts import as_type, can_cast
 from ckptool.core.catalog import TensorEntry
@@ -58,7 +59,8 @@ def fold(base: Operand, operand: Operand, assets: Path | None) -> Computation:
     folding.require_biases()
     folding.require_whole()
     shared = ties.shared(folding.changes, tied=adapter.settings.ensure_weight_tying)
-    return folding.result(shared, [*ties.notes, *notes_on_values(operand)])
+    notes = *ties.notes, *notes_on_values(operand), *notes_on_tokenizer(base, operand, assets)
+    return folding.result(shared, notes)
 
 
 class _Folding:
@@ -202,7 +204,7 @@ class _Folding:
                 hint=TAKES,
             )
 
-    def result(self, shared: dict[str, Change], notes: list[str]) -> Computation:
+    def result(self, shared: dict[str, Change], notes: Sequence[str]) -> Computation:
         """Return the base with all changes, and what each tensor is."""
         changes = self.changes | shared
         tensors = self._tensors | {name: change.entry for name, change in changes.items()}

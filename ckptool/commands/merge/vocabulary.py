@@ -1,9 +1,10 @@
-"""What sources that are added up say beside their tensors: the tokens of rows, and the config."""
+"""What sources of a merge say beside their tensors: the tokens of rows, templates, the config."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
@@ -15,10 +16,13 @@ from ckptool.commands.model.records import CONFIG, DTYPE_KEYS, read_beside
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.companions import companion_targets
-from ckptool.serialization.source import parse_json_object, read_metadata
+from ckptool.serialization.source import LARGEST, parse_json_object, read_metadata
+from ckptool.storage.place import on_disk
 
 _TOKENIZERS = ("tokenizer.json", "vocab.json")
 """Files that state the token of each row, those of tokenizers and, before these, of GPT-2."""
+_TEMPLATE, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+"""The file of a chat's template in transformers 5, and the one that had it before."""
 _SAYS_NOTHING = {*DTYPE_KEYS, *QUANTIZATION_KEYS, "transformers_version", "use_cache"}
 """Keys of a config that decide nothing of what tensors mean."""
 _FEW = 3
@@ -36,7 +40,7 @@ def require_same_tokens(operands: Sequence[Operand], assets: Path | None) -> Non
         operand.label: text
         for operand in operands
         if any(EMBEDDING.fullmatch(n) or HEAD.fullmatch(n) for n in operand.catalog.tensors)
-        and (text := _tokenizer_of(operand)) is not None
+        and (text := _first_of(partial(_read_companion, operand))) is not None
     }
     if len({*texts.values()}) < 2:
         return
@@ -71,24 +75,78 @@ def notes_on_configs(operands: Sequence[Operand], assets: Path | None) -> Iterat
             )
 
 
+def notes_on_tokenizer(base: Operand, adapter: Operand, assets: Path | None) -> Iterator[str]:
+    """Yield a note if an adapter's folder has other tokens or another template than the base.
+
+    The result has the base's, as the adapter may have none.
+    """
+    place = adapter.opened.path
+    folder = on_disk(place if place.is_dir() else place.parent)
+    if assets is not None or folder is None:
+        return
+    theirs, ours = partial(_read_local, folder), partial(_read_companion, base)
+    texts = _first_of(theirs), _first_of(ours)
+    templates = _template(theirs), _template(ours)
+    others = {
+        "other tokens": texts[0] != texts[1] and _has_more_tokens(*texts),
+        "another chat template": templates[0] not in (None, templates[1]),
+    }
+    if differing := [what for what, is_other in others.items() if is_other]:
+        yield (
+            f"{folder} has {' and '.join(differing)} than {base.opened.path}, whose the result has:"
+            f" --hf-assets {folder} takes the adapter's"
+        )
+
+
 def _decides(key: str) -> bool:
     is_of_tokens = key.endswith(("token_id", "token_ids"))
     return not (key in _SAYS_NOTHING or key.startswith("_") or is_of_tokens)
 
 
-def _tokenizer_of(operand: Operand) -> bytes | None:
-    """Return the bytes of the file that states a checkpoint's tokens, None if there is none."""
-    source = operand.opened.source
-    names = {target: name for name, target in companion_targets(operand.opened.catalog).items()}
-    file = next((names[name] for name in _TOKENIZERS if name in names), None)
-    return None if file is None else read_metadata(source, file)
+def _first_of(read: Callable[[str], bytes | None]) -> bytes | None:
+    """Return the bytes of the file that states the tokens, None if there is none."""
+    return next((text for text in map(read, _TOKENIZERS) if text is not None), None)
+
+
+def _has_more_tokens(text: bytes | None, other: bytes | None) -> bool:
+    """Return whether a tokenizer has a token for a row that the other has not."""
+    tokens, other_tokens = (_tokens(one or b"{}") for one in (text, other))
+    return any(other_tokens.get(row) != token for row, token in tokens.items())
+
+
+def _template(read: Callable[[str], bytes | None]) -> object:
+    """Return the template of chats, None if there is none."""
+    if (text := read(_TEMPLATE)) is not None:
+        return text.decode(errors="replace")
+    return _object_of(read(_TOKENIZER_CONFIG) or b"{}").get("chat_template")
+
+
+def _read_companion(operand: Operand, name: str) -> bytes | None:
+    """Return the bytes of a file beside a checkpoint's tensors, None if there is none."""
+    catalog, source = operand.opened.catalog, operand.opened.source
+    files = {target: file for file, target in companion_targets(catalog).items()}
+    return read_metadata(source, files[name]) if name in files else None
+
+
+def _read_local(folder: Path, name: str) -> bytes | None:
+    """Return the bytes of a file of a folder, None if it cannot be read, or is no small file."""
+    path = folder / name
+    with suppress(OSError):
+        if path.is_file() and path.stat().st_size <= LARGEST:
+            return path.read_bytes()
+    return None
+
+
+def _object_of(text: bytes) -> Mapping[str, Any]:
+    """Return the object that a file of JSON is, an empty one for another file."""
+    with suppress(Damaged):
+        return parse_json_object(text, _TOKENIZERS[0])
+    return {}
 
 
 def _tokens(text: bytes) -> dict[int, str]:
     """Return the token of each row; what is no row or token, as in a file of another kind, not."""
-    content: Mapping[str, Any] = {}
-    with suppress(Damaged):
-        content = parse_json_object(text, _TOKENIZERS[0])
+    content = _object_of(text)
     model, added = content.get("model", {"vocab": content}), content.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     pairs = list[tuple[object, object]]()

@@ -333,6 +333,31 @@ def test_the_adapters_tokenizer_comes_without_its_config(
     assert "an adapter: loading it" not in said
 
 
+@pytest.mark.parametrize("change", ["none", "token", "jinja", "template"])
+def test_another_tokenizer_of_the_adapter_is_noted(change: str, tmp_path: Path) -> None:
+    """The result has the base's, and a training's tokens and template would be lost."""
+    adapter, folder = save_adapter(tmp_path / "a", pair("q", 5, 6)), tmp_path / "base"
+    folder.mkdir()
+    save_base(folder / "model.safetensors", {"q.weight": some(5, 6)})
+    (folder / "config.json").write_text("{}")
+    tokenizer, template = {"model": {"vocab": {"a": 0}}}, {"chat_template": "chat"}
+    for place in (folder, adapter):
+        (place / "tokenizer.json").write_text(json.dumps(tokenizer, indent=len(place.name)))
+        (place / "tokenizer_config.json").write_text(json.dumps(template))
+    if change == "token":
+        more = tokenizer | {"added_tokens": [{"id": 1, "content": "<x>"}]}
+        (adapter / "tokenizer.json").write_text(json.dumps(more))
+    elif change == "template":
+        (adapter / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x"}))
+    elif change == "jinja":
+        (adapter / "chat_template.jinja").write_text("x")
+    code, said = run(tmp_path / "out", "--lora", adapter, "--onto", folder, "--dry-run")
+    what = "other tokens" if change == "token" else "another chat template"
+    assert code == 0, said
+    assert (f"has {what} than" in said) == (change != "none"), said
+    assert (f"--hf-assets {adapter} takes" in said) == (change != "none"), said
+
+
 def test_a_new_head_is_added_and_said(tmp_path: Path) -> None:
     tensors = pair("q", 5, 6) | {"score.weight": some(2, 6)}
     adapter = save_adapter(tmp_path / "a", tensors, modules_to_save=["score"])
