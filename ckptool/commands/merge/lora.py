@@ -69,7 +69,7 @@ class _Folding:
     def __init__(self, base: Operand, adapter: Adapter, ties: Ties) -> None:
         self._base, self._adapter, self._ties = base, adapter, ties
         self._tensors = base.catalog.tensors
-        self._name = base_names(adapter, base)
+        self._name = base_names(adapter, base, ties)
         self.changes: dict[str, Change] = {}
         self._cast: list[str] = []
         self._again: list[str] = []
@@ -86,6 +86,11 @@ class _Folding:
             if key in heads:
                 self._again.append(name)
                 continue
+            if self._is_of_tied_head(key):
+                name = f"{self._ties.embedding_of_head}.weight"
+                old = self._tensors[name]
+            if name in self.changes:
+                raise Unsupported(f"{entry.name}: {name} is replaced by another tensor, too")
             if old is None:
                 self._require_new(key, entry)
                 self._added.append(name)
@@ -114,6 +119,12 @@ class _Folding:
             for head, twin in pairs.items()
             if hexes[whole[head].name] == hexes[whole[twin].name]
         }
+
+    def _is_of_tied_head(self, key: str) -> bool:
+        """Return whether a tensor is a tied head's before its LoRA, which PEFT saves, too."""
+        embedding, module = self._ties.embedding_of_head, key.rpartition(".")[0]
+        is_base = self._name(module) == embedding and HEAD.fullmatch(key) is not None
+        return embedding is not None and is_base and not self._is_to_save(key)
 
     def add_products(self) -> None:
         """Add the product of each LoRA's matrices to its weight."""

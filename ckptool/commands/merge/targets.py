@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ckptool.commands.merge.adapter import Adapter, Matrices, Settings
 from ckptool.commands.merge.expressions import require_numbers
 from ckptool.commands.merge.operands import Operand
-from ckptool.commands.merge.ties import HEAD, head_of
+from ckptool.commands.merge.ties import HEAD, Ties, head_of
 from ckptool.core.catalog import TensorEntry
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Undetermined, Unsupported
@@ -33,6 +33,10 @@ _IN_FILES = (
 )
 """How modules are called in files that have other names in memory (transformers 4.52 to 5.24): of
 models of text and other parts as of Qwen2-VL, and as of most; the head of GPT-NeoX."""
+_BOTH_CHANGE = (
+    "PEFT adds both to it, which no training did. Where they are the same, as with"
+    " ensure_weight_tying, `ckptool convert ADAPTER COPY --drop {}` leaves one out"
+)
 _NO_EXPERTS = (
     "files have experts apart that models have as one tensor: `--experts packed` makes BASE's one,"
     " `--experts separate` apart"
@@ -53,17 +57,21 @@ class Target(Struct, frozen=True):
     is_turned: bool = False
 
 
-def base_names(adapter: Adapter, base: Operand) -> Naming:
+def base_names(adapter: Adapter, base: Operand, ties: Ties) -> Naming:
     """Return how names of the adapter's model become the base's: with another prefix, or none.
 
-    Raises Unsupported if the base lacks modules under any prefix, Undetermined if several fit. A
-    head that the adapter has whole may be new: it only decides between names that fit all else.
+    The module of a tied head, of which the base's files have nothing, is its embedding. A head that
+    the adapter has whole may be new: it only decides between names that fit all else. Raises
+    Unsupported if the base lacks modules under any prefix, Undetermined if several fit.
     """
     parents = _parents(base.catalog.tensors)
     modules = [*dict.fromkeys([*(lora.module for lora in adapter.loras), *adapter.tokens])]
     heads = [key.rpartition(".")[0] for key in adapter.whole if HEAD.fullmatch(key)]
     firsts = dict.fromkeys(f"{module.partition('.')[0]}." for module in modules)
     ways = [*map(_replacing, ({}, *({first: ""} for first in firsts), *_IN_FILES))]
+    if (embedding := ties.embedding_of_head) is not None:
+        tied = [*filter(_is_head, modules)]
+        ways += [_with(way, dict.fromkeys(tied, embedding)) for way in ways if tied]
     for needed in ((*modules, *heads), modules):
         for way in ways:
             if all(way(module) in parents for module in needed):
@@ -98,13 +106,21 @@ def _replacing(prefixes: Mapping[str, str]) -> Naming:
     return name_of
 
 
+def _is_head(module: str) -> bool:
+    return HEAD.fullmatch(f"{module}.weight") is not None
+
+
+def _with(way: Naming, names: Mapping[str, str]) -> Naming:
+    """Return a function that names some modules otherwise than another does."""
+    return lambda name: names.get(name) or way(name)
+
+
 def _lacking(lacks: Sequence[str], base: Operand) -> str:
     head = head_of(base)
-    if head is None and all(HEAD.fullmatch(f"{module}.weight") for module in lacks):
+    if head is None and all(map(_is_head, lacks)):
         return (
-            "a base whose head is tied has none of its own; PEFT adds the head's LoRA to the"
-            " embedding, too, which no training did. Where it is the embedding's again, as with"
-            f" ensure_weight_tying, `ckptool convert ADAPTER COPY --drop {lacks[0]}` leaves it out"
+            "a base whose head is tied has none of its own: the LoRA is added to the embedding if"
+            " config.json, beside it or in --hf-assets, ties the two, and there is one embedding"
         )
     return (
         "--map auto reads the names of other frameworks, --rename 'REGEX=NEW' changes those that"
@@ -133,8 +149,15 @@ def targets_of(adapter: Adapter, base: Operand, naming: Naming) -> list[Target]:
     for name in tensors:
         parent, _, leaf = name.rpartition(".")
         leaves.setdefault(parent, []).append(leaf)
-    targets = list[Target]()
+    targets, firsts = list[Target](), dict[str, str]()
     for module, loras in by_module.items():
+        first = firsts.setdefault(naming(module), module)
+        if first != module:
+            raise Unsupported(
+                f"{first} and {module} are one tensor in {base.opened.path}, and the adapter"
+                " changes each",
+                hint=_BOTH_CHANGE.format(max((module, first), key=_is_head)),
+            )
         names = leaves.get(naming(module), [])
         if keys := _parameters(module, names, adapter.settings):
             targets += _of_parameters(loras, keys, naming, tensors)

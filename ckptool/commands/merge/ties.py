@@ -65,6 +65,14 @@ class Ties:
         is_absent = self._is_head_tied and self._head is None
         return is_absent or any({name, other} <= {*group} for group in self._groups)
 
+    @property
+    def embedding_of_head(self) -> str | None:
+        """The module of the embedding that is the head, too, if only the config says so."""
+        if not self._is_head_tied or self._head is not None:
+            return None
+        names = [*filter(EMBEDDING.fullmatch, self._base.catalog.tensors)]
+        return names[0].removesuffix(".weight") if len(names) == 1 else None
+
     def shared(self, changes: Mapping[str, Change], *, tied: bool) -> dict[str, Change]:
         """Return the changes of the names that share a changed tensor.
 

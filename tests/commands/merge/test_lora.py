@@ -266,6 +266,26 @@ def test_what_is_tied_by_its_bytes_stays_so(tmp_path: Path) -> None:
         assert torch.equal(found[name], (weight.double() + (left @ right).T * 2).float())
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_the_lora_of_a_tied_head_is_the_embeddings(tmp_path: Path, *, is_saved: bool) -> None:
+    """As PEFT adds it in place; it also saves the weight before, as of other embeddings."""
+    folder, weight = tmp_path / "base", some(12, 6)
+    folder.mkdir()
+    save_base(folder / "model.safetensors", {"m.wte.weight": weight, "m.q.weight": some(5, 6)})
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    tensors = pair("lm_head", 12, 6) | pair("m.q", 5, 6)
+    saved = {"lm_head.base_layer.weight": some(12, 6, seed=7)} if is_saved else {}
+    adapter = save_adapter(tmp_path / "a", tensors | saved)
+    code, said = run(tmp_path / "out", "--lora", adapter, "--onto", folder)
+    assert code == 0, said
+    assert "m.wte.weight is tied to the head: merged into both" in said
+    before = saved.get("lm_head.base_layer.weight", weight).double()
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == {"m.wte.weight", "m.q.weight"}
+    wanted = (before + delta(tensors, "lm_head") * 2).float()
+    assert torch.equal(found["m.wte.weight"], wanted)
+
+
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_what_was_kept_tied_in_training_is_one_tensor(tmp_path: Path, *, is_stored: bool) -> None:
     """As PEFT saves it with ensure_weight_tying: twice, by both names."""

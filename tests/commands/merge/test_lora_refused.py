@@ -115,8 +115,8 @@ Q = pair("model.q", 5, 6)
         ({}, pair("model.q", 6, 5), "inputs come before outputs"),
         ({}, pair("model.q", 5, 7), "model.q.weight: [5, 6], but the product of"),
         ({}, pair("model.experts", 8, 6), "model.experts has down_proj, gate_up_proj"),
-        ({}, pair("model.lm_head", 12, 6), "PEFT adds the head's LoRA to the embedding, too"),
-        ({}, pair("proj_out", 12, 6), "`ckptool convert ADAPTER COPY --drop proj_out` leaves it"),
+        ({}, pair("model.lm_head", 12, 6), "the LoRA is added to the embedding if"),
+        ({}, pair("proj_out", 12, 6), "a base whose head is tied has none of its own"),
         ({}, pair("model.experts.0.up", 5, 6), "--experts packed"),
         ({}, Q | {"model.q.lora_B.bias": some(4)}, "model.q.lora_B.bias: [4], but model.q.bias"),
         ({}, Q | {"model.embed_tokens.weight": some(13, 6)}, "[13, 6], but"),
@@ -254,6 +254,18 @@ def test_two_changes_of_one_tensor_are_refused(tmp_path: Path) -> None:
     code, said = run(tmp_path / "o.pt", "--lora", adapter, "--onto", tmp_path / "b.pt")
     assert code == 4
     assert "are one tensor in" in said
+
+
+def test_an_embedding_and_its_head_are_not_both_adapted(tmp_path: Path) -> None:
+    """PEFT adds both to one weight, also if they are the same in training."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    save_base(folder / "model.safetensors", BASE)
+    adapter = save_adapter(tmp_path / "a", EMBEDDING | pair("lm_head", 12, 6))
+    code, said = run(tmp_path / "out", "--lora", adapter, "--onto", folder)
+    both = "lm_head and model.embed_tokens are one tensor in"
+    assert (code, both in said, "--drop lm_head` leaves one out" in said) == (4, True, True), said
 
 
 @pytest.mark.parametrize(
