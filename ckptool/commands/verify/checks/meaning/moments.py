@@ -6,7 +6,6 @@ LoRA, states of 8 bits, and optimizers without such moments.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -90,16 +89,11 @@ class Moments:
 
     def _problems(self, elements: Elements) -> Iterator[Problem]:
         """Yield the problems of moments, by the names that they would have alone."""
-        shape_of, located = self._slices.shape, elements.located
-        moments = {
-            name: moment
-            for name, moment in self._moments.items()
-            if elements.are_sound(self._slices.tensor(name))
-            if moment.elements == math.prod(shape_of(name, located))
-        }
+        names = self._slices.seen_whole(self._moments, elements)
+        moments = {name: self._moments[name] for name in names}
         if not moments:
             return
-        entries = Entries(self._slices, located)
+        entries = Entries(self._slices, elements.located)
         yield from _negative_squares(moments, entries)
         if all(moment.is_zero for moment in moments.values()):
             yield from self._all_zero(elements, len(moments)) if elements.is_all else ()

@@ -8,10 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, product
+from typing import Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ckptool.commands.verify.checks.elements import Elements
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, TensorEntry
 from ckptool.core.views import part_at
@@ -37,6 +39,12 @@ Index = tuple[int, ...]
 def is_matrix(shape: Index) -> bool:
     """Return whether a tensor is a matrix, or more, of elements that are not equal by chance."""
     return sum(size > 1 for size in shape) > 1 and math.prod(shape) >= _LEAST
+
+
+class Counting(Protocol):
+    """A probe that counts the ``elements`` that it has seen."""
+
+    elements: int
 
 
 class Slice(Struct, frozen=True):
@@ -76,6 +84,12 @@ class Slices:
         """Return the shape of the tensor or slice with a name."""
         part = self._slices.get(name)
         return tensors[name].shape if part is None else tensors[part.name].shape[len(part.at) :]
+
+    def seen_whole(self, probes: Mapping[str, Counting], elements: Elements) -> dict[str, Index]:
+        """Return the shapes of those tensors and slices of which probes have seen all, by name."""
+        located = elements.located
+        shapes = {n: self.shape(n, located) for n in probes if elements.are_sound(self.tensor(n))}
+        return {n: shape for n, shape in shapes.items() if probes[n].elements == math.prod(shape)}
 
     def probes(self, by_name: Mapping[str, Probe]) -> dict[str, Probe]:
         """Return the probes of tensors, made of those of names, which may be of slices."""

@@ -7,7 +7,6 @@ layers, and of two layers neither is the odd one.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -89,7 +88,7 @@ class Weights:
         """Yield the weights that are odd beside others of their kind."""
         if not self._may_be_odd():
             return  # names are not looked at, of which there may be a hundred thousand
-        shapes = self._shapes(elements)
+        shapes = self._slices.seen_whole(self._weights, elements)
         weights = {name: self._weights[name] for name in shapes}
         model = without_averages(weights)
         if len(model) >= _SEVERAL and all(weight.first == 0 for weight in model.values()):
@@ -144,16 +143,6 @@ class Weights:
             return
         message = f"{first.label}: all values are zero, as are those of all {len(shapes):,}"
         yield Problem(f"{message} matrices of the model", _ZERO, tensor=first.name)
-
-    def _shapes(self, elements: Elements) -> dict[str, Shape]:
-        """Return the shapes of the weights that were seen whole."""
-        shapes: dict[str, Shape] = {}
-        for name, weight in self._weights.items():
-            if elements.are_sound(self._slices.tensor(name)):
-                shape = self._slices.shape(name, elements.located)
-                if weight.elements == math.prod(shape):
-                    shapes[name] = shape
-        return shapes
 
     def _may_be_odd(self) -> bool:
         """Return whether a weight looks odd by itself, or begins with the bytes of another one."""
