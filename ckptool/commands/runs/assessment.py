@@ -262,8 +262,7 @@ class Assessor:
             return
         steps = (s for s in reversed(earlier) if contents.optimizer or s.series == step.series)
         steps = (s for s in steps if not [*self._by_names(s)])
-        holders = (s for s in steps if contents.has_lost_state_of(self.contents_of(s)))
-        holder = next(holders, None)
+        holder = next((s for s in steps if contents.has_lost_state_of(self.contents_of(s))), None)
         if holder is not None and not self._exports.is_last(step):
             message = f"no optimizer's state, which {holder.path.name} has: a resume begins the"
             yield Problem(f"{message} optimizer again", "moments-zero")

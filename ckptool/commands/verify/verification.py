@@ -23,6 +23,7 @@ from ckptool.commands.verify.checks.consistency import (
 from ckptool.commands.verify.checks.content import (
     Views,
     attach,
+    locate_numbers,
     locate_whole,
     located,
     scattered_not_finite,
@@ -153,7 +154,7 @@ class Verification:
             self._files.find_items()
             self._check_part(None, progress)
         elif digest or not self._sample.is_all or row.reading.trim or not source.policy.by_request:
-            whole = catalog.files | catalog.companions if self._sample.is_all else {}
+            whole = self._own_files if self._sample.is_all else {}
             runs = [(f, 0, n) for f, n in whole.items() if f in source.files]
             with planned(source, runs if source.policy.by_request else []):
                 recorded = {h.file for h in self._hashes if h.algorithm == SHA256}
@@ -207,14 +208,8 @@ class Verification:
         workers = self._options.workers or source.policy.workers
         content.read.add(check_spans(spans, source, workers, progress, whole, announced=announced))
         if self._sample.checks_whole:
-            counters = tensors if self._sample.is_all else self._counters()
+            counters = tensors if self._sample.is_all else locate_numbers(self.surveyed)
             content.counters.read(counters.values(), source, announced=announced)
-
-    def _counters(self) -> Mapping[str, TensorEntry]:
-        """Return the tensors of one element of the whole checkpoint."""
-        tensors = self._catalog.tensors if self._catalog else {}
-        names = (name for name, entry in tensors.items() if entry.elements == 1)
-        return locate_whole(self.surveyed, names)
 
     def _check_elements(self) -> None:
         """Note oddities in the elements that were read, or are read again."""

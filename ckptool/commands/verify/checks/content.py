@@ -75,6 +75,12 @@ def locate_whole(surveyed: Survey, names: Iterable[str]) -> dict[str, TensorEntr
     return located(surveyed.format, surveyed.source, chosen, lambda item: True)[0]
 
 
+def locate_numbers(surveyed: Survey) -> dict[str, TensorEntry]:
+    """Return the tensors of one element of a survey, such as step counters, as they are opened."""
+    tensors = surveyed.catalog.tensors if surveyed.catalog else {}
+    return locate_whole(surveyed, (name for name, e in tensors.items() if e.elements == 1))
+
+
 def _open_each(
     locate: _Locate, bare: Catalog, entries: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, TensorEntry], list[Problem]]:

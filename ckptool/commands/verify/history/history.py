@@ -21,6 +21,7 @@ from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.meaning.trainer_counts import TRAINERS, number_in
 from ckptool.commands.verify.checks.optimizer_names import Group, groups_of
 from ckptool.commands.verify.history.counted import old_counts
+from ckptool.commands.verify.history.matrices import ADAPTER
 from ckptool.commands.verify.history.saves import Save, saves_in
 from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some, natural_key
@@ -33,8 +34,6 @@ _BEFORE = 3
 _BY_TURNS = 2
 """How many series have the saves in memory that their steps are compared with."""
 _FEW = 2
-_ADAPTER = "lora"
-"""In the names of all weights of an adapter."""
 _COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
 """What accelerate saves of a scheduler."""
 
@@ -89,7 +88,7 @@ def _left_behind(
     have this one's saves, and those of the steps before it: in one, the adapter was another.
     """
     weights = adapter.weights
-    if not weights.entries or not all(_ADAPTER in name.lower() for name in weights.entries):
+    if not weights.entries or not all(ADAPTER in name.lower() for name in weights.entries):
         return
     models = [next((s.weights for s in saves.values() if not s.inside), None) for saves in steps]
     olds = [(saves[place], model) for saves, model in zip(steps, models, strict=True)][1:]

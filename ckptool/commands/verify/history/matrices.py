@@ -22,6 +22,8 @@ from ckptool.core.state_category import lone_masters, state_category
 
 SQUARES = frozenset(["exp_avg_sq", "square_avg", "state2"])
 """``state2`` is bitsandbytes'."""
+ADAPTER = "lora"
+"""In the names, in lower case, of all weights of an adapter."""
 VISIBLE = 1e-6
 """A learning rate whose steps change some weight of any model, if divided by sizes of gradients."""
 _VISIBLE_OF_GRADIENTS = 1e-2
@@ -95,13 +97,10 @@ class Matrices(Struct, frozen=True, dict=True):
         return locate_whole(self.survey, [name]).get(name)
 
 
-def matrices_of(survey: Survey, part: str) -> Matrices:
-    """Return the matrices of a part of a checkpoint: its ``model`` or its ``optimizer``."""
-    return tensors_of(survey, part, is_matrix)
-
-
-def tensors_of(survey: Survey, part: str, has_shape: Callable[[Index], bool]) -> Matrices:
-    """Return the tensors of some shapes of a part of a checkpoint, ``model`` or ``optimizer``.
+def matrices_of(
+    survey: Survey, part: str, has_shape: Callable[[Index], bool] = is_matrix
+) -> Matrices:
+    """Return the matrices, or the tensors of another shape, of a ``part``: model or optimizer.
 
     Masters that are a parameter's only weight are of the model.
     """

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
 from ckptool.commands.verify.checks.meaning.weights import BEGINS_ZERO
+from ckptool.commands.verify.history.matrices import ADAPTER
 from ckptool.commands.verify.history.samples import OTHER_PLACES, Samples
 from ckptool.commands.verify.history.saves import Save
 from ckptool.core.text import list_some
@@ -31,8 +32,6 @@ _ENOUGH = 1 << 8
 """Elements that are uncorrelated by no chance if they are another's."""
 _LONGER = 4
 """Times as many steps may lie between two saves as between the two before."""
-_ADAPTER = "lora"
-"""In the names of what may be begun anew in the middle of a training, then all of it (ReLoRA)."""
 _OWN = 2
 """How many parts of a name are a layer's own: ``up_proj.weight``."""
 _FEW = 2
@@ -172,7 +171,8 @@ def _check_foreign(
     if not _follow_evenly(*(samples.save.step.number for samples in (now, last, older))):
         return
     saves = now.save, last.save, older.save
-    adapters = {name for name in moved if _ADAPTER in name.lower()}
+    adapters = {name for name in moved if ADAPTER in name.lower()}
+    # ReLoRA merges them in the middle of a training, and begins all of them anew
     if all(now.likeness(name, last) < _SETTLED for name in adapters):
         moved = [name for name in moved if name not in adapters]
     foreign = [name for name in moved if now.size(name) >= _ENOUGH]

@@ -17,7 +17,7 @@ from ckptool.commands.runs.models import StepSurvey
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.records import recorded_step
 from ckptool.commands.runs.steps import Step
-from ckptool.commands.verify.checks.content import locate_whole
+from ckptool.commands.verify.checks.content import locate_numbers, locate_whole
 from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED, steps_of_each
 from ckptool.commands.verify.checks.meaning.numbered import weight_of_each
 from ckptool.commands.verify.checks.meaning.stacks import Index, is_matrix
@@ -35,7 +35,6 @@ from ckptool.commands.verify.history.matrices import (
     VISIBLE,
     Matrices,
     matrices_of,
-    tensors_of,
 )
 from ckptool.core.state_category import AVERAGE, without_averages
 from ckptool.formats.companions import trainer_optimizer
@@ -105,7 +104,7 @@ class Save(Struct, frozen=True, dict=True):
         Some keep their moments as rows, beside matrices that stay the same: masks, projections.
         """
         rows, old_rows = (
-            tensors_of(save.optimizer or save.survey, "optimizer", _is_row)
+            matrices_of(save.optimizer or save.survey, "optimizer", _is_row)
             for save in (self, predecessor)
         )
         return rows.looks == old_rows.looks and rows.are_equal_to(old_rows)
@@ -175,8 +174,7 @@ class Save(Struct, frozen=True, dict=True):
         counters, survey = StepCounters(), self.optimizer or self.survey
         if survey.catalog is None:
             return {}
-        numbers = (name for name, entry in survey.catalog.tensors.items() if entry.elements == 1)
-        counters.read(locate_whole(survey, numbers).values(), survey.source, announced=False)
+        counters.read(locate_numbers(survey).values(), survey.source, announced=False)
         return steps_of_each(survey.catalog, counters.taken)
 
     @property
