@@ -55,7 +55,8 @@ _GROUPS = ".param_groups"
 _STATE = frozenset(["state", "param_groups", "base_optimizer_state"])
 _OF_A_LAYER = re.compile(r".+\.(weight|bias|running_mean|running_var|num_batches_tracked)")
 AVERAGE = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])", re.IGNORECASE)
-"""What the name of a file or of tensors has that are an average of weights."""
+"""What the name of a file or folder has in which a training keeps an average of its weights. What
+is averaged after it has other names, too (exports.py)."""
 _UNTRAINED = re.compile(
     r"[^.]*(?<![a-zA-Z])(?:ema|swa|teacher)(?![a-zA-Z])"
     r"|(?:model|module|state_dict)\.(?:ema|swa|teacher)(?:_(?:model|state_dict|params))?\.",

@@ -118,6 +118,7 @@ class Assessor:
         contents = Contents.of([survey for _, survey in surveys], unread=False)  # or a reason says
         if result.empty and not contents.model:
             reasons += result.empty
+        # where all steps lie so, they lie beside none, and are judged as any
         export = is_export(step, self._run.path) and not self._exports.are_all()
         if not reasons:
             reasons += damaged_side_files(step, self._run, result.parts, options)

@@ -16,7 +16,8 @@ from ckptool.storage.url import Location, within
 _COPY = r"(?i)(?<![a-z])(?:hf|hugging[-_]?face|export(?:s|ed)?|merged|converted)(?![a-z])"
 """What a name says of a model that is written for use, not to go on from."""
 _AVERAGED = r"(?i)(?<![a-z])(?:ave|avg|averaged?|ema|swa)(?![a-z])"
-"""The same of one that is made of steps, maybe long after the last."""
+"""The same of one that is made of steps, maybe long after the last: by more words than ``AVERAGE``,
+which is what trainings keep beside their weights."""
 _NEWEST = 3
 """How many steps of a series are looked at, since the newest may be damaged."""
 

@@ -332,7 +332,7 @@ def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Pro
         if problem.code == "chunk-gap" and unread is not None:
             groups[unread].append(problem)
         elif file in covered and problem.code in _FOLLOWS:
-            continue
+            continue  # one problem says it of several files
         elif file in lacking and problem.code in _FOLLOWS:
             groups[lacking[file], file].append(problem)
         elif file and (is_of_file or "file" in joined_by):

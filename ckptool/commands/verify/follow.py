@@ -74,7 +74,7 @@ class _Follower:
                 continue
             report = Assessor(run, self._options).assess(step).report
             if report.export or (not report.ok and is_gone(path)):
-                continue
+                continue  # it lies beside the steps, or was removed meanwhile
             self._told[path] = prints[path]
             yield report
 

@@ -105,7 +105,7 @@ class Verification:
         self._of_pickles: list[Problem] | None = None
         self.content = Content()
         place = surveyed.path, surveyed.source, self._own_files
-        unusable = self._problems if self._sample.checks_whole else []
+        unusable = self._problems if self._sample.checks_whole else []  # said by one of all
         self._hashes = [] if options.quick else recorded_hashes(*place, unusable)
 
     @property
@@ -154,6 +154,7 @@ class Verification:
             self._files.find_items()
             self._check_part(None, progress)
         elif digest or not self._sample.is_all or row.reading.trim or not source.policy.by_request:
+            # parts spare a store requests, but all chunks of a tensor tell what of it is padding
             whole = self._own_files if self._sample.is_all else {}
             runs = [(f, 0, n) for f, n in whole.items() if f in source.files]
             with planned(source, runs if source.policy.by_request else []):
@@ -221,7 +222,7 @@ class Verification:
             names |= self._read_again()
         names -= packed_names(self._catalog) if names and self._catalog else set()
         tensors = content.tensors
-        if isinstance(self._sample, DataPart):
+        if isinstance(self._sample, DataPart):  # so that all parts say the same of a tensor
             tensors = locate_whole(self.surveyed, sorted(names))
         if names:
             from ckptool.commands.verify.checks.nonfinite import not_finite_problems

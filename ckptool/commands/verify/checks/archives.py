@@ -93,6 +93,7 @@ class ArchiveCheck:
             self.problems.append(Problem(message, "bytes-unused", file=region.file))
         has_crc = has_checksums(records)
         is_plain = self._look_into(item, region, records, has_crc=has_crc)
+        # what is learned of a file by itself serves only another file of its size
         may_follow = not self._is_file(item) or self._files_of_size[item.nbytes] > 1
         if has_crc and is_plain and may_follow and len(self.problems) == count:
             self._templates.learn(region, records)

@@ -46,6 +46,7 @@ def code_of_fewer(counters: Mapping[float, Sequence[str]], catalog: Catalog) -> 
 
 
 def _have_own_files(names: Collection[str], values: Values, catalog: Catalog) -> bool:
+    """Return whether counters are all those of some of the files, at least two a file."""
     files: dict[str, set[str]] = defaultdict(set)
     for name in values.keys() & catalog.tensors.keys():
         for chunk in catalog.tensors[name].chunks[:1]:
@@ -116,7 +117,10 @@ def _parameter_of(name: str) -> str:
 
 
 def _module_of(name: str) -> str:
-    """Return the name of a parameter's layer, up to its number, or else of its module."""
+    """Return the name of a parameter's layer, up to its number, or else of its module.
+
+    What is in no module may be frozen together, and has one name; ``diff`` lists each by its own.
+    """
     steps = _parameter_of(name).split(".")
     number = _first_number(steps)
     return ".".join(steps[: len(steps) - 1 if number is None else number + 1])

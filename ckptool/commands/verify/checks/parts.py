@@ -98,5 +98,5 @@ def _place(at: Place) -> tuple[str, int]:
 def _runs(item: Container) -> Iterator[ReadSpan]:
     """Yield at least what is read of an item: all of it, and both ends at every opening."""
     yield item.file, item.offset, item.nbytes
-    for _ in range(2):
+    for _ in range(2):  # to locate its tensors, and to check it
         yield from edge_spans(item.file, item.offset, item.nbytes)

@@ -120,7 +120,10 @@ def changed_modules(
 
 
 def module_of(name: str) -> str:
-    """Return the layer that a tensor belongs to, or else its name without the last step."""
+    """Return the layer that a tensor belongs to, or else its name without the last step.
+
+    One in no module is listed by its name; begun_later.py has one name for all of these.
+    """
     steps = name.split(".")
     numbers = [at for at, step in enumerate(steps[:-1]) if step.isdecimal()]
     return ".".join(steps[: numbers[0] + 1] if numbers else steps[:-1]) or name

@@ -129,6 +129,7 @@ def rewritten_coverage(result: RewriteResult, names: Collection[str], values: in
 def excluded_by_rewrite(result: RewriteResult, path: object) -> list[Problem]:
     """Return remarks on what the selection and the map exclude."""
     whole, selection, key_map = result.whole, result.kept, result.map
+    # a tensor that is renamed keeps its chunks
     chunk_ids = {id(entry.chunks) for entry in selection.tensors.values()}
     entries = [entry for entry in whole.tensors.values() if id(entry.chunks) not in chunk_ids]
     notes = excluded(path, entries, len(whole.objects) - len(selection.objects))

@@ -55,7 +55,7 @@ def newest_of_both(one: Location, other: Location, options: ReadOptions) -> Step
     for step in reversed(runs[0].steps):
         twin = next((other_steps[key] for key in _keys(step, runs[0]) if key in other_steps), None)
         if twin is None or max(len(step.parts), len(twin.parts)) > 1:
-            continue
+            continue  # a step of several checkpoints cannot be opened as one
         pair = step, twin
         if all(a.assess(s).report.ok for a, s in zip(assessors, pair, strict=True)):
             return StepPair(runs, pair)

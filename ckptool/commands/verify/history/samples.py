@@ -34,6 +34,7 @@ _MOST, _MOST_ASKED = 1 << 11, 1 << 6
 _PLACES, _MIDDLE = 8, 4
 """Eighths of a matrix, at one of which a sample begins."""
 OTHER_PLACES = 0, 2, 6
+"""Eighths at which other samples begin, of a matrix whose first is like nothing."""
 
 
 class Samples:

@@ -203,6 +203,7 @@ class Save(Struct, frozen=True, dict=True):
         A save has the rate of the step that follows it, which is zero once training is over.
         """
         first, last = (max(save.rates, default=0.0) for save in (predecessor, self))
+        # gradients that are not divided by their sizes are taken for a ten-thousandth
         step = min(first, last or first) * VISIBLE / self.state.visible_rate
         return step if step >= VISIBLE else 0.0
 

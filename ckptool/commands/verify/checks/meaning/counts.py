@@ -41,7 +41,7 @@ _OWN_RATE = re.compile(r"optimizer(?:_\d+)?\.param_groups\.\d+\.lr")
 _GIVEN_RATES = re.compile(r"(scheduler(?:_\d+)?)\._last_lr")
 """accelerate's files of schedulers, and the learning rates in its files."""
 _SLOW = 4
-"""Fewer steps than an epoch has, after which a scheduler may count, too."""
+"""Steps of the shortest epoch, after each of which a scheduler may count instead."""
 _SCALER = re.compile(r"(?:meta\.)?\w+Precision\.scale")
 _FIRST_RATE = re.compile(r"(?:optimizer_states\.|optimizer_)\d+\.param_groups\.0\.lr")
 """What Lightning saves of loss scaling, and of each of its optimizers."""
@@ -162,6 +162,7 @@ def _check_rates(
     schedules = {m[1]: values[name] for name in values if (m := _GIVEN_RATES.fullmatch(name))}
     odd = [name for name, last_rates in schedules.items() if _is_unused(last_rates, rates.values())]
     optimizers = {name.partition(".")[0] for name in rates}
+    # where optimizers have not each a scheduler, any scheduler may give the rate
     if not odd or len(odd) < len(schedules) != len(optimizers):
         return
     steps = int(max(steps_of_each(catalog, read).values(), default=0))
