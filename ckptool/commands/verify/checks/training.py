@@ -181,15 +181,14 @@ class StepCounters:
             for name in names
             if _EXPERT not in name and not (of_experts and name.split(".")[-2].isdigit())
         ]
-        unused = _without_state(odd, surveyed) if odd else set()
-        for value, names in fewer.items():
-            self._values[value] = [n for n in names if n in odd and n not in unused]
-        self._values = _differing_counters(self._values)
-        code = code_of_fewer(self._values, catalog) if catalog else "steps-differ"
-        if len(self._values) < 2 or code is None:
+        used = {*odd} - _without_state(odd, surveyed) if odd else set()
+        fewer = {value: [n for n in names if n in used] for value, names in fewer.items()}
+        values = _differing_counters(self._values | fewer)
+        code = code_of_fewer(values, catalog) if catalog else "steps-differ"
+        if len(values) < 2 or code is None:
             return
-        code = code if len(self._values) <= _FEW_VALUES else "steps-scattered"
-        ordered = sorted(self._values.items(), key=lambda pair: len(pair[1]))
+        code = code if len(values) <= _FEW_VALUES else "steps-scattered"
+        ordered = sorted(values.items(), key=lambda pair: len(pair[1]))
         parts = [f"{value:g} for {list_some(names, 1)}" for value, names in ordered[: _SHOWN + 1]]
         more = f" and {len(ordered) - len(parts)} more values" if len(ordered) > len(parts) else ""
         message = f"the optimizer's step counters are {'; '.join(parts)}{more}"
