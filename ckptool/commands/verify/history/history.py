@@ -58,6 +58,8 @@ class History:
         """
         if not earlier:
             return
+        from ckptool.commands.verify.history.movement import movement_problems  # numpy
+
         saves = self._saves_of(step, checkpoints)
         last = earlier[-_BEFORE:]
         past = {old.path: self._saves_of(old, survey_models(old, self._options)) for old in last}
@@ -71,7 +73,7 @@ class History:
                 own = _left_behind(save, place, [saves, *olds])
             else:
                 own = _save_problems(save, predecessors, earlier[-1])
-            for problem in chain(own, _movement_problems(save, predecessors)):
+            for problem in chain(own, movement_problems(save, predecessors)):
                 yield Problem(f"{save.part}: {problem}", problem.code) if save.part else problem
 
     def _saves_of(self, step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath, Save]:
@@ -134,12 +136,6 @@ def _copies(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
                 f"its weights, its optimizer and the step that it records are those of {old.name}"
             )
             yield Problem(f"{message}: it is a copy", _DIFFER)
-
-
-def _movement_problems(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
-    from ckptool.commands.verify.history.movement import movement_problems  # numpy
-
-    return movement_problems(save, predecessors)
 
 
 def _lost_state(save: Save, predecessor: Save) -> Iterator[Problem]:

@@ -71,7 +71,7 @@ def _check_zeros(now: Samples, past: Sequence[Samples], names: Sequence[str]) ->
         memories = {n for n in untrained if any(last.count_differing(old, n) for old in older)}
         if matrices := [name for name in matrices if name not in memories]:
             message = f"{list_some(matrices, _FEW)}: all values are zero, which they are not in"
-            yield Problem(f"{message} {samples.name}", _ZERO, tensor=matrices[0])
+            yield Problem(f"{message} {samples.save.name}", _ZERO, tensor=matrices[0])
             return
 
 
@@ -86,8 +86,8 @@ def _check_returns(
         matrices = [n for n in moved if not (now.count_differing(samples, n) or now.is_zero(n))]
         matrices = [name for name in matrices if now.is_equal_in(samples, name)]
         if 0 < len(matrices) < len(moved):
-            message = f"{list_some(matrices, _FEW)}: as in {samples.name}, but not as in"
-            message += f" {last.name}, which is newer"
+            message = f"{list_some(matrices, _FEW)}: as in {samples.save.name}, but not as in"
+            message += f" {last.save.name}, which is newer"
             yield Problem(f"{message}: they are of two saves", _OF_TWO)
 
 
@@ -106,7 +106,7 @@ def _check_exchanges(
         for name, likeness, other in now.most_like(strangers, last, group) if strangers else ():
             is_other = likeness > _SETTLED and not _are_of_copies(name, other)
             if is_other and all(last.likeness(name, old) > _APART for old in older[:1]):
-                message = f"{name}: has the values that {other} had in {last.name}"
+                message = f"{name}: has the values that {other} had in {last.save.name}"
                 yield Problem(f"{message}: layers were mixed up", _UNRELATED, tensor=name)
 
 
@@ -155,7 +155,7 @@ def _check_standstill(
     matrices = [name for name in matrices if moves[name] and now.looks(name) not in frozen]
     matrices = [name for name in matrices if save.moves(predecessor, [name])]
     if matrices:
-        message = f"{list_some(matrices, _FEW)}: as in {last.name}, but not what the optimizer"
+        message = f"{list_some(matrices, _FEW)}: as in {last.save.name}, but not what the optimizer"
         yield Problem(f"{message} keeps of it: they are of two saves", _OF_TWO)
 
 
@@ -183,8 +183,8 @@ def _check_foreign(
         one, two, three = (Samples(save, foreign, at) for save in saves)
         foreign = [n for n in foreign if _is_foreign(one, two, three, n)]
     if foreign and not _has_another_optimizer(*saves):
-        message = f"{list_some(foreign, _FEW)}: like nothing that it was in {last.name} and"
-        message += f" {older.name}: of another model, or made anew"
+        message = f"{list_some(foreign, _FEW)}: like nothing that it was in {last.save.name} and"
+        message += f" {older.save.name}: of another model, or made anew"
         yield Problem(message, _UNRELATED, tensor=foreign[0])
 
 

@@ -76,11 +76,6 @@ class Samples:
             return  # the reader of all data reports on it
 
     @property
-    def name(self) -> str:
-        """The name of the step."""
-        return self.save.name
-
-    @property
     def names(self) -> Set[str]:
         """The names of the matrices of which there are samples."""
         return self._bits.keys()

@@ -145,7 +145,7 @@ def stateless_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
         steps = step - (number_in(values, trainer.skipped) or 0)
         if number_in(values, trainer.stepped) != step or steps < _FIRST:
             continue
-        file, names = _optimizer_of(surveyed.source, catalog)
+        file, names = _stateless_optimizer(surveyed.source, catalog)
         group = next((name for name in names if _OF_ADAM.fullmatch(name)), None)
         if group is not None:
             message = f"{file or group.rpartition('.param_groups')[0]}: no optimizer state at all,"
@@ -153,7 +153,7 @@ def stateless_problems(surveyed: Survey, catalog: Catalog) -> Iterator[Problem]:
             yield Problem(message, "moments-zero", file=file)
 
 
-def _optimizer_of(source: Files, catalog: Catalog) -> tuple[str | None, Sequence[str]]:
+def _stateless_optimizer(source: Files, catalog: Catalog) -> tuple[str | None, Sequence[str]]:
     """Return the file beside the model, if it has one, and the values of a stateless optimizer."""
     name = trainer_optimizer(source.files, catalog.files)
     if name is not None and source.files[name] <= _SMALL:
