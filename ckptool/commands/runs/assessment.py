@@ -271,7 +271,7 @@ class Assessor:
     def _earlier_steps(self, step: Step) -> list[Step]:
         """Return the earlier steps of a step's series, oldest first.
 
-        Those of the last and the best are the steps beside them that count.
+        One that is called the last or the best is compared with the numbered ones beside it, too.
         """
         series, index = self._run.by_series[step.series], self._run.index(step)
         if re.fullmatch(SPARED, step.path.name) is None:

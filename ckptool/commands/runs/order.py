@@ -68,7 +68,7 @@ def _by_position(
 ) -> Place:
     """Return the place of a step by its stage and the numbers of a position in some units.
 
-    What counts no step is the end of its epoch.
+    A position without a step is the end of its epoch.
     """
     numbers = position.numbers(units)
     key = position.stage or 0, *(math.inf if number is None else number for number in numbers)

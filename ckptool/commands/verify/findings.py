@@ -353,7 +353,10 @@ def _by_cause(problems: list[Problem], catalog: Catalog | None) -> list[list[Pro
 
 
 def _files_of_one_cause(problems: list[Problem]) -> set[str]:
-    """Return the missing files that one problem is about; only failed reads name one by itself."""
+    """Return the missing files that one problem of several is about.
+
+    A file is none of these if more is said of it than that a read did not find it.
+    """
     joined = [problem for problem in problems if problem.code in _SEVERAL]
     if not any(problem.file is None and problem.tensor is None for problem in joined):
         return set()

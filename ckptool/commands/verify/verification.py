@@ -84,7 +84,8 @@ def examine(
 class Verification:
     """The survey of a checkpoint, and the problems so far.
 
-    ``content`` is what was read, with the SHA-256 (hex) of whole files, and ``elements`` all of it.
+    ``content`` is what was read, with the SHA-256 (hex) of whole files; ``elements`` is the same
+    for checks of values, None unless all was read.
     """
 
     def __init__(

@@ -75,8 +75,8 @@ def _with_count(
 ) -> Iterator[tuple[str, float]]:
     """Yield the counts that went with one which has stopped, and have gone on as far as before.
 
-    Epochs are only as long as what lies between two saves by chance, and so is what one of them
-    counts: they go with the same count in another file.
+    Epochs, and what grew by one, may have grown with another count by chance: if they are the
+    save's own, only the same count in another file is meant.
     """
     is_own = name not in save.counts
     others = [n for n in sorted(more) if growth[n] == growth[name] and more[n] >= growth[n]]

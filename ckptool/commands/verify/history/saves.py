@@ -50,10 +50,10 @@ _LARGEST = 1e-3
 class Save(Struct, frozen=True, dict=True):
     """A checkpoint of a step, or a model ``inside`` one, with the optimizer that trains it.
 
-    It is, or lies in, an ``entry`` of the step; ``part`` says of which of several side by side, and
-    of which model inside. ``optimizer_part`` is the step's only checkpoint with an optimizer, if
-    this is its only model, or the only one whose name says the same. ``others`` are files beside
-    the step's first one, unless they are of ranks.
+    It is an ``entry`` of the step, or lies in one; ``part`` is the role of that entry, if the step
+    has several, and the path of a model in it. ``optimizer_part`` is the step's only checkpoint
+    with an optimizer, if this is its only model, or the only one whose name says the same.
+    ``others`` are files beside the step's first one, unless they are of ranks.
     """
 
     survey: Survey
