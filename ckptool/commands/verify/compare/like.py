@@ -29,7 +29,7 @@ from ckptool.engine.check.difference import Tolerance
 from ckptool.engine.check.pairs import TensorPair
 from ckptool.engine.check.tensors import compare
 from ckptool.engine.progress import UNWATCHED, Progress
-from ckptool.engine.read.tensors import CheckedSource
+from ckptool.engine.read.tensors import TensorSource
 from ckptool.errors import Damaged, Hostile, Problem, UsageError
 from ckptool.storage.url import Location
 
@@ -186,7 +186,8 @@ def _differing_tensors(
 ) -> tuple[set[str], list[Problem]]:
     """Return which tensors differ, and why some cannot be read.
 
-    Bits are compared, or exact numbers if the element types are not the same.
+    Bits are compared, or exact numbers if the element types are not the same. Checksums are not:
+    those of the first side were when it was verified.
     """
     opened, problems = [], list[Problem]()
     for side, catalog in zip(sides, (lined.one, lined.other), strict=True):
@@ -200,7 +201,7 @@ def _differing_tensors(
         if name in opened[0] and name in opened[1]
     ]
     workers = options.workers or max(side.source.policy.workers for side in sides)
-    reads = CheckedSource(sides[0].source), CheckedSource(sides[1].source)
+    reads = TensorSource(sides[0].source), TensorSource(sides[1].source)
     progress.begin(sum(pair.nbytes for pair in pairs))
     differing: set[str] = set()
     for tolerance in (None, Tolerance()):
