@@ -133,7 +133,8 @@ def may_match(kinds: Sequence[str], key_map: KeyMap) -> bool:
     if any(key in _beginning_with(kinds, key)[:1] for key in (p.key for p in patterns)):
         return True
     globs = [abstract(keep.source)[0] for keep in key_map.keep]
-    return any(filter_names(_beginning_with(kinds, re.split(r"[*?[]", g)[0]), g) for g in globs)
+    kept = [kind for kind in kinds if kind.count(".") <= MOST_STEPS]
+    return any(filter_names(_beginning_with(kept, re.split(r"[*?[]", g)[0]), g) for g in globs)
 
 
 def _beginning_with(names: Sequence[str], text: str) -> Sequence[str]:

@@ -10,7 +10,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import BY_NAME
 from ckptool.core.keymap.apply import apply_map
 from ckptool.core.keymap.axes import parse_axes, show_axes, solve
-from ckptool.core.keymap.match import ModelFacts
+from ckptool.core.keymap.match import ModelFacts, may_match
 from ckptool.core.keymap.model import KeyMap, abstract
 from ckptool.core.keymap.parse import parse_map, parse_pattern
 from ckptool.errors import UsageError
@@ -198,3 +198,12 @@ def test_a_rule_for_what_has_another_tensor_beside_it() -> None:
     there, back = key_map(*rules).inverse, key_map(*rules)
     assert makes(there, "0.norm", "1.norm", "1.up") == {"0.norm", "1.up.norm", "1.up"}
     assert makes(back, "0.norm", "1.up.norm", "1.up") == {"0.norm", "1.norm", "1.up"}
+
+
+def test_what_is_kept_has_no_thousands_of_steps() -> None:
+    """Such a name is hostile: it costs all maps what its bytes cost, but for this."""
+    kept = key_map({"from": "norm", "to": "norm"}, keep=["layers.*"])
+    for steps, may in ((3, True), (3_000, False)):
+        name = "layers." * steps + "w"
+        assert may_match([name], kept) is may
+        assert (kept.kept_as(name) is not None) is may
