@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from conftest import FIXTURES, GOOD, Case, by_name
+from trials import trials
 
+from ckptool import conformance
 from ckptool.conformance import conformance_problems
 from ckptool.formats import FORMATS
 
@@ -32,8 +34,13 @@ def smallest_of(name: str) -> list[Case]:
 CASES = [one for name in FORMATS if name not in TAKES_A_PART for one in smallest_of(name)]
 
 
+@pytest.mark.trials
 @pytest.mark.parametrize("one", CASES, ids=by_name)
-def test_a_format_passes_the_suite(one: Case, tmp_path: Path) -> None:
+def test_a_format_passes_the_suite(
+    one: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, count in (("_FLIPS", 43), ("_FEWEST_FLIPS", 2), ("_MOST_FLIPS", 6)):
+        monkeypatch.setattr(conformance, name, trials(count))
     row = FORMATS[one.facts["format"]]
     problems = conformance_problems(row, FIXTURES / one.name, tmp_path)
     assert [text for text in problems if not text.split(": ")[1].startswith(WITHOUT_TRUTH)] == []
