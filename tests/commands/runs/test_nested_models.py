@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,6 +89,22 @@ def newest_good(run: Path) -> str:
     return found.path.name
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps, all of them good, with nothing beside it; nobody changes it."""
+    run = tmp_path_factory.mktemp("saved") / "own"
+    for number in (1, 2, 3):
+        save_step(run, number)
+    assert newest_good(run) == "checkpoint-3"
+    return run
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "NaN": (set_nan, ("not-finite: blocks.1.up.weight",)),
     "a tensor": (lose_one, ("blocks.1.up.weight: missing, checkpoint-1 has it",)),
@@ -98,18 +115,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize(("damage", "reasons"), DAMAGES.values(), ids=DAMAGES)
 def test_a_step_is_not_good_if_a_model_inside_is_not(
-    damage: Callable[[Path], object], reasons: tuple[str, ...], place: str, tmp_path: Path
+    damage: Callable[[Path], object], reasons: tuple[str, ...], place: str, run: Path
 ) -> None:
-    steps = [save_step(tmp_path, number) for number in (1, 2, 3)]
-    assert newest_good(tmp_path) == "checkpoint-3"
-    damage(steps[2] / place)
-    report = ckptool.verify_run(tmp_path)
+    damage(run / "checkpoint-3" / place)
+    report = ckptool.verify_run(run)
     assert report.latest_good is not None
     assert report.latest_good.path.name == "checkpoint-2"
     (why,) = report.steps[0].reasons
     assert any(reason in why for reason in reasons)
     assert place.partition("/")[0] in why
-    assert fates(pruned(tmp_path))["checkpoint-2"] == "keep"
+    assert fates(pruned(run))["checkpoint-2"] == "keep"
 
 
 @pytest.mark.parametrize(
@@ -123,12 +138,11 @@ def test_a_step_is_not_good_if_a_model_inside_is_not(
         "optimizer_state/model.safetensors",
     ],
 )
-def test_what_is_saved_no_model_of_the_step_says_nothing_of_it(name: str, tmp_path: Path) -> None:
-    steps = [save_step(tmp_path, number) for number in (1, 2, 3)]
-    for step in steps:
+def test_what_is_saved_no_model_of_the_step_says_nothing_of_it(name: str, run: Path) -> None:
+    for step in run.iterdir():
         save(weights(0), step / name)
-    set_nan(steps[2] / name)
-    assert newest_good(tmp_path) == "checkpoint-3"
+    set_nan(run / "checkpoint-3" / name)
+    assert newest_good(run) == "checkpoint-3"
 
 
 @pytest.mark.parametrize(
@@ -183,27 +197,23 @@ def test_state_of_ranks_inside_may_differ(tmp_path: Path) -> None:
     assert newest_good(tmp_path) == "checkpoint-3"
 
 
-def test_a_model_inside_that_is_another_has_lost_nothing(tmp_path: Path) -> None:
-    steps = [save_step(tmp_path, number) for number in (1, 2, 3)]
+def test_a_model_inside_that_is_another_has_lost_nothing(run: Path) -> None:
     smaller = {name: value for name, value in weights(3).items() if not name.startswith("blocks.3")}
     smaller["blocks.0.up.weight"] = torch.randn(32, 8)
-    save(smaller, steps[2] / PLACES["a folder"])
-    assert newest_good(tmp_path) == "checkpoint-3"
+    save(smaller, run / "checkpoint-3" / PLACES["a folder"])
+    assert newest_good(run) == "checkpoint-3"
 
 
-def test_what_is_inside_is_read_in_its_own_format(tmp_path: Path) -> None:
-    steps = [save_step(tmp_path, number) for number in (1, 2, 3)]
-    set_nan(steps[2] / PLACES["an average"])
-    report = ckptool.verify_run(tmp_path, from_format="rank-local")
+def test_what_is_inside_is_read_in_its_own_format(run: Path) -> None:
+    set_nan(run / "checkpoint-3" / PLACES["an average"])
+    report = ckptool.verify_run(run, from_format="rank-local")
     assert report.latest_good is not None
     assert report.latest_good.path.name == "checkpoint-2"
 
 
-def test_steps_are_good_beside_the_final_model(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        save_step(tmp_path, number)
-    save(weights(3), tmp_path / "unet" / DIFFUSERS)
-    report = ckptool.verify_run(tmp_path, every=True)
+def test_steps_are_good_beside_the_final_model(run: Path) -> None:
+    save(weights(3), run / "unet" / DIFFUSERS)
+    report = ckptool.verify_run(run, every=True)
     assert report.ok
     assert report.latest_good is not None
     assert report.latest_good.path.name == "checkpoint-3"
