@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import on_ranks
 from fault_runs import FAULTS, Call, Ended, Trial, fresh, run
 from traced_runs import require_strace, run_traced
 from typer.testing import CliRunner
@@ -56,13 +55,14 @@ for name, value in (("old", 1.0), ("new", 5.0)):
     state = {f"w{n}": torch.full((4, 8), value + n) for n in range(3)} | {"step": int(value)}
     dcp.save(state, checkpoint_id=f"{sys.argv[1]}/{name}", no_dist=True)
 """
-"""Run elsewhere: a process that has torch is slow to fork."""
+"""Run elsewhere: a process that has torch is slow to fork, and this one may not have it."""
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sources")
-    subprocess.run([sys.executable, "-c", SAVE, folder], check=True)
+    (saved,) = on_ranks(1, ["-c", SAVE, folder])
+    assert saved.code == 0, saved.stderr
     found = {"old": folder / "old", "new": folder / "new"}
     for kind in COMMANDS:  # imported once, every process that is forked from here has it
         words = words_of(kind, found["old"], folder, overwrite=True)

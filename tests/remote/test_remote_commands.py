@@ -109,10 +109,11 @@ def test_inspect_reads_tensors_and_values_where_asked(s3: S3) -> None:
 def test_under_torchrun_both_sides_may_be_urls(
     s3: S3, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHON_EXEC", str(forking_python(tmp_path)))  # starts the ranks
+    python = str(forking_python(tmp_path))
+    monkeypatch.setenv("PYTHON_EXEC", python)  # starts the ranks
     resharded(SOURCE, out / "m", "2")
     url = s3.put(SOURCE, "m")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [python, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "ckptool"]
     command += ["reshard", url, s3.url("other"), "--mesh", "2", "--rank-state", "drop"]
     done = subprocess.run(command, capture_output=True, text=True)
