@@ -36,25 +36,31 @@ def require_same_tokens(operands: Sequence[Operand], assets: Path | None) -> Non
     """
     if assets is not None and any((assets / name).exists() for name in _TOKENIZERS):
         return
-    texts = {
-        operand.label: text
-        for operand in operands
-        if any(EMBEDDING.fullmatch(n) or HEAD.fullmatch(n) for n in operand.catalog.tensors)
-        and (text := _first_of(partial(_read_companion, operand))) is not None
-    }
-    if len({*texts.values()}) < 2:
-        return
-    (first, tokens), *others = ((label, _tokens(text)) for label, text in texts.items())
-    for label, other in others:
-        differing = [row for row, token in tokens.items() if other.get(row, token) != token]
+    first, first_text = "", b""
+    for operand in filter(_has_tokens, operands):
+        text = _first_of(partial(_read_companion, operand))
+        if text is None or text == first_text:
+            continue
+        if not first:
+            first, first_text = operand.label, text
+            continue
+        tokens, others = _tokens(first_text), _tokens(text)
+        differing = [row for row, token in tokens.items() if others.get(row, token) != token]
         if differing:
             row = min(differing)
             raise Unsupported(
-                f"{first} and {label} have other vocabularies: {plural(len(differing), 'row')} of"
-                f" other tokens, such as {row:,}: {tokens[row]!r} and {other[row]!r}",
+                f"{first} and {operand.label} have other vocabularies:"
+                f" {plural(len(differing), 'row')} of other tokens, such as {row:,}:"
+                f" {tokens[row]!r} and {others[row]!r}",
                 hint="--hf-assets FOLDER with the tokenizer of the result merges them nevertheless;"
                 " --drop leaves out the embedding and the head",
             )
+
+
+def _has_tokens(operand: Operand) -> bool:
+    """Return whether a checkpoint has tensors of which each row is a token's."""
+    names = operand.catalog.tensors
+    return any(EMBEDDING.fullmatch(name) or HEAD.fullmatch(name) for name in names)
 
 
 def notes_on_configs(operands: Sequence[Operand], assets: Path | None) -> Iterator[str]:
