@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from msgspec import Struct, field
 
@@ -21,6 +21,7 @@ from ckptool.core.text import compile_stated, list_some
 from ckptool.errors import Unsupported
 from ckptool.storage.url import Location
 
+_Value = TypeVar("_Value")
 _PREFIX = "base_model.model."
 _INNER = ".base_layer"
 _PART = re.compile(
@@ -49,13 +50,13 @@ _UNSUPPORTED = (
 )
 TAKES = (
     "--lora takes the folder that PEFT's save_pretrained writes; of a trainer's checkpoint,"
-    " `ckptool convert SRC DST --to hf --peft-adapter` makes one"
+    " `ckptool convert CKPT ADAPTER --to hf --peft-adapter` makes one"
 )
 _FEW = 3
 _LONGEST = 1.0
 """Seconds of the processor for one pattern and one name."""
 _AT_ONCE = re.compile(r"[^*+?{|]*")
-"""A pattern that repeats nothing and has no alternatives, as most: it needs no end."""
+"""A pattern without repetitions and alternatives, as most are: it is matched in no time."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to initialize that subtract what they put into the adapter from the base's weights."""
 _CONVERTS = (
@@ -102,7 +103,7 @@ class Settings(Struct, frozen=True):
 
     def rank_of(self, key: str) -> int:
         """Return the rank of a module or parameter, as PEFT finds it by its name."""
-        return next(_matching(self.rank_pattern, key), self.r)
+        return self._find(self.rank_pattern, key, self.r)
 
     def scale_of(self, key: str) -> float:
         """Return what the product of a module's matrices is multiplied by."""
@@ -115,12 +116,19 @@ class Settings(Struct, frozen=True):
         It looked for rank and alpha under the first pattern of either that fits.
         """
         patterns = {pattern: pattern for pattern in (*self.rank_pattern, *self.alpha_pattern)}
-        first = next(_matching(patterns, key), "")
+        first = self._find(patterns, key, "")
         former = self.alpha_pattern.get(first, self.lora_alpha)
         return not self.peft_version and former != self._alpha_of(key)
 
     def _alpha_of(self, key: str) -> float:
-        return next(_matching(self.alpha_pattern, key), self.lora_alpha)
+        return self._find(self.alpha_pattern, key, self.lora_alpha)
+
+    def _find(self, patterns: Mapping[str, _Value], key: str, usual: _Value) -> _Value:
+        """Return the value of the first pattern that a name ends with, the usual one without."""
+        try:
+            return next(_matching(patterns, key), usual)
+        except Unsupported as error:
+            raise error.within(self.place) from None
 
     def tokens_of(self, module: str) -> tuple[int, ...]:
         """Return the rows of an embedding that were trained apart; none if nothing says so."""
@@ -276,7 +284,7 @@ def _settings(record: Record, where: str) -> Settings:
         raise Unsupported(f"{where}: {error}") from None
 
 
-def _matching(patterns: Mapping[str, Any], key: str) -> Any:
+def _matching(patterns: Mapping[str, _Value], key: str) -> Iterator[_Value]:
     """Yield the values of the patterns that a name ends with, as PEFT matches them.
 
     Raises Unsupported for one that takes too long, as anybody may write such.
@@ -286,7 +294,7 @@ def _matching(patterns: Mapping[str, Any], key: str) -> Any:
             if _ending(pattern)(key):
                 yield value
         except TimeoutError:
-            message = f"{ADAPTER_CONFIG}: pattern {_short(pattern)} takes more than"
+            message = f"pattern {_short(pattern)} takes more than"
             message += f" {_LONGEST:g} s to match {key}"
             raise Unsupported(message, "limit-exceeded", hint="simplify it there") from None
 
@@ -300,7 +308,7 @@ def _ending(pattern: str) -> Callable[[str], object]:
             return re.compile(whole).match
         return partial(compile_stated(whole).match, timeout=_LONGEST)
     except (re.error, RecursionError) as error:
-        message = f"{ADAPTER_CONFIG}: pattern {_short(pattern)}: {error}"
+        message = f"pattern {_short(pattern)}: {getattr(error, 'msg', error)}"
         raise Unsupported(message) from None
 
 

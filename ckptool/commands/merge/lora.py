@@ -310,7 +310,9 @@ def _have(names: Iterable[str], module: str) -> bool:
 
 def _hint_on_missing(key: str) -> str:
     is_of_head = HEAD.fullmatch(f"{key.rpartition('.')[0]}.weight")
-    return _HEAD_IS_TIED.format(key) if is_of_head else "--rename changes the base's names"
+    if is_of_head:
+        return _HEAD_IS_TIED.format(key)
+    return "where the base has it by another name, --rename changes that"
 
 
 def _may_be_same(name: str, base_name: str) -> bool:

@@ -78,7 +78,7 @@ Q = pair("model.q", 5, 6)
         (
             {"alpha_pattern": {"k{e}": 3}},
             Q,
-            "'k{e}': cannot be read as Python's re does at position 9",
+            "adapter: adapter_config.json: pattern 'k{e}': cannot be read as Python's re does",
         ),
         ({"alpha_pattern": {"([a[:digit:]])*": 3}}, Q, "cannot be read as Python's re does"),
         ({"alpha_pattern": {"(?i)Q": 3}}, Q, "global flags not at the start"),
