@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -27,7 +26,7 @@ from ckptool.commands.runs.models import Models, StepSurvey, as_read, survey_mod
 from ckptool.commands.runs.records import Contents, read_alone
 from ckptool.commands.runs.side_files import damaged_side_files, faults_in
 from ckptool.commands.runs.steps import Run, Step, is_unfinished_name
-from ckptool.commands.runs.trainers import SPARED
+from ckptool.commands.runs.trainers import is_spared
 from ckptool.commands.verify.findings import Finding, VerifyReport
 from ckptool.commands.verify.history.history import History
 from ckptool.commands.verify.verification import Verification, examine
@@ -274,7 +273,7 @@ class Assessor:
         One that is called the last or the best is compared with the numbered ones beside it, too.
         """
         series, index = self._run.by_series[step.series], self._run.index(step)
-        if re.fullmatch(SPARED, step.path.name) is None:
+        if not is_spared(step.path.name):
             return [*series[: bisect_left(series, index, key=self._run.index)]]
         return [
             other

@@ -9,7 +9,7 @@ from ckptool.commands.runs.contents import AT_ONCE, save_time
 from ckptool.commands.runs.names import is_part_folder
 from ckptool.commands.runs.records import Contents
 from ckptool.commands.runs.steps import Run, Step
-from ckptool.commands.runs.trainers import EXPORTS, SPARED
+from ckptool.commands.runs.trainers import EXPORTS, is_spared
 from ckptool.serialization.file_roles import may_be_empty, role_of, without_words
 from ckptool.storage.url import Location, within
 
@@ -64,9 +64,8 @@ class Exports:
         """
         name = step.path.name
         is_one_file = "" in self._run.files_in(step.path) and not step.beside
-        is_spared = re.fullmatch(SPARED, name) is not None
         has_none = role_of(name) == "optimizer" or may_be_empty(name)
-        if step.number is not None or not is_one_file or is_spared or not has_none:
+        if step.number is not None or not is_one_file or is_spared(name) or not has_none:
             return False
         neighbours = (s for s in self._run.steps if s.path.parent == step.path.parent)
         neighbours = (s for s in neighbours if s.number is not None)

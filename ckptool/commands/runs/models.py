@@ -15,7 +15,7 @@ from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.steps import Step
-from ckptool.commands.runs.trainers import SPARED, UNFINISHED
+from ckptool.commands.runs.trainers import UNFINISHED, is_spared
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import AVERAGE, state_category, weights
 from ckptool.core.text import list_some
@@ -99,8 +99,8 @@ def _is_linked(place: Location, head: Location) -> bool:
 def _may_be_saved(name: str) -> bool:
     """Return whether a name is not that of a copy, a leftover, another step or training state."""
     is_other = name.startswith(".") or name.isdecimal() or is_of_training(name)
-    is_spared = any(re.fullmatch(pattern, name) for pattern in (UNFINISHED, SPARED))
-    return not (is_other or is_spared or parse_name(name, is_folder=True).position)
+    is_other = is_other or is_spared(name) or re.fullmatch(UNFINISHED, name) is not None
+    return not (is_other or parse_name(name, is_folder=True).position)
 
 
 def _is_model(place: Location, names: Sequence[str]) -> bool:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ckptool.commands.open import survey_readable
 from ckptool.commands.runs.names import EntryName, is_part_folder, parse_name
 from ckptool.commands.runs.steps import Step
-from ckptool.commands.runs.trainers import SPARED
+from ckptool.commands.runs.trainers import is_spared
 from ckptool.core.state_category import weights
 from ckptool.errors import NoAnswer
 from ckptool.serialization.file_roles import is_of_training, role_of
@@ -54,7 +54,7 @@ def _is_one_save(files: Sequence[Location]) -> bool:
     names = [parse_name(path.name, is_folder=is_folder(path)) for path in files]
     if any(name.position or re.search(r"(?i)(?<![a-z])#", name.kind) for name in names):
         return False
-    if any(re.fullmatch(SPARED, path.name) is not None for path in files):
+    if any(is_spared(path.name) for path in files):
         return False
     return {_is_state(path, name) for path, name in zip(files, names, strict=True)} == {True, False}
 

@@ -20,7 +20,7 @@ from ckptool.commands.runs.names import (
 from ckptool.commands.runs.records import has_optimizer
 from ckptool.commands.runs.saves import is_folder, saves_by_contents, separate_trainings
 from ckptool.commands.runs.steps import Run, Step, fixed_in, read_from, says_another
-from ckptool.commands.runs.trainers import POINTERS, SPARED
+from ckptool.commands.runs.trainers import POINTERS, is_spared
 from ckptool.core.state_category import weights
 from ckptool.core.text import natural_key
 from ckptool.errors import Unrecognized
@@ -170,8 +170,7 @@ def _steps_in_whole(place: Location, inner: Sequence[Location]) -> list[Location
 
 
 def _is_spared_rank(path: Location) -> bool:
-    is_spared = re.fullmatch(SPARED, path.name) is not None
-    return is_spared and parse_name(path.name, is_folder=False).has_rank
+    return is_spared(path.name) and parse_name(path.name, is_folder=False).has_rank
 
 
 def _position_of(path: Location) -> Position:
@@ -234,7 +233,7 @@ def _join_steps(entries: Iterable[Step]) -> Iterator[Step]:
     """Yield the entries that are one step as one: their names differ in nothing but the part."""
     groups: dict[tuple[object, ...], list[Step]] = {}
     for entry in entries:
-        is_part = entry.name.has_rank or re.fullmatch(SPARED, entry.path.name) is not None
+        is_part = entry.name.has_rank or is_spared(entry.path.name)
         series = (entry.home, entry.name.family) if is_part else entry.series
         is_alone = entry.number is None and not is_part
         key = (entry.path,) if is_alone else (*series, entry.position, entry.number)

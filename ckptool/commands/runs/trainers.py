@@ -260,11 +260,10 @@ TRAINERS = (
 
 NAMES = {row.name: row.step for row in TRAINERS}
 """The whole names of the steps of each trainer."""
-SPARED = (
+_SPARED = (
     "|".join(f"(?:{row.spared})" for row in TRAINERS)
     + r"|(?i:(?:.*[-_.])?(?:best|final|last|latest)(?:[-_.].*)?)"
 )
-"""Whole names of entries that are no step among many: no clean-up of a trainer deletes them."""
 _BEGUN = r"(?:tmp|temp|partial|incomplete|unfinished|staging|dirty|saving|writing|in_?progress)"
 UNFINISHED = (
     "|".join(f"(?:{row.unfinished})" for row in TRAINERS)
@@ -278,6 +277,11 @@ LAST_RECORD = "|".join(p for row in TRAINERS for p in row.last if p.endswith(".j
 """Names of the files in JSON that trainers write last."""
 _BESIDE = tuple(m.removeprefix("NAME") for row in TRAINERS for m in row.marks if "NAME" in m)
 _INSIDE = tuple(m for row in TRAINERS for m in row.marks if "NAME" not in m)
+
+
+def is_spared(name: str) -> bool:
+    """Return whether an entry is no step among many: no clean-up of a trainer deletes it."""
+    return re.fullmatch(_SPARED, name) is not None
 
 
 def unfinished_mark(name: str, files: Collection[str], neighbours: Collection[str]) -> str | None:

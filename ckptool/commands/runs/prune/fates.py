@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -21,7 +20,7 @@ from ckptool.commands.runs.pointers.links import passes_link
 from ckptool.commands.runs.prune.strip import plan_strip
 from ckptool.commands.runs.records import recorded_position
 from ckptool.commands.runs.steps import Run, Step, is_unfinished_name, others_inside
-from ckptool.commands.runs.trainers import SPARED
+from ckptool.commands.runs.trainers import is_spared
 from ckptool.commands.transfer.overwrite import find_side
 from ckptool.core.text import list_some
 from ckptool.engine.write.removal import mounted_in
@@ -229,7 +228,7 @@ class _Decision(Struct, dict=True):
         number = step.number
         if every is not None and number is not None and number % every == 0:
             return f"every {every:,} steps" if every > 1 else "every step"
-        if re.fullmatch(SPARED, step.path.name):
+        if is_spared(step.path.name):
             return "its name says that it is no step among many"
         return None
 
