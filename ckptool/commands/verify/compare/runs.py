@@ -75,7 +75,8 @@ def _is_of_steps(place: Location) -> bool:
     try:
         if place.is_dir() and not is_run(place):
             detect_checkpoint(place)
-        return place.is_dir() and is_run(place)
+            return False
+        return place.is_dir()
     except Several:
         return True
     except CkptoolError:
