@@ -204,7 +204,7 @@ def _check_counts(trainer: Trainer, values: Values, path: Location, step: int) -
         return
     name = max(counts, key=counts.__getitem__)
     message = f"{trainer.step} is {step:,}, but {name} is {counts[name]:,}, which a resume goes on"
-    yield Problem(f"{message} from", "counts-differ")
+    yield Problem(f"{message} from", _DIFFER)
 
 
 def _check_name(trainer: Trainer, values: Values, path: Location, step: int) -> Iterator[Problem]:
@@ -223,7 +223,7 @@ def _check_name(trainer: Trainer, values: Values, path: Location, step: int) -> 
     count = next((name for name in counts if number_in(values, name) == number), None)
     if count is not None:
         message += f", and {count} is {number:,}: they are of two saves"
-        yield Problem(message, "counts-differ")
+        yield Problem(message, _DIFFER)
     elif trainer.pointer and _read_pointer(path.parent / trainer.pointer) == number:
         message += f", as {trainer.pointer} says: a resume goes on from {step:,}"
         yield Problem(message, "counts-apart")
@@ -249,7 +249,7 @@ def _check_engine(trainer: Trainer, values: Values, step: int) -> Iterator[Probl
         return
     if step - count > epochs + _FIRST:
         message = f"{trainer.engine} is {count:,}, but {trainer.step} is {step:,}"
-        yield Problem(f"{message}: they are of two saves", "counts-differ")
+        yield Problem(f"{message}: they are of two saves", _DIFFER)
 
 
 def _check_schedule(
@@ -274,14 +274,14 @@ def _check_schedule(
     if 0 < calls < step and _gave_another_rate(schedule, head, values):
         message = f"{head} has stepped {calls:,} times, but {trainer.step} is {step:,}, and the"
         message += " optimizer has another learning rate than it gave: they are of two saves"
-        yield Problem(message, "counts-differ")
+        yield Problem(message, _DIFFER)
         return
     steps, counted = step - skipped, count - schedule.begin
     may_skip = schedule.scaled and values.get(schedule.scaled) is not False
     may_wait = trainer.epochs and not _is_in_second(values.get(trainer.epochs))
     if counted == 0 and not may_wait and steps >= (_SCALINGS if may_skip else _FIRST):
         message = f"{schedule.name} is {count:,}, as before the first step, but {trainer.step} is"
-        yield Problem(f"{message} {step:,}: the learning rate would begin again", "counts-differ")
+        yield Problem(f"{message} {step:,}: the learning rate would begin again", _DIFFER)
     elif schedule.of_steps and 0 < counted < steps:
         message = f"{schedule.name} has counted {counted:,} of {steps:,} steps: learning rates"
         yield Problem(f"{message} were begun again, or left out of a load", "counts-apart")
@@ -322,7 +322,7 @@ def _check_samples(trainer: Trainer, values: Values, step: int) -> Iterator[Prob
     is_constant = values.get(trainer.growth, "") is None
     if samples < step:
         message = f"{trainer.samples} is {samples:,}, but {trainer.step} is {step:,}: fewer than"
-        yield Problem(f"{message} one a step", "counts-differ")
+        yield Problem(f"{message} one a step", _DIFFER)
     elif batch and is_constant and samples != step * batch:
         message = f"{trainer.samples} is {samples:,}, but {step:,} steps of {batch:,} are"
         message += f" {step * batch:,}: the batch was changed, or data was left out"
