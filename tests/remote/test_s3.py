@@ -26,6 +26,13 @@ from ckptool.storage.url import RemotePath, location
 
 SOURCES = ["dcp_fsdp2_tp", "hf_shards", "rank_experimental", "zip_zoo", "dcp_zstd"]
 TARGETS = {"safetensors": "", "torch-save": ".pt", "dcp": "", "dcp-safetensors": ""}
+PAIRS = [
+    (source, target)
+    for n, source in enumerate(SOURCES)
+    for m, target in enumerate(TARGETS)
+    if (n + m) % 2 == 0
+]
+"""Each source with two of the targets, in turns: what reads one knows nothing of the other."""
 
 
 def files_of(path: Path) -> dict[str, bytes]:
@@ -38,8 +45,7 @@ def files_of(path: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(("name", "target"), PAIRS)
 def test_convert_writes_the_same_bytes_wherever_it_reads_and_writes(
     name: str, target: str, s3: S3, out: Path
 ) -> None:
