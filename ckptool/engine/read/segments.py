@@ -299,9 +299,6 @@ def place_needs(at: Place, local: Box, itemsize: int, block: int) -> Iterator[Ne
         order, shape = by_stride(at.strides), local.shape
         sizes, strides = tuple(shape[d] for d in order), tuple(at.strides[d] for d in order)
         for _, offset, nbytes, runs, step in strided_reads(sizes, strides, itemsize, block):
-            if block == 1:  # only counted
-                yield at.file, start + offset, nbytes * runs
-                continue
             for first in range(start + offset, start + offset + runs * (step or 1), step or 1):
                 yield at.file, first, nbytes
     elif isinstance(at, Computed):
