@@ -217,3 +217,12 @@ def by_folder(files: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
             grouped.setdefault(name[:at], {})[name[at + 1 :]] = what
             at = name.find("/", at + 1)
     return grouped
+
+
+def entries_by_folder(
+    files: Mapping[str, _T], unlisted: Mapping[str, Problem]
+) -> dict[str, tuple[dict[str, _T], dict[str, Problem]]]:
+    """Return the files, and what could not be listed, below every folder that has either."""
+    listed, hidden = by_folder(files), by_folder(unlisted)
+    folders = dict.fromkeys([*listed, *hidden])
+    return {folder: (listed.get(folder, {}), hidden.get(folder, {})) for folder in folders}

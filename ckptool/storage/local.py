@@ -14,8 +14,8 @@ from ckptool.storage.commit_note import side_file, side_name
 from ckptool.storage.file_status import (
     FileListing,
     FileStatus,
-    by_folder,
     changed,
+    entries_by_folder,
     missing,
     status_now,
     version_digest,
@@ -108,12 +108,8 @@ class LocalSource(Files):
 
     def subfolders(self) -> dict[str, LocalSource]:
         """Return every folder below, at any depth, as a source of its own."""
-        listed, unlisted = by_folder(self.listed), by_folder(self.unlisted)
-        root = Path(self.root)
-        return {
-            name: LocalSource.of(root / name, listed.get(name, {}), unlisted.get(name, {}))
-            for name in dict.fromkeys([*listed, *unlisted])
-        }
+        root, folders = Path(self.root), entries_by_folder(self.listed, self.unlisted)
+        return {name: LocalSource.of(root / name, *inside) for name, inside in folders.items()}
 
     def alone(self, name: str) -> LocalSource:
         """Return one of the files alone, with the ``.extra.pt`` file beside it."""

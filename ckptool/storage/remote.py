@@ -10,7 +10,12 @@ from ckptool.storage.clients.client import ObjectInfo, ObjectVersion
 from ckptool.storage.clients.retry import Unaccepted
 from ckptool.storage.clients.schemes import WEB
 from ckptool.storage.commit_note import side_name
-from ckptool.storage.file_status import by_folder, changed, version_digest, within_folder
+from ckptool.storage.file_status import (
+    changed,
+    entries_by_folder,
+    version_digest,
+    within_folder,
+)
 from ckptool.storage.files import CORES, FileReader, Files, ReadPolicy, ReadSpan, too_short
 from ckptool.storage.planned_ranges import VersionSpan
 from ckptool.storage.url import RemotePath
@@ -78,8 +83,8 @@ class RemoteSource(Files, FileReader):
 
     def subfolders(self) -> dict[str, RemoteSource]:
         """Return every folder below, at any depth, as a source of its own."""
-        grouped = by_folder(self._infos)
-        return {name: RemoteSource(self._place / name, files) for name, files in grouped.items()}
+        folders = entries_by_folder(self._infos, self.unlisted)
+        return {name: RemoteSource(self._place / name, *inside) for name, inside in folders.items()}
 
     def fingerprint(self, files: Iterable[str], *, exact: bool = False) -> str:
         """Return a SHA-256 (hex) over names, sizes and versions (ETags or times) of some files."""
