@@ -18,7 +18,7 @@ from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.compare.lineup import LineUp, line_up
 from ckptool.commands.verify.compare.model import is_model, open_other
 from ckptool.commands.verify.compare.modules import count_modules, lost_modules, numbers_of
-from ckptool.commands.verify.compare.names import readable
+from ckptool.commands.verify.compare.names import readable, stored_problems
 from ckptool.commands.verify.findings import VerifyReport
 from ckptool.commands.verify.verification import Verification, examine
 from ckptool.core.catalog import Catalog
@@ -29,7 +29,7 @@ from ckptool.engine.check.difference import Tolerance
 from ckptool.engine.check.pairs import TensorPair
 from ckptool.engine.check.tensors import compare
 from ckptool.engine.progress import UNWATCHED, Progress
-from ckptool.engine.read.tensors import TensorSource
+from ckptool.engine.read.tensors import CheckedSource, TensorSource
 from ckptool.errors import Damaged, Hostile, Problem, UsageError
 from ckptool.storage.url import Location
 
@@ -184,10 +184,10 @@ def _differing_tensors(
     options: VerifyOptions,
     progress: Progress,
 ) -> tuple[set[str], list[Problem]]:
-    """Return which tensors differ, and why some cannot be read.
+    """Return which tensors differ, and why some cannot be read or are not as they were written.
 
-    Bits are compared, or exact numbers if the element types are not the same. Checksums are not:
-    those of the first side were when it was verified.
+    Bits are compared, or exact numbers if the element types are not the same. Checksums are taken
+    of the other side alone: the first was verified.
     """
     opened, problems = [], list[Problem]()
     for side, catalog in zip(sides, (lined.one, lined.other), strict=True):
@@ -201,7 +201,7 @@ def _differing_tensors(
         if name in opened[0] and name in opened[1]
     ]
     workers = options.workers or max(side.source.policy.workers for side in sides)
-    reads = TensorSource(sides[0].source), TensorSource(sides[1].source)
+    reads = TensorSource(sides[0].source), CheckedSource(sides[1].source)
     progress.begin(sum(pair.nbytes for pair in pairs))
     differing: set[str] = set()
     for tolerance in (None, Tolerance()):
@@ -210,4 +210,5 @@ def _differing_tensors(
         differing |= result.differences.keys()
         for name, (_, error) in result.unreadable.items():
             problems += [problem.of_tensor(name) for problem in error.problems]
-    return differing, problems
+    damaged = stored_problems(reads[1], [pair.other for pair in pairs], workers)
+    return differing, [*problems, *(p.within(str(sides[1].path)) for p in damaged)]

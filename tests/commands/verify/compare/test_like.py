@@ -290,6 +290,20 @@ def test_what_should_have_changed_and_what_should_not(llama: Path, tmp_path: Pat
         assert {each.tensor for each in finding.affected} == {n for n in state if ".mlp." in n}
 
 
+def test_what_damage_of_the_other_changed_is_no_change(tmp_path: Path) -> None:
+    state = {"w": torch.arange(4096.0), "v": torch.ones(8)}
+    for name in ("a.pt", "b.pt"):
+        torch.save(state, tmp_path / name)
+    data = bytearray((tmp_path / "b.pt").read_bytes())
+    data[data.index(state["w"].numpy().tobytes()) + 100] ^= 1
+    (tmp_path / "b.pt").write_bytes(data)
+    report = ckptool.verify(tmp_path / "a.pt", like=tmp_path / "b.pt", expect_changed="w")
+    (finding,) = report.findings
+    assert finding.code == "crc-mismatch"
+    assert finding.message.startswith(f"{tmp_path / 'b.pt'}: b.pt: bytes")
+    assert ckptool.verify(tmp_path / "a.pt", like=tmp_path / "b.pt", expect_equal="v").ok
+
+
 def test_what_changed_in_a_trainers_names(llama: Path, tmp_path: Path) -> None:
     fused = tmp_path / "fused.pt"
     ckptool.convert(llama, fused, map="megatron-gpt")
