@@ -273,6 +273,43 @@ def test_a_pair_of_files_that_was_copied_is_never_mixed(tmp_path: Path) -> None:
     assert all(one in whole for one in read)
 
 
+@pytest.mark.parametrize("first", [{"overwrite": True}, {}], ids=["overwrite", "new"])
+def test_a_side_file_that_came_since_stays_where_it_is(
+    first: dict[str, Any], tmp_path: Path
+) -> None:
+    """Whatever is run next, and however often: it is named, or nothing is left to be written."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "old.pt")
+    torch.save({"w": torch.zeros(2), "step": 4}, tmp_path / "new.pt")
+
+    def convert(target: Path, **more: Any) -> None:
+        transfer = TransferOptions(run=RunOptions(workers=1, fsync=False), **more)
+        options = ConvertOptions("safetensors", transfer=transfer)
+        prepare(tmp_path / "new.pt", target, options).run()
+
+    named = 0
+    for number in range(1, 40):
+        place = tmp_path / f"at-{number}"
+        place.mkdir()
+        target, side = place / "m.safetensors", place / "m.extra.pt"
+        if first:
+            convert_to("safetensors", tmp_path / "old.pt", target)
+        if not die_at(number, partial(convert, target, **first)):
+            break
+        is_done = side.exists()
+        torch.save({"notes": [1, 2]}, side)
+        before = side.read_bytes()
+        for more in ({"resume": True}, {}, {"overwrite": True}, {"resume": True}):
+            held = target.read_bytes() if target.exists() else None
+            error = said(partial(convert, target, **more))
+            assert side.read_bytes() == before, number
+            assert (target.read_bytes() if target.exists() else None) == held
+            assert is_done or str(side) in error
+            named += str(side) in error
+    else:
+        raise AssertionError("never ended")
+    assert named
+
+
 def pair(path: Path) -> dict[str, bytes]:
     """The bytes of a safetensors file and of the side file that belongs to it."""
     source = open_checkpoint(path).source

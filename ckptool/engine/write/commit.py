@@ -219,7 +219,7 @@ class FileCommit:
             else:  # a file that came since must not be lost
                 rename_new(staged, self._target)
         except BaseException:
-            self._put_side_back()
+            self._put_side(OLD_SIDE)
             raise
         return None
 
@@ -230,27 +230,26 @@ class FileCommit:
     def roll(self, note: CommitNote) -> bool:
         """Roll back after a kill, unless the new main file is already at the target.
 
-        Raises Unsupported if the files are not as noted.
+        Raises Unsupported if the files are not as noted, or another side file is there.
         """
         if self.is_done(note):
             return True
         if not is_new_file(self._staged / self._target.name, self._target.name, note):
             raise unknown_files(self._target, self._staged)
-        self._put_side_back()
+        self._put_side(OLD_SIDE)
         return False
 
     def clear(self, note: CommitNote) -> None:
         """Put the new side file in place and remove the old one.
 
-        Raises Committed if another file is there: everything then stays where it is.
+        Raises Committed for a staged file that was not noted, and Unsupported if another side file
+        is there: everything then stays where it is.
         """
         if not os.path.lexists(self._staged):
             return
         self._require_known(note)
         if self._side is not None:
-            staged = self._staged / self._side.name
-            if os.path.lexists(staged):
-                rename_new(staged, self._side)
+            self._put_side(self._side.name)
         (self._staged / OLD_SIDE).unlink(missing_ok=True)
         self._staged.rmdir()
 
@@ -272,14 +271,14 @@ class FileCommit:
                     " nothing was removed",
                     hint=f"check what it is, then move it away: mv {path} ELSEWHERE",
                 )
-        side = self._side
-        if side is not None and os.path.lexists(self._staged / side.name) and os.path.lexists(side):
-            raise in_the_way(side)
 
-    def _put_side_back(self) -> None:
-        old_side = self._staged / OLD_SIDE
-        if self._side is not None and os.path.lexists(old_side):
-            rename_new(old_side, self._side)
+    def _put_side(self, name: str) -> None:
+        """Put a staged side file in place; raise Unsupported if another one is there."""
+        staged = self._staged / name
+        if self._side is not None and os.path.lexists(staged):
+            if os.path.lexists(self._side):
+                raise in_the_way(self._side)
+            rename_new(staged, self._side)
 
 
 Commit = FolderCommit | FileCommit

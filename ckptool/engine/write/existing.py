@@ -170,9 +170,7 @@ def require_no_conflict(target: object, names: Collection[str]) -> None:
 
 def refuse_existing(target: Path, layout: Layout, options: StageOptions) -> None:
     """Raise Unsupported if something exists where output goes, and may not be replaced."""
-    paths = outputs(target, layout)
-    # the main file comes last: a run that goes on may have put its side file in place
-    existing = [path for path in (paths[-1:] if options.resume else paths) if os.path.lexists(path)]
+    existing = [path for path in outputs(target, layout) if os.path.lexists(path)]
     for path in existing:
         _require_kind(path, layout)
     if existing and not options.overwrite:

@@ -464,3 +464,12 @@ def test_a_side_file_that_was_put_in_place_meanwhile_is_in_the_way(files: Files)
         files.commit().clear(files.note)
     assert files.side.read_bytes() == b"mine"
     assert (files.staged / OLD_SIDE).exists()
+
+
+def test_a_side_file_that_came_is_not_replaced_by_the_old_one(files: Files) -> None:
+    put_side_away(files)
+    files.side.write_bytes(b"mine")
+    before = files.content
+    with pytest.raises(Unsupported, match=r"m\.extra\.pt: is in the way"):
+        files.commit().roll(files.note)
+    assert files.content == before

@@ -360,10 +360,14 @@ def test_what_exists_is_not_replaced_unless_asked(tmp_path: Path) -> None:
         refuse_existing(tmp_path / "m.extra.pt", folder_of("a"), options(overwrite=False))
 
 
-def test_a_run_that_goes_on_may_have_put_its_side_file_in_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_side_file_that_came_is_in_the_way_of_a_run_that_goes_on(
+    overwrite: bool, tmp_path: Path
+) -> None:
     fill(tmp_path, {"m.extra.pt": b""})
-    resumed = options(overwrite=False, resume=True)
-    refuse_existing(tmp_path / "m.safetensors", file_of("m.safetensors"), resumed)
+    resumed = options(overwrite=overwrite, resume=True)
+    with pytest.raises(Unsupported, match=r"m\.extra\.pt(: ckptool did not| already)"):
+        refuse_existing(tmp_path / "m.safetensors", file_of("m.safetensors"), resumed)
 
 
 def test_a_checkpoint_is_replaced_with_files_of_others_in_it(folder: Path) -> None:
