@@ -12,7 +12,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Computed, Gather, TensorEntry
 from ckptool.core.dtype import DType
 from ckptool.core.layout import tiles
-from ckptool.engine.formulas.doubles import SINGLE, as_floats, from_doubles
+from ckptool.engine.formulas.doubles import SINGLE, as_doubles, as_floats, from_doubles
 from ckptool.engine.read.gather import unit
 from ckptool.engine.read.numbers import Array
 from ckptool.engine.read.rounding import cast_few, may_have_lost, pieces
@@ -59,7 +59,7 @@ class WeightedSum(Struct, frozen=True):
                 out[...] = cast_few(self._total(terms, "f4").view("u4"), SINGLE, dtype)
                 if not may_have_lost(out, dtype):
                     return
-            out[...] = from_doubles(self._total(terms, "f8"), dtype)
+            out[...] = from_doubles(self._total_of_doubles(terms), dtype)
 
     @property
     def _is_rounded_once(self) -> bool:
@@ -72,17 +72,41 @@ class WeightedSum(Struct, frozen=True):
         are_ones = all(abs(weight) == 1 for weight in self.weights)
         return are_ones and len(self.weights) == 2 and self.divisor in (1, 2)
 
+    def _total_of_doubles(self, terms: Terms) -> Array:
+        """Return the sum in 64 bits, in which the first NaN of several stays.
+
+        Of two that are added, numpy keeps the one or the other, depending on their place.
+        """
+        total = self._total(terms, "f8")
+        odd = np.flatnonzero(np.isnan(total)) if len(terms) > 1 else ()
+        if len(odd):
+            few = [(bits[odd], stored) for bits, stored in terms]
+            first, *rest = (
+                as_doubles(bits, stored) * weight
+                for (bits, stored), weight in zip(few, self.weights, strict=True)
+            )
+            for term in rest:
+                first = np.where(np.isnan(first), first, first + term)
+            total[odd] = first / self.divisor
+        return total
+
     def _total(self, terms: Terms, kind: str) -> Array:
-        """Return the sum as floats of a kind, to which one tensor after the other is added."""
+        """Return the sum as floats of a kind, to which one tensor after the other is added.
+
+        What was computed is computed with in place: memory is what this waits for.
+        """
         total: Array = np.empty(0)
+        own: Array | None = None
         for number, ((bits, stored), weight) in enumerate(zip(terms, self.weights, strict=True)):
             term = as_floats(bits, stored).astype(kind, copy=False)
             term = term if weight == 1 else term * weight
             # the first is not added to zeros: its own keep their sign
-            total = np.add(total, term, out=total if number > 1 else None) if number else term
-        if frexp(self.divisor)[0] == 0.5:
-            return total if self.divisor == 1 else total * (1 / self.divisor)  # exact, and faster
-        return total / self.divisor
+            total = np.add(total, term, out=own) if number else term
+            own = None if np.may_share_memory(total, bits) else total
+        if frexp(self.divisor)[0] != 0.5:
+            return np.divide(total, self.divisor, out=own)
+        # exact, and faster
+        return total if self.divisor == 1 else np.multiply(total, 1 / self.divisor, out=own)
 
 
 def same_box(at: Computed, box: Box) -> Iterator[tuple[TensorEntry, Box]]:

@@ -77,6 +77,22 @@ def test_zeros_keep_their_sign() -> None:
     assert made.tolist() == [0x8000_0000] * 3
 
 
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_the_first_of_two_nans_stays_wherever_they_are(name: str) -> None:
+    size = BY_NAME[name].itemsize
+    first, other = (
+        np.full(1000, value, f"f{size}").view(f"u{size}") | nan
+        for value, nan in ((-np.inf, 5), (np.inf, 7))
+    )
+    summed = WeightedSum((1.0, 1.0), 2.0)
+    made = np.empty_like(first)
+    for count in range(1, 40):
+        terms = [(bits[:count], BY_NAME[name]) for bits in (first, other)]
+        summed._sum(terms, made[:count], BY_NAME[name])
+        quiet = first[:count] | 1 << (22 if size == 4 else 51)
+        assert made[:count].tolist() == quiet.tolist(), count
+
+
 PAIRS = [((1.0, 1.0), 2.0), ((1.0, 1.0), 1.0), ((1.0, -1.0), 1.0), ((0.9, 0.1), 1.0)]
 EVERY_HALF = np.arange(1 << 16, dtype="u2")
 
@@ -105,7 +121,7 @@ def assert_as_in_64_bits(
             decode(each, entry.dtype).astype("f8") * weight
             for each, entry, weight in zip(bits, entries, weights, strict=True)
         )
-        total = (one + other) / over
+        total = np.where(np.isnan(one), one, one + other) / over
     assert made.tobytes() == cast(total.view("u8"), BY_NAME["float64"], wanted).tobytes()
 
 
