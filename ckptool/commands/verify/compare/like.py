@@ -29,7 +29,7 @@ from ckptool.engine.check.difference import Tolerance
 from ckptool.engine.check.pairs import TensorPair
 from ckptool.engine.check.tensors import compare
 from ckptool.engine.progress import UNWATCHED, Progress
-from ckptool.engine.read.tensors import CheckedSource, TensorSource
+from ckptool.engine.read.tensors import CheckedSource
 from ckptool.errors import Damaged, Hostile, Problem, UsageError
 from ckptool.storage.url import Location
 
@@ -186,8 +186,8 @@ def _differing_tensors(
 ) -> tuple[set[str], list[Problem]]:
     """Return which tensors differ, and why some cannot be read or are not as they were written.
 
-    Bits are compared, or exact numbers if the element types are not the same. Checksums are taken
-    of the other side alone: the first was verified.
+    Bits are compared, or exact numbers if the element types are not the same. Checksums of the
+    first side are only taken if a sample of it was verified.
     """
     opened, problems = [], list[Problem]()
     for side, catalog in zip(sides, (lined.one, lined.other), strict=True):
@@ -201,7 +201,7 @@ def _differing_tensors(
         if name in opened[0] and name in opened[1]
     ]
     workers = options.workers or max(side.source.policy.workers for side in sides)
-    reads = TensorSource(sides[0].source), CheckedSource(sides[1].source)
+    reads = CheckedSource(sides[0].source), CheckedSource(sides[1].source)
     progress.begin(sum(pair.nbytes for pair in pairs))
     differing: set[str] = set()
     for tolerance in (None, Tolerance()):
@@ -210,5 +210,9 @@ def _differing_tensors(
         differing |= result.differences.keys()
         for name, (_, error) in result.unreadable.items():
             problems += [problem.of_tensor(name) for problem in error.problems]
-    damaged = stored_problems(reads[1], [pair.other for pair in pairs], workers)
-    return differing, [*problems, *(p.within(str(sides[1].path)) for p in damaged)]
+    entries = [pair.one for pair in pairs], [pair.other for pair in pairs]
+    checked = [*zip(sides, reads, entries, strict=True)]
+    for side, read, read_entries in checked if options.sample < 1 else checked[1:]:
+        damaged = stored_problems(read, read_entries, workers)
+        problems += [problem.within(str(side.path)) for problem in damaged]
+    return differing, problems

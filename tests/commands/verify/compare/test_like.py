@@ -302,6 +302,10 @@ def test_what_damage_of_the_other_changed_is_no_change(tmp_path: Path) -> None:
     assert finding.code == "crc-mismatch"
     assert finding.message.startswith(f"{tmp_path / 'b.pt'}: b.pt: bytes")
     assert ckptool.verify(tmp_path / "a.pt", like=tmp_path / "b.pt", expect_equal="v").ok
+    sampled = ckptool.verify(
+        tmp_path / "b.pt", like=tmp_path / "a.pt", expect_changed="w", sample=0.001
+    )
+    assert [finding.code for finding in sampled.findings] == ["crc-mismatch"]
 
 
 def test_what_changed_in_a_trainers_names(llama: Path, tmp_path: Path) -> None:
