@@ -92,8 +92,8 @@ def _require_listed(
     So a delta that was edited, or written over another, would be another one for each reader.
     """
     stored = {*listed.values()}
-    files = [n for n in source.files if n.endswith(".safetensors") and n not in stored]
-    unlisted = sorted(files) or [name for name in catalog.tensors if name not in listed]
+    files = [name for name in source.files if name.endswith(".safetensors") and "/" not in name]
+    unlisted = sorted({*files} - stored) or [name for name in catalog.tensors if name not in listed]
     if unlisted:
         message = f"{source.root}: {index} does not list {unlisted[0]}"
         raise Damaged(message, hint="publish this delta again, into a folder of its own")

@@ -333,6 +333,13 @@ def test_an_index_that_does_not_list_all_is_refused(kept: tuple[str, ...], tmp_p
     assert f"index.json does not list {missing}" in refused(tmp_path, base, delta)
 
 
+def test_what_lies_in_a_folder_of_a_delta_is_not_of_it(tmp_path: Path) -> None:
+    delta, base = publish(tmp_path, 1), base_at(tmp_path / "base")
+    (delta / ".cache").mkdir()
+    save_file({"old": torch.ones(2)}, delta / ".cache" / "old.safetensors")
+    require_same(applied(tmp_path / "out", base, delta), VERSIONS[1])
+
+
 def test_a_delta_that_leads_nowhere_or_is_given_twice_is_refused(tmp_path: Path) -> None:
     base, delta = base_at(tmp_path / "base"), publish(tmp_path, 1, version="0")
     assert "from version 0 to the same version" in refused(tmp_path, base, delta)
