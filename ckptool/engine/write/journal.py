@@ -125,7 +125,7 @@ class Journal:
         self._stream.close()
 
     def _append(self, line: Struct) -> None:
-        # not synced: a line that a power failure takes costs no more than to write its file again
+        # not synced: what a power failure takes of it costs no more than to write files again
         with self._lock:
             self._stream.write(f"{dump_note(line).decode()}\n")
             self._stream.flush()
@@ -162,7 +162,7 @@ def _open_locked(path: Path) -> IO[str]:
         read_journal(path)
     except BaseException as error:
         stream.close()
-        if isinstance(error, BlockingIOError):
+        if isinstance(error, BlockingIOError | FileNotFoundError):  # has it, or has just removed it
             raise Unsupported(f"{path}: another ckptool is writing this target") from None
         if isinstance(error, OSError):
             message, hint = f"{path}: cannot be locked: {error.strerror}", "write to another disk"
@@ -247,7 +247,7 @@ class Journals:
     def require_idle(self) -> None:
         """Raise Unsupported if another process, such as one that writes a part, has a journal."""
         for number, path in self.find().items():
-            if number:  # the first one is for whoever asks to hold
+            if number:  # who asks holds the first one, or is about to
                 Journal(path).close()
 
     def mark(self, token: str) -> None:

@@ -17,10 +17,12 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.planning.plan import Plan
 from ckptool.engine.checksum import crc32
+from ckptool.engine.write import journal as journals
 from ckptool.engine.write.journal import Journal, JournalNotes, find_finished, read_journal
 from ckptool.engine.write.schemas import FileMark, JournalHead, PartEnd
 from ckptool.engine.write.work import Work
 from ckptool.errors import Unsupported
+from ckptool.storage.disk import identity
 from ckptool.storage.virtual.memory import MemoryFiles
 
 HEAD = JournalHead("plan", "source", files={"a": 1, "b": 2})
@@ -137,6 +139,19 @@ def test_a_journal_that_its_owner_has_removed_meanwhile_is_not_taken(
         lock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", after_its_end)
+    with pytest.raises(Unsupported, match="another ckptool is writing this target"):
+        Journal(path)
+
+
+def test_a_journal_that_is_removed_while_it_is_taken_is_anothers(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def identity_of_what_goes(place: Path) -> int | None:
+        found = identity(place)
+        place.unlink()
+        return found
+
+    monkeypatch.setattr(journals, "identity", identity_of_what_goes)
     with pytest.raises(Unsupported, match="another ckptool is writing this target"):
         Journal(path)
 
