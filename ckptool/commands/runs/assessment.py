@@ -34,6 +34,7 @@ from ckptool.core.catalog import Catalog
 from ckptool.core.text import list_some
 from ckptool.errors import CkptoolError, Empty, NoAnswer, NotFound, Problem
 from ckptool.serialization.file_roles import may_be_empty, role_of
+from ckptool.storage.place import on_disk, require_there
 from ckptool.storage.url import Location, within
 
 
@@ -294,6 +295,8 @@ def _has_something(part: Location) -> bool:
 
 def _nothing_in(path: Location) -> str:
     try:
+        if (disk := on_disk(path)) is not None:
+            require_there(disk)
         is_empty = path.is_dir() and not any(path.iterdir())
     except NoAnswer:
         raise

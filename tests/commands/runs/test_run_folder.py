@@ -192,6 +192,14 @@ def test_a_link_to_nothing_is_no_good_step(tmp_path: Path) -> None:
     assert "link to moved.pt: no such file or folder" in result.stdout
 
 
+def test_a_link_to_no_folder_is_no_good_step(tmp_path: Path) -> None:
+    run = saved(tmp_path, "step-1")
+    (run / "step-2").symlink_to("moved")
+    report = verify_run(run, VerifyOptions(), every=True)
+    (why,) = report.steps[0].reasons
+    assert "step-2: link to moved: no such file or folder" in why
+
+
 def test_no_step_is_left_to_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = saved(tmp_path, "step-1")
     scan = examine
