@@ -108,7 +108,7 @@ _FILES_ONLY = (".json", ".extra.pt")
 _TOO_DEEP = f"not searched: more than {DEPTH} folders deep"
 _MOST_ENTRIES = 200_000
 _MOST_VISITS = 200
-"""Links that lead to one folder: within one another they would multiply without an end."""
+"""Links that lead to one folder: within one another they would multiply, and listing never end."""
 
 
 def is_file_there(path: Path) -> bool:

@@ -224,7 +224,7 @@ class LocalReader:
         offsets = range(offset, offset + step * len(runs), step)
         try:
             request_missing(descriptor, offset, step * (len(runs) - 1) + len(runs[-1]))
-            # zip gives each read its list of one buffer
+            # zip gives each read a tuple of its one buffer
             counts = list(map(os.preadv, repeat(descriptor), zip(runs, strict=False), offsets))
         except OSError as error:
             raise unreadable(file, error) from None

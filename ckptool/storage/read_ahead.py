@@ -63,8 +63,8 @@ class ReadAhead:
     def begin(self, descriptor: int, file: str, offset: int, nbytes: int) -> None:
         """Request bytes that are read now, and for sequential reads more and more after them.
 
-        Reading what was requested before starts no read-ahead of the kernel's own. Of small reads,
-        such as of headers, nothing is requested: that is the kernel's.
+        Reading what was requested before starts no read-ahead of the kernel's own. Of a few
+        small reads, such as of headers, nothing is requested: that is the kernel's.
         """
         with self._lock:
             self.read += nbytes
@@ -76,7 +76,7 @@ class ReadAhead:
             stream.ahead = min(_MOST, 2 * stream.ahead or nbytes)
         stream.reached = max(stream.reached, offset + nbytes)
         start = stream.requested
-        # whole steps: those that large reads reach, and of small ones those that they have passed
+        # whole steps: a large read asks for the one that it ends in, too
         goal = stream.reached + stream.ahead + (_STEP - 1 if nbytes >= _PIECE else 0)
         end = stream.requested = max(start, min(goal // _STEP * _STEP, stream.size))
         if start < end:

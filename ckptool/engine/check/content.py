@@ -90,7 +90,7 @@ def check_spans(
                 if tile.span is not None:
                     _check_tile(tile.span, tile, report, pieces[id(tile.span)])
                 report.note_read(tile.nbytes)
-        except CkptoolError as error:  # the rest is still read
+        except CkptoolError as error:  # other jobs go on
             report.problems.extend(error.problems)
             return
         if file is not None and digest is not None:
@@ -155,7 +155,7 @@ def _written_end(span: ByteSpan, tile: SpanTile) -> int:
 
 def _crc_problem(span: ByteSpan, pieces: list[CrcPiece]) -> Problem | None:
     if span.crc32 is None or sum(nbytes for _, nbytes, _ in pieces) != span.nbytes:
-        return None  # what was not read completely has a problem of its own
+        return None  # what was not read completely: its file has a problem
     actual = join_crcs(pieces)
     if actual == span.crc32:
         return None

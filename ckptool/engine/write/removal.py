@@ -57,7 +57,7 @@ def mounted_in(path: Location) -> Path | None:
     for place in _mount_points():
         if place == top or place.startswith(f"{top}/"):
             return Path(place)
-    # where there is no /proc
+    # what /proc does not list, or where there is none
     device = _device(os.path.dirname(top))
     folders = (os.path.join(head, name) for head, names, _ in os.walk(top) for name in names)
     mounts = (place for place in (top, *folders) if _device(place) not in (device, None))
