@@ -238,7 +238,7 @@ class LocalReader:
             os.close(self._descriptors.popitem()[1])
 
     def descriptor(self, file: str) -> int:
-        """Return a file open to read, until it is closed for others."""
+        """Return the descriptor of an open file, which may be closed to make room for others."""
         descriptor = self._descriptors.get(file)
         if descriptor is not None:
             self._descriptors.move_to_end(file)

@@ -298,7 +298,7 @@ class Store:
 
         Raises Changed if the store knows that it is no longer the file that was listed.
         """
-        # a block may reach beyond the end: of an answer that is short the size would be asked
+        # a block may reach beyond the end: the answer would be short, and the size be asked for
         end = min(end, self._sizes.get(file.key, end))
         if start >= end:
             return memoryview(b"")

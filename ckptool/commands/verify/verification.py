@@ -106,7 +106,8 @@ class Verification:
         self._of_pickles: list[Problem] | None = None
         self.content = Content()
         place = surveyed.path, surveyed.source, self._own_files
-        unusable = self._problems if self._sample.checks_whole else []  # said by one of all
+        # of several processes that share the work one says what is wrong with hash files
+        unusable = self._problems if self._sample.checks_whole else []
         self._hashes = [] if options.quick else recorded_hashes(*place, unusable)
 
     @property
@@ -155,7 +156,8 @@ class Verification:
             self._files.find_items()
             self._check_part(None, progress)
         elif digest or not self._sample.is_all or row.reading.trim or not source.policy.by_request:
-            # parts spare a store requests, but all chunks of a tensor tell what of it is padding
+            # else in parts, which spares a store requests; but only all chunks of a tensor tell
+            # what of it is padding
             whole = self._own_files if self._sample.is_all else {}
             runs = [(f, 0, n) for f, n in whole.items() if f in source.files]
             with planned(source, runs if source.policy.by_request else []):

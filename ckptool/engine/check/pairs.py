@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptool.engine.read.numbers import Array
 
 _TILES_PER_JOB = 3
-"""Tiles of a pair that one thread compares: threads share a large one."""
+"""Tiles that one job compares: threads share a pair of large tensors."""
 
 
 class TensorPair(Struct, frozen=True):

@@ -161,7 +161,7 @@ class PlanReader(TensorReader):
         for done in range(0, nbytes, step):
             data = self.read(file, offset + done, min(step, nbytes - done))
             crc = crc32(data)
-            # of the pieces' own, which the writer needs, too
+            # joined from those of the pieces, which the writer needs, too: nothing is hashed twice
             total = crc32_combine(total, crc, len(data))
             yield PlannedPiece(tile, skip + done, data, crc)
         if record is not None:

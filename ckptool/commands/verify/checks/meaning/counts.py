@@ -162,7 +162,7 @@ def _check_rates(
     schedules = {m[1]: values[name] for name in values if (m := _GIVEN_RATES.fullmatch(name))}
     odd = [name for name, last_rates in schedules.items() if _is_unused(last_rates, rates.values())]
     optimizers = {name.partition(".")[0] for name in rates}
-    # where optimizers have not each a scheduler, any scheduler may give the rate
+    # with fewer or more schedulers than optimizers, any of them may give a rate
     if not odd or len(odd) < len(schedules) != len(optimizers):
         return
     steps = int(max(steps_of_each(catalog, read).values(), default=0))

@@ -213,8 +213,8 @@ def _is_difference(zero: Iterable[str], elements: Elements) -> bool:
 def _may_be_zero(weights: ByName, trained: Collection[str]) -> set[str]:
     """Return the matrices that may be zero for a reason.
 
-    They are the same ones in several layers; or all of a layer whose products are added to what
-    goes through it, as in blocks added to a model, or of these attention's, if never trained.
+    They are the same ones in several layers; or, in a layer that was added to a model and never
+    trained, all whose products are added to what goes through it, or those of its attention.
     """
     layers = layers_of(weights)
     zero = _zero_kinds(layers, weights)
