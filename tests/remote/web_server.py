@@ -26,6 +26,9 @@ class WebServer(ThreadingHTTPServer):
         """Answer from now on; ``close`` is seen within a twentieth of a second."""
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of readers that were ended while they read."""
+
     def close(self) -> None:
         """Stop answering."""
         self.shutdown()
