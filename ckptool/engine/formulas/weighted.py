@@ -78,8 +78,8 @@ class WeightedSum(Struct, frozen=True):
         Of two that are added, numpy keeps the one or the other, depending on their place.
         """
         total = self._total(terms, "f8")
-        odd = np.flatnonzero(np.isnan(total)) if len(terms) > 1 else ()
-        if len(odd):
+        if len(terms) > 1 and np.isnan(total.max()):  # the largest is one if any is
+            odd = np.flatnonzero(np.isnan(total))
             few = [(bits[odd], stored) for bits, stored in terms]
             first, *rest = (
                 as_doubles(bits, stored) * weight

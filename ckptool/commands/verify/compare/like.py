@@ -29,7 +29,7 @@ from ckptool.engine.check.difference import Tolerance
 from ckptool.engine.check.pairs import TensorPair
 from ckptool.engine.check.tensors import compare
 from ckptool.engine.progress import UNWATCHED, Progress
-from ckptool.engine.read.tensors import CheckedSource
+from ckptool.engine.read.tensors import CheckedSource, TensorSource
 from ckptool.errors import Damaged, Hostile, Problem, UsageError
 from ckptool.storage.url import Location
 
@@ -201,7 +201,8 @@ def _differing_tensors(
         if name in opened[0] and name in opened[1]
     ]
     workers = options.workers or max(side.source.policy.workers for side in sides)
-    reads = CheckedSource(sides[0].source), CheckedSource(sides[1].source)
+    first = CheckedSource if options.sample < 1 else TensorSource
+    reads = first(sides[0].source), CheckedSource(sides[1].source)
     progress.begin(sum(pair.nbytes for pair in pairs))
     differing: set[str] = set()
     for tolerance in (None, Tolerance()):
@@ -211,8 +212,8 @@ def _differing_tensors(
         for name, (_, error) in result.unreadable.items():
             problems += [problem.of_tensor(name) for problem in error.problems]
     entries = [pair.one for pair in pairs], [pair.other for pair in pairs]
-    checked = [*zip(sides, reads, entries, strict=True)]
-    for side, read, read_entries in checked if options.sample < 1 else checked[1:]:
-        damaged = stored_problems(read, read_entries, workers)
-        problems += [problem.within(str(side.path)) for problem in damaged]
+    for side, read, read_entries in zip(sides, reads, entries, strict=True):
+        if isinstance(read, CheckedSource):
+            damaged = stored_problems(read, read_entries, workers)
+            problems += [problem.within(str(side.path)) for problem in damaged]
     return differing, problems
