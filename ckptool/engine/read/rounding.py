@@ -16,7 +16,7 @@ from ckptool.core.dtype import BEYOND_SATURATION, BY_NAME, SATURATES, DType
 from ckptool.engine.read.numbers import Array, decode, is_finite
 from ckptool.errors import Unsupported
 
-_PIECE = 1 << 19
+_PIECE = 1 << 18
 """Elements that are computed at a time. Of fewer, threads wait longer for Python's lock, which each
 takes after every call of numpy, than they compute; of more, arrays leave the processor's cache.
 """
