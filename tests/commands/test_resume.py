@@ -95,34 +95,26 @@ def test_a_run_that_was_to_overwrite_is_continued_without_saying_so_again(
     assert os.listdir(out) == ["r"]
 
 
-@pytest.mark.parametrize(("to", "suffix"), [("dcp", ""), ("safetensors", ".safetensors")])
-@pytest.mark.parametrize("change", ["moved there", "copied", "written to", "came"])
+TARGETS = pytest.mark.parametrize(("to", "suffix"), [("dcp", ""), ("safetensors", ".safetensors")])
+CHANGES = pytest.mark.parametrize("change", ["moved there", "copied", "written to", "came"])
+
+
+@TARGETS
+@CHANGES
 def test_only_what_was_there_when_it_was_asked_to_overwrite_is_replaced(
     change: str, to: str, suffix: str, tmp_path: Path, out: Path
 ) -> None:
-    source, away = tmp_path / "s.pt", out / "away"
-    target, other = (out / f"{name}{suffix}" for name in ("r", "other"))
-    torch.save({str(number): torch.ones(96, 96) for number in range(4)}, source)
-    for path in (other,) if change == "came" else (target, other):
-        ready_to_convert(source, path, to).run()
+    source, target, other = to_be_replaced(change, to, suffix, tmp_path, out)
     one = ready_to_convert(source, target, to, overwrite=True)
     with pytest.raises(Stop):
         one.run(stop_after(one.plan.layout.nbytes // 2))
-    if change == "written to":
-        os.utime(target / ".metadata" if target.is_dir() else target)
-    elif change == "copied":  # with its times, as archives do
-        target.rename(away)
-        (shutil.copytree if away.is_dir() else shutil.copy2)(away, target)
-    else:
-        if target.exists():
-            target.rename(away)
-        other.rename(target)
+    change_at(target, other, change)
     before = stamps_of(out)
     again = ready_to_convert(source, target, to, resume=True)
-    assert "not the checkpoint that the interrupted --overwrite" in (again.obstacle() or "")
-    with pytest.raises(Unsupported, match="was to replace: it came, or changed, since") as caught:
+    assert "not the checkpoint that --overwrite was to replace" in (again.obstacle() or "")
+    with pytest.raises(Unsupported, match="it came, or changed, since the run began") as caught:
         again.run()
-    assert "--overwrite in place of --resume starts over" in (caught.value.hint or "")
+    assert "--overwrite starts over" in (caught.value.hint or "")
     assert stamps_of(out) == before
     if target.is_dir():
         shutil.rmtree(target)  # nothing is lost by what replaces nothing
@@ -132,9 +124,57 @@ def test_only_what_was_there_when_it_was_asked_to_overwrite_is_replaced(
     assert not [name for name in os.listdir(out) if name.startswith(".")]
 
 
+@TARGETS
+@CHANGES
+def test_what_changes_at_the_target_while_it_is_overwritten_stays(
+    change: str, to: str, suffix: str, tmp_path: Path, out: Path
+) -> None:
+    source, target, other = to_be_replaced(change, to, suffix, tmp_path, out)
+    stamps: list[dict[str, tuple[int, int]]] = []
+
+    def change_once(done: int, total: int) -> None:
+        if not stamps:
+            change_at(target, other, change)
+            stamps.append(stamps_of(target))
+
+    one = ready_to_convert(source, target, to, overwrite=True)
+    with pytest.raises(Unsupported, match="it came, or changed, since the run began"):
+        one.run(Progress(change_once))
+    assert stamps == [stamps_of(target)]
+    assert not [name for name in os.listdir(out) if name.startswith(".")]
+    ready_to_convert(source, target, to, overwrite=True).run()
+    assert read_back(to, target) == read_back("torch-save", source)
+
+
+def to_be_replaced(
+    change: str, to: str, suffix: str, tmp_path: Path, out: Path
+) -> tuple[Path, Path, Path]:
+    """Save a source, and convert it to a target and to another place beside that."""
+    source, target, other = tmp_path / "s.pt", out / f"r{suffix}", out / f"other{suffix}"
+    torch.save({str(number): torch.ones(96, 96) for number in range(4)}, source)
+    for path in (other,) if change == "came" else (target, other):
+        ready_to_convert(source, path, to).run()
+    return source, target, other
+
+
+def change_at(target: Path, other: Path, change: str) -> None:
+    """Change what is at the target, or put something else there."""
+    away = target.parent / "away"
+    if change == "written to":
+        os.utime(target / ".metadata" if target.is_dir() else target)
+    elif change == "copied":  # with its times, as archives do
+        target.rename(away)
+        (shutil.copytree if away.is_dir() else shutil.copy2)(away, target)
+    else:
+        if target.exists():
+            target.rename(away)
+        other.rename(target)
+
+
 def stamps_of(folder: Path) -> dict[str, tuple[int, int]]:
-    """The inodes and times of all files below a folder."""
-    found = {str(path): path.lstat() for path in folder.rglob("*") if path.is_file()}
+    """The inodes and times of a file, or of all files below a folder."""
+    paths = [path for path in (folder, *folder.rglob("*")) if path.is_file()]
+    found = {str(path): path.lstat() for path in paths}
     return {path: (status.st_ino, status.st_mtime_ns) for path, status in found.items()}
 
 

@@ -95,8 +95,8 @@ class DiskTarget(Target):
             require_space(self.path.parent, self.folder, self._sizes)
         elif not self.is_partial():
             raise nothing_to_resume(self.path)
-        elif options.overwrite and self._note.read() is None:  # else a commit was begun
-            require_same_old(self.path, self._journals.heads().get(0), *self._old())
+        elif self._note.read() is None:  # else a commit was begun
+            self._require_same_old()
 
     def _require_ours(self) -> None:
         """Raise Unsupported if a needed name is too long, or not ckptool's."""
@@ -117,6 +117,11 @@ class DiskTarget(Target):
         """Return the inode of what is at the target, and the stamps of its checkpoint's files."""
         folder = self.path if self._layout.folder else self.path.parent.resolve()
         return identity(self.path), stamps(folder, sorted(self._options.own or ()))
+
+    def _require_same_old(self) -> None:
+        """Raise Unsupported if a whole output would replace what its run was not asked to."""
+        if self._options.overwrite and self._role == WHOLE:
+            require_same_old(self.path, self._journals.heads().get(0), *self._old())
 
     # Claim
 
@@ -278,6 +283,7 @@ class DiskTarget(Target):
 
         An error before that leaves the old one unchanged; one after it is Committed.
         """
+        self._require_same_old()
         refuse_existing(self.path, self._layout, self._options)
         require_no_foreign(self.folder, self._sizes)
         require_whole(self.folder, self._sizes)

@@ -153,9 +153,9 @@ def require_same_old(
     """Raise Unsupported if something else is at a target now than a run was asked to replace."""
     if head is None or old not in (None, head.old) or not files.items() <= head.own.items():
         raise Unsupported(
-            f"{target}: is not the checkpoint that the interrupted --overwrite was to replace: it"
-            " came, or changed, since",
-            hint="--overwrite in place of --resume starts over, and replaces what is there now",
+            f"{target}: is not the checkpoint that --overwrite was to replace: it came, or changed,"
+            " since the run began",
+            hint="--overwrite starts over, and replaces what is there now",
         )
 
 
