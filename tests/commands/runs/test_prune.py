@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,21 @@ def test_nothing_goes_unless_it_is_reported(tmp_path: Path) -> None:
     assert report.freed == 2 * sum(p.stat().st_size for p in SOURCE.iterdir())
     assert names_in(run) == ["step-100", "step-200", "step-300"]
     assert not report.removed
+
+
+def test_what_only_removed_steps_have_is_named(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1, 2, 3)
+    (run / "step-1" / "eval").mkdir()
+    (run / "step-1" / "eval" / "results.json").write_text("{}")
+    (run / "step-1" / "__9_0.distcp").write_bytes(next(SOURCE.glob("__0_0.*")).read_bytes())
+    (run / "step-2" / "notes.txt").write_text("")
+    (run / "step-3" / "notes.txt").write_text("")
+    for file in run.rglob("*.*"):
+        os.utime(file, (0, 0))  # or training would seem to have begun again
+    reasons = {step.path.name: step.reason for step in pruned(run).steps}
+    assert reasons["step-2"] == "no rule keeps it"
+    own_file = "no step that stays has its eval/results.json"
+    assert reasons["step-1"] == f"no rule keeps it; {own_file}"
 
 
 def test_what_the_rules_keep_stays_as_it_was(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -28,6 +29,7 @@ from ckptool.errors import CkptoolError, NoAnswer
 from ckptool.storage.commit_note import unfinished_problem
 from ckptool.storage.url import Location
 
+_NUMBER = re.compile("[0-9]+")
 Notify = Callable[[str], None]
 Fate = Literal["keep", "strip", "remove", "leave"]
 
@@ -67,7 +69,30 @@ def decide(
             fates += _Decision(run, training, after, *how).fates()
             after = f" of those written after {training[-1].path.name}"
     steps_by_path = {step.path: step for step in run.steps}
-    return [_hold_back(fate, fates, steps_by_path, run.path, assessor) for fate in fates]
+    fates = [_hold_back(fate, fates, steps_by_path, run.path, assessor) for fate in fates]
+    return [*_naming_own_files(fates, steps_by_path, run)]
+
+
+def _naming_own_files(
+    fates: Sequence[StepFate], steps: Mapping[Location, Step], run: Run
+) -> Iterator[StepFate]:
+    """Yield the fates; a removal names the step's files that none of those that stay has.
+
+    They may be the user's: results, notes, an export. Numbers in names make no difference, as each
+    rank and each layer has its own.
+    """
+    files = {
+        fate.path: {_NUMBER.sub("0", file): file for entry in steps[fate.path].entries
+                    for file in run.files_in(entry)}
+        for fate in fates
+    }  # fmt: skip
+    staying = {kind for fate in fates if fate.fate != "remove" for kind in files[fate.path]}
+    for fate in fates:
+        own_files = sorted(file for kind, file in files[fate.path].items() if kind not in staying)
+        if fate.fate == "remove" and own_files:
+            reason = f"{fate.reason}; no step that stays has its {list_some(own_files, 3)}"
+            fate = replace(fate, reason=reason)
+        yield fate
 
 
 def _hold_back(
