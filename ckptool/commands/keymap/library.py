@@ -9,7 +9,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from ckptool.commands.options.files import text_of
+from ckptool.commands.options.files import table_of
 from ckptool.core.keymap.model import KeyMap
 from ckptool.core.keymap.parse import SEE_A_MAP, parse_map
 from ckptool.core.text import did_you_mean
@@ -101,12 +101,7 @@ def _map_in(path: Path, shown: str, within: tuple[Path, ...], parsed: dict[Path,
         return parsed[file]
     if path.is_file() and path.stat().st_size > _LARGEST:
         raise UsageError(f"--map {shown}: larger than {_LARGEST:,} bytes, not a key map")
-    try:
-        content = tomllib.loads(text_of(path, "--map"))
-    except ValueError as error:
-        raise UsageError(f"--map {shown}: not TOML: {error}", hint=SEE_A_MAP) from None
-    except RecursionError:
-        raise UsageError(f"--map {shown}: nested too deep") from None
+    content = table_of(path, "--map", SEE_A_MAP)
 
     def include(other: str) -> KeyMap:
         if other in builtin_maps():

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import ValidationError, convert
 
 from ckptool.commands.options.declaration import Option, OptionGroup, options_of
-from ckptool.commands.options.files import text_of
+from ckptool.commands.options.files import table_of
 from ckptool.commands.options.merge import ExpressionOptions
 from ckptool.core.text import nearest
 from ckptool.errors import UsageError
@@ -39,12 +39,7 @@ _PLACES = ("onto", "lora", "add", "minus")
 
 def read_file(path: Path) -> tuple[list[Location], ExpressionOptions]:
     """Return the sources and options of a recipe's file; UsageError if it is none."""
-    import tomllib
-
-    try:
-        content = tomllib.loads(text_of(path, "--recipe"))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--recipe {path}: not TOML: {error}") from None
+    content = table_of(path, "--recipe")
     declared = {
         option.flag.removeprefix("--"): option
         for option in options_of(OptionGroup(ExpressionOptions))

@@ -1,9 +1,10 @@
-"""Files that options name: their text, and the shapes of ``--flat-params``."""
+"""Files that options name: their text, that as TOML, and the shapes of ``--flat-params``."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from ckptool.core.text import nearest
 from ckptool.errors import UsageError
@@ -22,6 +23,17 @@ def text_of(path: Path, option: str) -> str:
         raise UsageError(f"{option} {path}: cannot be read: {reason}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{option} {path}: not UTF-8 text: {error.reason}") from None
+
+
+def table_of(path: Path, option: str, hint: str | None = None) -> dict[str, Any]:
+    """Read a TOML file; UsageError, starting with the option, if it is none."""
+    import tomllib
+
+    try:
+        return tomllib.loads(text_of(path, option))
+    except (ValueError, RecursionError) as error:
+        why = "nested too deep" if isinstance(error, RecursionError) else error
+        raise UsageError(f"{option} {path}: not TOML: {why}", hint=hint) from None
 
 
 def _meant(path: Path, option: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptool.commands.options.files import text_of
+from ckptool.commands.options.files import table_of, text_of
 from ckptool.core.mesh import Mesh
 from ckptool.core.sharding.placement import (
     STYLES,
@@ -29,13 +29,7 @@ def read_plan(path: Path, mesh: Mesh | None = None) -> tuple[Mesh | None, list[P
     A given ``mesh`` overrides the plan's; a mesh without names gets the plan's. Raises UsageError
     if the file cannot be read, or has any other key.
     """
-    import tomllib
-
-    where = f"--plan {path}"
-    try:
-        content = tomllib.loads(text_of(path, "--plan"))
-    except ValueError as error:
-        raise UsageError(f"{where}: not TOML: {error}", hint=_SHOWN) from None
+    where, content = f"--plan {path}", table_of(path, "--plan", _SHOWN)
     _require_keys(content, _KEYS, where)
     mesh = mesh or _planned_mesh(content.get("mesh"), where)
     names = _planned_names(content.get("names"), where)

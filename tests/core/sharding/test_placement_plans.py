@@ -72,6 +72,7 @@ def test_a_plan_names_the_mesh_and_the_rules_in_order(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("mesh = ", "--plan"),
+        (f"mesh = {'[' * 3000}", "not TOML: nested too deep"),
         ('mesh = "0x2"', "invalid mesh"),
         ('mesh = [2, 4]', r"mesh = \[2, 4\] must be text"),
         ('[[rules]]\ntensor = "w"\nplacements = ["Shard(0)"]', "'rules' is not one of mesh, names"),
