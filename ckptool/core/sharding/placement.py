@@ -78,23 +78,25 @@ def _mesh_problem(names: Sequence[str] | None, sizes: Sequence[str]) -> str | No
 
 
 _PLACEMENTS = "Shard(0), StridedShard(0, 2) or Replicate() for each dim, or colwise or rowwise"
-_PLACEMENT = re.compile(r"\s*(?:(\w+)\s*(?:\(\s*([-\w\s,]*)\))?)\s*")
+_NUMBER = r"\s*(-?[0-9]{1,9})\s*"
+_SHARD = re.compile(rf"_?shard\s*\({_NUMBER}\)", re.IGNORECASE)
+_STRIDED = re.compile(rf"_?stridedshard\s*\({_NUMBER},{_NUMBER}\)", re.IGNORECASE)
+_REPLICATE = re.compile(r"_?replicate\s*(?:\(\s*\))?", re.IGNORECASE)
+_PARTIAL = re.compile(r"_?partial\b.*", re.IGNORECASE)
 
 
 def parse_placement(text: str) -> Placement:
     """Return the placement written as ``Shard(0)``, ``StridedShard(0, 2)`` or ``Replicate()``."""
-    match = _PLACEMENT.fullmatch(text)
-    name = match[1].lstrip("_").lower() if match else ""
-    arguments = [int(n) for n in re.findall(r"-?\d+", match[2] or "")] if match else []
-    if name == "shard" and len(arguments) == 1:
-        return Shard(arguments[0])
-    if name == "stridedshard" and len(arguments) == 2 and arguments[1] > 0:
-        return StridedShard(arguments[0], arguments[1])
-    if name == "replicate" and not arguments:
+    text = text.strip()
+    if match := _SHARD.fullmatch(text):
+        return Shard(int(match[1]))
+    if (match := _STRIDED.fullmatch(text)) and int(match[2]) > 0:
+        return StridedShard(int(match[1]), int(match[2]))
+    if _REPLICATE.fullmatch(text):
         return Replicate()
-    if name == "partial":
-        raise UsageError(f"{text.strip()!r}: each rank would hold an addend, not the values")
-    raise UsageError(f"{text.strip()!r} is not a placement", hint=_PLACEMENTS)
+    if _PARTIAL.fullmatch(text):
+        raise UsageError(f"{text!r}: each rank would hold an addend, not the values")
+    raise UsageError(f"{text!r} is not a placement", hint=_PLACEMENTS)
 
 
 def parse_rule(text: str) -> PlacementRule:

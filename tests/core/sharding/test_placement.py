@@ -69,7 +69,7 @@ def test_a_placement(text: str, expected: Placement) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "Shard", "Shard()", "Shard(0, 1)", "StridedShard(0)", "StridedShard(0, 0)", "Replicate(0)",
-     "Shard(a)", "Shard(0", "colwise(0)"],
+     "Shard(a)", "Shard(0", "colwise(0)", "Shard(x0)", "Shard(1 0)", f"Shard({'9' * 5000})"],
 )  # fmt: skip
 def test_no_placement(text: str) -> None:
     with pytest.raises(UsageError, match="is not a placement"):
