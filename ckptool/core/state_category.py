@@ -349,6 +349,8 @@ def model_prefix(catalog: Catalog) -> str | None:
     """
     entries = catalog.tensors.values()
     paths = [entry.path for entry in entries if state_category(entry) == "model"]
+    if not all(paths):
+        return None  # a tensor by itself is below no step
     first = {str(path[0]) for path in paths}
     if len(first) == 1 and all(len(path) > 1 for path in paths):
         wrapper = next(iter(first))

@@ -37,6 +37,11 @@ def parts(tensors: list[str], *values: str) -> dict[str, str]:
     return {name: state_category(entry) for name, entry in (whole.tensors | whole.objects).items()}
 
 
+def test_a_tensor_by_itself_has_no_prefix() -> None:
+    lone = TensorEntry("value", (), BY_NAME["float32"], (1,), ())
+    assert model_prefixes(Catalog("torch-save", {"value": lone}, {}, {})) == ()
+
+
 LAYER = ["layers.0.weight", "layers.0.bias"]
 
 
