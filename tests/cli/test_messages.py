@@ -82,6 +82,12 @@ def test_dims_said_twice_must_agree() -> None:
         parse_dims(["a=2", "a=3"])
 
 
+@pytest.mark.parametrize("text", ["a", "a=", "=2", "a=-1", f"a={'9' * 5000}"])
+def test_what_is_no_size_of_a_dim_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="expected NAME=SIZE"):
+        parse_dims([text])
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

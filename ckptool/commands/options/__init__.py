@@ -86,7 +86,8 @@ def _part(value: Any, name: str) -> Any:
 
 
 def _dims(value: Any, name: str) -> Mapping[str, int]:
-    return value if isinstance(value, Mapping) else parse_dims(value)
+    is_table = isinstance(value, Mapping)
+    return parse_dims([f"{dim}={size}" for dim, size in value.items()] if is_table else value)
 
 
 def _metadata(value: Any, name: str) -> Mapping[str, str]:

@@ -34,6 +34,9 @@ _UNITS = {
     "tib": 2**40,
 }
 
+_DIGITS = 16
+"""More than any size of a dim has: Python does not parse thousands of them."""
+
 
 def parse_size(text: str, option: str) -> int:
     """Return the bytes of ``5GB``, ``512MiB`` or ``1000``; UsageError if it is not a size."""
@@ -60,8 +63,8 @@ def parse_dims(texts: Sequence[str]) -> dict[str, int]:
     """Return the sizes of named dims; UsageError if one is not NAME=SIZE."""
     sizes: dict[str, int] = {}
     for text in texts:
-        dim, equals, size = map(str.strip, text.partition("="))
-        if not equals or not size.isdecimal():
+        dim, _, size = map(str.strip, text.partition("="))
+        if not (dim and size.isdecimal() and len(size) < _DIGITS):
             raise UsageError(
                 f"invalid --dim {text!r}: expected NAME=SIZE", hint="such as --dim head=32"
             )
@@ -154,6 +157,8 @@ class Option(Struct, frozen=True):
         """Return the value for the field. Raises UsageError if it is invalid."""
         if self.minimum is not None and value < self.minimum:
             raise UsageError(f"{name} {value}: at least {self.minimum}")
+        if self.maximum is not None and value > self.maximum:
+            raise UsageError(f"{name} {value}: at most {self.maximum}")
         return self.kind.parse(value, name)
 
 
