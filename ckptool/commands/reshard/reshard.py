@@ -293,8 +293,10 @@ def _writer(to: str | None, opened: OpenedCheckpoint) -> Format:
     """Return the target format: the requested one, or the source's own if it is cut for a mesh."""
     if to is not None:
         if to not in FORMATS or FORMATS[to].writing.reshard is None:
-            hint = one_of(to, targets(mesh=True))
-            raise UsageError(f"--to {to!r}: unknown format", hint=hint)
+            why = "not written for a mesh" if to in FORMATS else "unknown format"
+            whole = f"`ckptool convert SRC DST --to {to}` writes it"
+            hint = whole if to in targets() else one_of(to, targets(mesh=True))
+            raise UsageError(f"--to {to!r}: {why}", hint=hint)
         return FORMATS[to]
     return own_writer(opened)
 

@@ -235,6 +235,7 @@ def test_a_word_for_it_that_means_nothing(name: str, what: str, out: Path) -> No
     ("more", "error", "words"),
     [
         ({"to": "onnx"}, UsageError, "unknown format"),
+        ({"to": "hf"}, UsageError, "(?s)'hf': not written for a mesh.*`ckptool convert SRC DST"),
         ({"policy": "zero"}, UsageError, "unknown policy"),
         ({"rules": ("nothing=Shard(0)",)}, UsageError, "matches none of"),
         ({"rules": ("*.w=Shard(0),Shard(0)",)}, UsageError, "1 dims|has 2 placements"),
