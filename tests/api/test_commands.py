@@ -301,6 +301,9 @@ def test_formats_and_maps() -> None:
         (lambda: ckptool.verify(SOURCE, workers="4"), TypeError, "a str, but it takes int"),  # type: ignore[arg-type]
         (lambda: ckptool.verify(SOURCE, workers=True), TypeError, "a bool, but it takes int"),
         (lambda: ckptool.verify(SOURCE, workers=0), UsageError, "workers 0: at least 1"),
+        (lambda: ckptool.verify(SOURCE, workers=257), UsageError, "workers 257: at most 256"),
+        (lambda: ckptool.verify(SOURCE, seed=3), UsageError, "it needs --sample"),
+        (lambda: ckptool.open(SOURCE, map="auto", dim={"head": -1}), UsageError, "NAME=SIZE"),
         (
             lambda: ckptool.verify(SOURCE, sample=1.5),
             UsageError,

@@ -86,17 +86,39 @@ class Question(OptionSet):
 
     def require_possible(self) -> None:
         """Raise UsageError for questions and options that cannot be combined."""
-        questions, check = self.asked, self.check
+        questions = self.asked
         if len(questions) > 1:
             raise UsageError(
                 f"{' and '.join(questions)}: one at a time", hint="one command for each"
             )
         question = questions[0] if questions else None
+        self._require_checks(question)
+        for field, users, needs, hint in _NEEDS:
+            exceptions = {"--other-format"} if question == "--like" else set()
+            flags = [flag for flag in changed(getattr(self, field)) if flag not in exceptions]
+            if flags and question not in users:
+                raise UsageError(
+                    f"{flags[0]} says what to compare: it needs {needs}",
+                    hint=hint.format(flags[0]),
+                )
+        if self.manifest.overwrite and question not in _WRITING:
+            raise UsageError(
+                "--overwrite replaces what is written: it needs --write-manifest FILE or"
+                " --salvage DST"
+            )
+
+    def _require_checks(self, question: str | None) -> None:
+        """Raise UsageError if the question, or another option, leaves a check without effect."""
+        check = self.check
         if check.allow_nonfinite and question not in (_OF_RUN, "--follow"):
             raise UsageError(
                 "--allow-nonfinite is for runs: it needs --latest-good, --all or --follow",
                 hint="without --fail-nonfinite, NaN and infinite values are warnings",
             )
+        if check.quick and check.sample < 1:
+            raise UsageError("--quick reads no data, --sample some: one at a time")
+        if check.seed and check.sample == 1:
+            raise UsageError("--seed selects what --sample reads: it needs --sample")
         if question in _OTHERS and (check.quick or check.sample < 1):
             raise UsageError(
                 f"{question} compares every byte: it cannot be combined with --quick or --sample",
@@ -108,19 +130,19 @@ class Question(OptionSet):
                 hint="leave out --against, --recipe, --like, manifests, --salvage and what is of"
                 " runs",
             )
-        for field, users, needs, hint in _NEEDS:
-            exceptions = {"--other-format"} if question == "--like" else set()
-            flags = [flag for flag in changed(getattr(self, field)) if flag not in exceptions]
-            if flags and question not in users:
-                raise UsageError(
-                    f"{flags[0]} says what to compare: it needs {needs}",
-                    hint=hint.format(flags[0]),
-                )
+        reading = VerifyOptions(check.read, workers=check.workers)
+        if question == "--salvage" and check != reading:
+            flags = [flag for flag in changed(check) if flag not in changed(reading)]
+            raise UsageError(
+                f"{flags[0]}: not with --salvage, which reads everything and writes what is intact",
+                hint=f"one command for each: `ckptool verify SRC {flags[0]}` writes nothing",
+            )
 
 
 _OF_RUN = "--latest-good or --all"
 _OTHERS = ("--against", "--recipe")
 """The questions that compare with all of another checkpoint."""
+_WRITING = ("--write-manifest", "--salvage")
 _MANIFESTS = ("--write-manifest", "--manifest")
 _BY_NAME = (*_OTHERS, "--like", *_MANIFESTS)
 """The questions about tensors by their names, which may be others than SRC's own."""

@@ -32,6 +32,8 @@ UNCHANGED = LikeOptions(expect_equal=("embed",))
         (Question(manifest=ManifestOptions(manifest=OTHER)), ["--manifest"], ("manifest",)),
         (Question(latest_good=True, every=True), ["--latest-good or --all"], ()),
         (Question(salvage=OTHER), ["--salvage"], ()),
+        (Question(VerifyOptions(workers=2), salvage=OTHER), ["--salvage"], ()),
+        (Question(salvage=OTHER, manifest=ManifestOptions(overwrite=True)), ["--salvage"], ()),
     ],
 )
 def test_what_is_asked(question: Question, asked: list[str], checks: tuple[str, ...]) -> None:
@@ -46,6 +48,17 @@ def test_what_is_asked(question: Question, asked: list[str], checks: tuple[str, 
         (Question(against=OTHER, salvage=OTHER), "--against and --salvage: one at a time"),
         (Question(VerifyOptions(sample=0.5), OTHER), "--against compares every byte"),
         (Question(VerifyOptions(allow_nonfinite=True)), "--allow-nonfinite is for runs"),
+        (Question(VerifyOptions(quick=True, sample=0.5)), "--quick reads no data, --sample some"),
+        (Question(VerifyOptions(seed=3)), "--seed selects what --sample reads: it needs --sample"),
+        (Question(VerifyOptions(strict=True), salvage=OTHER), "--strict: not with --salvage"),
+        (
+            Question(manifest=ManifestOptions(overwrite=True)),
+            "--overwrite replaces what is written",
+        ),
+        (
+            Question(manifest=ManifestOptions(manifest=OTHER, overwrite=True)),
+            "it needs --write-manifest FILE or --salvage DST",
+        ),
         (Question(comparison=CAST), "--cast says what to compare: it needs --against OTHER"),
         (Question(rewrite=DEQUANTIZED), "--dequantize says what to compare"),
         (Question(against=OTHER, like=UNCHANGED), "--expect-equal says .* needs --like OTHER"),
