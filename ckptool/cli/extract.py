@@ -10,8 +10,10 @@ import typer
 from ckptool.cli.completion import complete_names
 from ckptool.cli.parameters import SourcePath
 from ckptool.commands.options import parse_place
+from ckptool.commands.options.declaration import changed
 from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.screen import Screen
+from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.storage.url import Location
@@ -52,19 +54,21 @@ def extract(
 
 
 def _print(source: Location, names: Sequence[str], options: ExtractOptions, screen: Screen) -> None:
-    """Print tensors or slices."""
+    """Print tensors or slices; UsageError for options of a file to write."""
     from ckptool.commands.extract import open_slices, read_values
     from ckptool.render.data import print_json
     from ckptool.render.extract import MOST_IN_JSON, show_values, values_json
     from ckptool.render.messages import show_notes
 
-    extraction = open_slices(source, names, options)
+    if flags := [flag for flag in changed(options.transfer) if flag != "--workers"]:
+        raise UsageError(f"{flags[0]} is for a file that is written: it needs --out FILE")
+    extraction, workers = open_slices(source, names, options), options.transfer.run.workers
     if not screen.quiet:
         show_notes(extraction.notes)
     if screen.as_json:
-        print_json(values_json(extraction, read_values(extraction, MOST_IN_JSON)))
+        print_json(values_json(extraction, read_values(extraction, MOST_IN_JSON, workers)))
     else:
-        show_values(read_values(extraction))
+        show_values(read_values(extraction, workers=workers))
 
 
 def _write(

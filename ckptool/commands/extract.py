@@ -298,10 +298,13 @@ class Values(Struct, frozen=True):
     edge: int = _EDGE
 
 
-def read_values(extraction: Extraction, most: int = _FULL) -> list[Values]:
+def read_values(
+    extraction: Extraction, most: int = _FULL, workers: int | None = None
+) -> list[Values]:
     """Read slices of at most ``most`` elements, and only the edges of larger ones.
 
-    Raises Damaged if checksums do not match, Changed if files were written to meanwhile.
+    ``workers`` threads do so, or as many as suit the source. Raises Damaged if checksums do not
+    match, Changed if files were written to meanwhile.
     """
     read: list[Values] = []
     requests: list[FillRequest] = []
@@ -313,8 +316,9 @@ def read_values(extraction: Extraction, most: int = _FULL) -> list[Values]:
         for box, at in _boxes(edges):
             requests.append(FillRequest(entry, box, ArrayMemory(part_of(bits, at))))
         read.append(Values(part, bits, full))
-    fill(requests, extraction.opened.source, extraction.opened.source.policy.workers)
-    require_unchanged(extraction.opened.catalog, extraction.opened.source)
+    source = extraction.opened.source
+    fill(requests, source, workers or source.policy.workers)
+    require_unchanged(extraction.opened.catalog, source)
     return [replace(v, numbers=_numbers(v.numbers, v.slice.entry.dtype)) for v in read]
 
 

@@ -196,6 +196,13 @@ def test_small_slices_are_shown_in_full_and_of_large_ones_the_edges(tmp_path: Pa
     assert (head, body) == ("w[0, :4]  [4] of [100, 100]  fp32  16 B", "[0. 1. 2. 3.]\n")
 
 
+@pytest.mark.parametrize("words", [("--resume",), ("--budget", "1MiB")])
+def test_options_of_a_file_need_one(words: tuple[str, ...], mixed: Path) -> None:
+    done = CliRunner().invoke(app, ["extract", str(mixed), "w", *words])
+    assert isinstance(done.exception, UsageError)
+    assert f"{words[0]} is for a file that is written: it needs --out FILE" in str(done.exception)
+
+
 def test_json_has_the_numbers(mixed: Path) -> None:
     found = json.loads(run(str(mixed), "bf16", "fp8", "mask[1:]", "--json"))
     assert found["schema"] == "ckptool.extract/2"
