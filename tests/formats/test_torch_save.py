@@ -36,6 +36,16 @@ def test_a_storage_that_was_filled_later_has_no_checksum(tmp_path: Path) -> None
     assert torch.equal(ckptool.open(tmp_path / "model.pt").read("w"), torch.full((3,), 2.0))
 
 
+def test_a_legacy_stream_of_a_big_endian_machine_has_little_endian_bytes(tmp_path: Path) -> None:
+    """torch swaps them when it writes, and loads them as they are."""
+    path = tmp_path / "model.pt"
+    torch.save({"w": torch.arange(300.0)}, path, _use_new_zipfile_serialization=False)
+    data = path.read_bytes()
+    said = data.index(b"\x88", data.index(b"little_endian"))
+    path.write_bytes(data[:said] + b"\x89" + data[said + 1 :])
+    assert torch.equal(ckptool.open(path).read("w"), torch.load(path)["w"])
+
+
 def test_replicas_that_were_filled_later_are_compared(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

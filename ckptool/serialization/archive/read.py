@@ -1,8 +1,9 @@
 """Read what torch.save wrote: the pickle's value, and the place of each storage.
 
 Zip archives (torch 1.6 to 2.13) contain ``<root>/data.pkl`` and one record per storage in
-``<root>/data/<key>``; the legacy stream (before 1.6) is five pickles, then each storage's element
-count and bytes.
+``<root>/data/<key>``, in the byte order of the machine that wrote it, which the record ``byteorder``
+says (since 2.1); the legacy stream (before 1.6) is five pickles, then each storage's element count
+and bytes, in little-endian order whatever the machine (``writeFileRaw``).
 """
 
 from __future__ import annotations
@@ -320,8 +321,8 @@ def _read_legacy(source: Source, file: str) -> TorchFile:
             )
         storages[key] = StoredBytes(file, position, nbytes, nbytes)
         position += nbytes
-    byteorder = "little" if system.get("little_endian", True) else "big"
-    return TorchFile(file, value, storages, byteorder, content.end, content.hostile)
+    # even of a machine that says ``little_endian: False``: torch writes counts and bytes swapped
+    return TorchFile(file, value, storages, "little", content.end, content.hostile)
 
 
 def read_legacy_pickles(source: Source, file: str, *, judges: bool = True) -> list[Loaded]:
