@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -255,6 +255,17 @@ def refusing(what: str, hint: str) -> Reading:
         raise Unrecognized(f"{source.root}: {what}", hint=hint)
 
     return Reading(scan, is_possible=False)
+
+
+def require_found(found: Collection[object], source: Source, names: str) -> None:
+    """Raise Unrecognized for a source in which none of a format's files was found.
+
+    A format that was not detected may be forced (``--from``) on any folder. ``names`` are those of
+    the files.
+    """
+    if not found:
+        hint = "without --from the format is detected"
+        raise Unrecognized(f"{source.root}: no file is called {names}", hint=hint)
 
 
 class Format(Struct, frozen=True):

@@ -40,7 +40,16 @@ from ckptool.core.sharding.tensor_parallel import (
 )
 from ckptool.core.views import whole_tensor
 from ckptool.errors import Damaged, Problem, Refusal, Undetermined, Unsupported
-from ckptool.formats.base import Detection, Format, Loading, Reading, Request, ScanOptions, Writing
+from ckptool.formats.base import (
+    Detection,
+    Format,
+    Loading,
+    Reading,
+    Request,
+    ScanOptions,
+    Writing,
+    require_found,
+)
 from ckptool.formats.companions import companions, read_json_object, size_in
 from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
 from ckptool.serialization.archive.write import archive_file
@@ -192,6 +201,7 @@ def _files(source: Source) -> dict[int, str]:
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     files = _files(source)
+    require_found(files, source, "consolidated.NN.pth")
     world = max(files) + 1
     require_rank(world, files[max(files)])
     missing = find_missing_ranks(files, world)

@@ -1,4 +1,4 @@
-"""Errors of the framework formats' readers have a stable code."""
+"""Errors of the readers have a stable code, and are none of ckptool's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import ckptool
 import ckptool.formats
+from ckptool.errors import SourceError
 
 FOLDER = Path(ckptool.formats.__file__).parent
 HEADS = ("deepspeed", "megatron", "bytecheckpoint", "torchsnapshot", "nvrx")
@@ -28,3 +30,12 @@ def test_no_damage_is_raised_as_text_alone(path: Path) -> None:
         and isinstance(node.args[0], ast.JoinedStr | ast.Constant)
     ]
     assert raised == []
+
+
+@pytest.mark.parametrize("name", ckptool.formats.FORMATS)
+def test_a_format_that_is_forced_on_other_files_finds_none(name: str, tmp_path: Path) -> None:
+    for file in ("notes.txt", "settings.json"):
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(SourceError) as error:
+        ckptool.convert(tmp_path, tmp_path / "out", to="dcp", from_format=name)
+    assert str(tmp_path) in str(error.value)

@@ -10,14 +10,24 @@ unless all names begin with it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog
 from ckptool.core.selection import with_prefix
+from ckptool.errors import Damaged
 from ckptool.formats import FORMATS, torch_save
-from ckptool.formats.base import Deferred, Detection, Format, Loading, Reading, ScanOptions, Writing
+from ckptool.formats.base import (
+    Deferred,
+    Detection,
+    Format,
+    Loading,
+    Reading,
+    ScanOptions,
+    Writing,
+    require_found,
+)
 from ckptool.formats.companions import (
     RANDOM_STATES,
     TRAINER_FILES,
@@ -58,15 +68,19 @@ def _whole_model(source: Source) -> Format | None:
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     catalogs = []
-    model = _whole_model(source)
+    parts = _parts(source)
+    # beside the model's shards, the whole is what `accelerate merge-weights` made of them
+    model = _whole_model(source) if "model" not in parts.values() else None
     if model is not None:
         catalogs.append(with_prefix(model.reading.scan(source, options), "model"))
         catalogs += _further_models(source, options)
-    for folder, family in _parts(source).items():
+    for folder, family in parts.items():
         inner = scan_subfolder(FORMATS["dcp"].reading.scan, source, folder, options)
         catalogs.append(_in_family(inner, family))
     if FORMATS["rank-local"].matches(source):
         catalogs.append(FORMATS["rank-local"].reading.scan(source, options))
+    require_found(catalogs, source, "pytorch_model_fsdp_0/.metadata, or random_states_0.pkl")
+    _require_one_save(catalogs)
     writer = {"writer": "accelerate (by its file names)"}
     joined = join_catalogs(*catalogs)
     extras = companions(source) | {n: source.files[n] for n in TRAINER_FILES if n in source.files}
@@ -76,6 +90,19 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         info=joined.info | writer,
         companions=joined.companions | extras,
     )
+
+
+def _require_one_save(catalogs: Iterable[Catalog]) -> None:
+    """Raise Damaged if several families have one name, of which the last would hide the others."""
+    holders: dict[str, Catalog] = {}
+    for catalog in catalogs:
+        for name in (*catalog.tensors, *catalog.objects, *catalog.conflicts):
+            other = holders.setdefault(name, catalog)
+            if other is not catalog:
+                file, other_file = min(catalog.files), min(other.files)
+                message = f"{name} is both in {other_file} and in {file}: of two saves"
+                hint = "give the path of one of them, or move the files of the other away"
+                raise Damaged(message, "saves-mixed", file=file, hint=hint)
 
 
 def _further_models(source: Source, options: ScanOptions) -> Iterator[Catalog]:

@@ -31,6 +31,7 @@ from ckptool.formats.base import (
     Request,
     ScanOptions,
     Writing,
+    require_found,
 )
 from ckptool.formats.companions import CONFIG, companions, read_json_object
 from ckptool.formats.safetensors.huggingface import FORMAT as HF
@@ -72,6 +73,7 @@ class _ShardContents(Struct):
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     shards = _shards(source)
+    require_found(shards, source, "shard-R-model-I-of-N.safetensors")
     contents = _ShardContents(problems=_name_problems(shards))
     last = max(shards, key=lambda match: int(match["rank"]))
     expect_heads(source, (match.string for match in shards))

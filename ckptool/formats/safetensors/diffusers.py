@@ -18,7 +18,15 @@ from ckptool.core.layout import Layout
 from ckptool.core.selection import entries_of, with_prefix
 from ckptool.errors import Problem, Unsupported
 from ckptool.formats import FORMATS
-from ckptool.formats.base import Detection, Format, Reading, Request, ScanOptions, Writing
+from ckptool.formats.base import (
+    Detection,
+    Format,
+    Reading,
+    Request,
+    ScanOptions,
+    Writing,
+    require_found,
+)
 from ckptool.formats.companions import (
     CONFIG,
     PIPELINE,
@@ -54,6 +62,7 @@ def _is_folder(name: str) -> bool:
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
+    require_found([name for name in source.files if name == PIPELINE], source, PIPELINE)
     parts: list[Catalog] = []
     problems: list[str] = []
     components = _components(source)

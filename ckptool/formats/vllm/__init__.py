@@ -25,7 +25,16 @@ from ckptool.core.sharding.placement import PlacedTensors, PlacementRule
 from ckptool.core.sharding.tensor_parallel import given_rules, tp_mesh
 from ckptool.core.views import whole_tensor
 from ckptool.errors import Damaged, Unsupported
-from ckptool.formats.base import Detection, Format, Loading, Reading, Request, ScanOptions, Writing
+from ckptool.formats.base import (
+    Detection,
+    Format,
+    Loading,
+    Reading,
+    Request,
+    ScanOptions,
+    Writing,
+    require_found,
+)
 from ckptool.formats.companions import companions, describe_config, read_config
 from ckptool.formats.side_file import split_side, with_headers
 from ckptool.formats.vllm.merge import PADDING, VOCABULARY, Merger, sizes_of
@@ -57,6 +66,7 @@ _FILE = re.compile(r"model-rank-([0-9]{1,9})-part-([0-9]{1,9})\.safetensors")
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     files = [match for name in source.files if (match := _FILE.fullmatch(name))]
+    require_found(files, source, "model-rank-R-part-P.safetensors")
     world = max(int(match[1]) for match in files) + 1
     _require_parts(source, files, world)
     tensors, headers, problems = _read_ranks(source, files, options)

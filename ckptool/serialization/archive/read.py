@@ -1,9 +1,9 @@
 """Read what torch.save wrote: the pickle's value, and the place of each storage.
 
 Zip archives (torch 1.6 to 2.13) contain ``<root>/data.pkl`` and one record per storage in
-``<root>/data/<key>``, in the byte order of the machine that wrote it, which the record ``byteorder``
-says (since 2.1); the legacy stream (before 1.6) is five pickles, then each storage's element count
-and bytes, in little-endian order whatever the machine (``writeFileRaw``).
+``<root>/data/<key>``, in the order of bytes that the record ``byteorder`` says (since 2.1); the
+legacy stream (before 1.6) is five pickles, then each storage's element count and bytes, which are
+little-endian on all machines (``writeFileRaw``).
 """
 
 from __future__ import annotations

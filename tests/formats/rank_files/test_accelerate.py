@@ -45,6 +45,36 @@ def test_the_folder_names_of_old_versions(copy_of: Callable[[str], Path]) -> Non
     assert case("accelerate_folders").truth.keys() <= found.tensors.keys()
 
 
+def test_two_models_of_one_name_are_not_mixed(copy_of: Callable[[str], Path]) -> None:
+    """A newer version saved into the same folder, or with other settings."""
+    folder = copy_of("accelerate_folders")
+    shutil.copytree(folder / "pytorch_model_fsdp_0", folder / "pytorch_model_0")
+    with pytest.raises(Damaged, match=r"both in pytorch_model_fsdp_0/\.metadata and in") as error:
+        open_checkpoint(folder)
+    assert [p.code for p in error.value.problems] == ["saves-mixed"]
+    shutil.rmtree(folder / "pytorch_model_0")
+    torch.save({"last_epoch": 5}, folder / "pytorch_model.bin")
+    found = open_checkpoint(folder).catalog
+    assert found.objects["model.last_epoch"].value == 5, "of names of its own"
+    torch.save({name: torch.ones(2) for name in truth_names()}, folder / "pytorch_model.bin")
+    with pytest.raises(Damaged, match=r"and in pytorch_model\.bin: of two saves"):
+        open_checkpoint(folder)
+
+
+def truth_names() -> list[str]:
+    return [n.removeprefix("model.") for n in case("accelerate_folders").truth if n[0] == "m"]
+
+
+def test_shards_are_read_rather_than_what_was_made_of_them(
+    copy_of: Callable[[str], Path],
+) -> None:
+    folder = copy_of("accelerate_folders")
+    save_file({name: torch.ones(2) for name in truth_names()}, folder / "model.safetensors")
+    opened = open_checkpoint(folder)
+    assert "not read: model.safetensors: looks like part of a checkpoint" in opened.catalog.notes
+    assert "model.safetensors" not in opened.catalog.files
+
+
 def test_damaged_metadata_is_named_with_its_folder(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("accelerate_folders")
     file = folder / "optimizer_0" / ".metadata"
