@@ -140,7 +140,7 @@ class Checkpoint(Mapping[str, Any]):
         """
         name, *index = key if isinstance(key, tuple) else (key,)
         if index or name not in self._catalog.objects:
-            return self.read(name, index or None)
+            return self.read(name, tuple(index))
         from ckptool.api.values import rebuild
 
         return rebuild(self._catalog.objects[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from contextlib import suppress
 from types import EllipsisType
 from typing import SupportsIndex
 
@@ -13,7 +13,7 @@ from ckptool.core.subscript import Pick, picks
 from ckptool.errors import UsageError
 
 IndexItem = SupportsIndex | slice | EllipsisType
-Index = Box | IndexItem | Sequence[IndexItem]
+Index = Box | IndexItem | tuple[IndexItem, ...]
 """A box of a tensor, or an index as in ``tensor[2:4, ..., ::2, -1]``."""
 
 
@@ -24,15 +24,26 @@ def parse_index(entry: TensorEntry, index: Index | None) -> list[Pick]:
         if not is_within or any(map(int.__lt__, index.hi, index.lo)):
             raise UsageError(f"{entry.name}: box {index} does not fit shape {list(entry.shape)}")
         return [Pick(range(lo, hi)) for lo, hi in zip(index.lo, index.hi, strict=True)]
-    items = () if index is None else index if isinstance(index, tuple | list) else (index,)
+    items = () if index is None else index if isinstance(index, tuple) else (index,)
     return picks(entry.name, entry.shape, tuple(_item(entry, item) for item in items))
 
 
 def _item(entry: TensorEntry, item: object) -> int | slice | EllipsisType:
-    if isinstance(item, slice) or item is ...:
+    if item is ...:
         return item
-    if isinstance(item, SupportsIndex) and not isinstance(item, bool):
-        return operator.index(item)
+    if isinstance(item, slice):
+        bounds = (item.start, item.stop, item.step)
+        return slice(*(None if bound is None else _integer(entry, bound) for bound in bounds))
+    return _integer(entry, item)
+
+
+def _integer(entry: TensorEntry, item: object) -> int:
+    """Return an integer of any library; masks and lists of indices are refused."""
+    is_mask = isinstance(item, bool) or str(getattr(item, "dtype", "")).endswith("bool")
+    is_list = bool(getattr(item, "shape", ()))
+    if isinstance(item, SupportsIndex) and not (is_mask or is_list):
+        with suppress(TypeError):  # every array has __index__, also one of floats
+            return operator.index(item)
     raise UsageError(
         f"{entry.name} {list(entry.shape)}: invalid index {item!r}",
         hint="an integer, a slice or ... for each dim: (slice(0, 2), ..., 3)",

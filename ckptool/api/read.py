@@ -83,7 +83,8 @@ def read_numpy(
         out = np.empty(shape, dtype)
     else:
         _require_kind(out, np.ndarray, "a numpy array, or a tensor without as_='numpy'")
-        _require_fits(entry, shape, out.shape, out.dtype.name)
+        kind = out.dtype.name if out.dtype.isnative else str(out.dtype)
+        _require_fits(entry, shape, out.shape, kind)
     if not out.flags.writeable:
         raise Unsupported(f"{entry.name}: cannot be read into a read-only array")
     checkpoint.fill_part(entry, picks, ArrayMemory(out.view(unit(entry.dtype.itemsize))))

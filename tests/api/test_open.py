@@ -125,6 +125,11 @@ def test_integers_of_dims_of_one_and_nothing_at_all(tmp_path: Path) -> None:
         ((..., 0, ...), "3 subscripts for 3 dims"),
         (True, "invalid index True"),
         ("a", "invalid index 'a'"),
+        ([0, 1], r"invalid index \[0, 1\]"),
+        (torch.tensor([1]), r"invalid index tensor\(\[1\]\)"),
+        (torch.tensor(True), "invalid index tensor"),
+        (np.array(1.5), "invalid index array"),
+        (slice("a"), "invalid index 'a'"),
         ((0, 5), "index 5 is out of range for a dim of 5"),
         (-8, "index -8 is out of range for a dim of 7"),
         (ckptool.Box((0,), (2,)), "does not fit shape"),
@@ -165,6 +170,8 @@ def test_a_type_and_a_device_to_read_to(saved: tuple[Path, torch.Tensor]) -> Non
             one.read("x", dtype=kind)
     with pytest.raises(UsageError, match="numpy has no devices"):
         one.read("x", as_="numpy", device="cpu")  # type: ignore[call-overload]
+    with pytest.raises(Unsupported, match=r"int16 .* is read, but out is >i2"):
+        one.read("x", as_="numpy", out=np.zeros((7, 5, 3), ">i2"))
     read_only = np.zeros((7, 5, 3), np.int16)
     read_only.flags.writeable = False
     with pytest.raises(Unsupported, match="read-only"):
