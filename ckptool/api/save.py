@@ -105,8 +105,9 @@ def _entry(
     ``head`` begins the names of its files.
     """
     dtype = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
-    reasons = [find_obstacle(tensor), *map(_why_not_plain, local_tensors(tensor))]
-    why = next((reason for reason in reasons if reason is not None), None)
+    why = find_obstacle(tensor) or next(
+        filter(None, map(_why_not_plain, local_tensors(tensor))), None
+    )
     if dtype is None or why is not None:
         kind = f"{type(tensor).__name__} of {tensor.dtype} on {tensor.device}"
         raise Unsupported(

@@ -41,19 +41,23 @@ def leaves_of(state_dict: dict[str, Any], *, empty: bool = False) -> dict[str, S
     Flattens as DCP does (torch 2.4 to 2.13): dicts are entered, lists if they contain a dict or a
     tensor; and, as in catalogs, tuples if they contain a tensor. ``empty`` dicts are leaves if
     asked. Raises TypeError for anything but a dict and for a module or optimizer in it, UsageError
-    if two leaves have the same name.
+    if two leaves have the same name, or if it has no end.
     """
     if not isinstance(state_dict, dict):
-        raise TypeError(f"load() fills a dict, not {_kind(state_dict)}")
+        raise TypeError(f"a state dict is a dict, not {_kind(state_dict)}")
+    try:
+        found = list(_leaves((), state_dict))
+    except RecursionError:
+        raise UsageError("the state dict contains itself, or is nested too deeply") from None
     leaves: dict[str, StateLeaf] = {}
-    for leaf in _leaves((), state_dict):
+    for leaf in found:
         name = ".".join(map(str, leaf.path))
         if not empty and isinstance(leaf.value, Mapping):
             continue
         if name in leaves:
             raise UsageError(f"two values of the state dict are named {name!r}, joined by dots")
         if _has_state(leaf.value):
-            raise TypeError(f"load() fills tensors, and {name} is {_kind(leaf.value)}")
+            raise TypeError(f"a state dict has tensors and values: {name} is {_kind(leaf.value)}")
         leaves[name] = leaf
     return leaves
 

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 def find_obstacle(tensor: torch.Tensor) -> str | None:
     """Return why it is unknown which values this rank holds; None if it is known."""
+    from torch.nn.parameter import is_lazy
+
+    if is_lazy(tensor):
+        return "an uninitialized parameter of a lazy module: it has no shape yet"
+    if tensor.is_nested:
+        return "a nested tensor: its rows have shapes of their own"
     if _is_dtensor(tensor):
         partial = None in _placements(tensor)
         return "a partial placement: each rank holds an addend, not values" if partial else None

@@ -100,6 +100,8 @@ class Subclass(torch.Tensor):
         (torch.zeros(3, 4, device="meta"), "on the meta device"),
         (torch.zeros(3, 1).expand(3, 4), "an expanded view or similar"),
         (torch.zeros(3, 4).to_sparse(), "sparse"),
+        (torch.nested.nested_tensor([torch.zeros(4)] * 3), "a nested tensor"),
+        (torch.nn.UninitializedParameter(), "an uninitialized parameter"),
         (torch.zeros(3, 4).as_subclass(Subclass), "a Subclass, a subclass with its own memory"),
         (torch.zeros(6).as_strided((3, 4), (1, 1)), "several of its elements share"),
         (1.5, "a tensor in the checkpoint, a float in the state dict"),

@@ -88,18 +88,26 @@ class Custom:
     pass
 
 
+LOOP: dict[str, Any] = {"a": torch.ones(1)}
+LOOP["loop"] = [LOOP]
+NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+
 @pytest.mark.parametrize(
     ("tree", "error", "says"),
     [
         ({}, UsageError, "no tensors or values"),
+        (LOOP, UsageError, "contains itself"),
+        ({"a": NESTED}, Unsupported, "a nested tensor"),
+        ({"a": torch.nn.UninitializedParameter()}, Unsupported, "an uninitialized parameter"),
         ({"m": torch.nn.Linear(1, 1)}, TypeError, "state_dict"),
-        ([torch.ones(1)], TypeError, "a list"),
+        ([torch.ones(1)], TypeError, "a state dict is a dict, not a list"),
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, UsageError, "named 'a.b'"),
         ({"a": torch.ones(1, device="meta")}, Unsupported, "a: a Tensor .* on meta"),
         ({"a": torch.ones(2, 2).to_sparse()}, Unsupported, "not a plain tensor"),
         ({"a": torch.ones(1), "b": [Custom()]}, Unsupported, "b: a Custom, which is not plain"),
     ],
-    ids=["empty", "module", "list", "names", "meta", "sparse", "object"],
+    ids=["empty", "loop", "nested", "lazy", "module", "list", "names", "meta", "sparse", "object"],
 )
 def test_what_cannot_be_saved_is_refused(
     tree: Any, error: type[Exception], says: str, out: Path
