@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import uuid
@@ -83,6 +84,30 @@ def test_older_steps_lose_the_optimizer_and_nothing_else(tmp_path: Path) -> None
     now = sum(p.stat().st_size for p in run.rglob("*") if p.is_file())
     assert nbytes - now == report.freed
     assert not stripped(run).freed
+
+
+@pytest.mark.parametrize("name", ["step-{}", "step-{}.pt"])
+def test_a_step_without_its_optimizer_is_no_later_save(name: str, tmp_path: Path) -> None:
+    """Else an old step would look like one of a training that began again."""
+    state = {"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: torch.ones(2)}}}
+    for step in (100, 200, 300):
+        path = tmp_path / name.format(step)
+        torch.save(state, path) if path.suffix else dcp.save(
+            state, checkpoint_id=path, no_dist=True
+        )
+    for file in filter(Path.is_file, tmp_path.rglob("*")):
+        number = int(re.findall("[0-9]00", str(file.relative_to(tmp_path)))[0])
+        os.utime(file, (number * 1000, number * 1000))
+    times = times_of(tmp_path)
+    assert [step.fate for step in stripped(tmp_path, yes=True).steps] == ["keep", "strip", "strip"]
+    assert times_of(tmp_path) == times
+    assert fates(pruned(tmp_path)) == {
+        name.format(300): "keep", name.format(200): "remove", name.format(100): "remove"
+    }  # fmt: skip
+
+
+def times_of(folder: Path) -> dict[str, float]:
+    return {str(path): path.stat().st_mtime for path in folder.rglob("*") if path.is_file()}
 
 
 def test_objects_are_carried_into_the_copy_as_they_are(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
@@ -31,6 +33,7 @@ from ckptool.core.state_category import (
 )
 from ckptool.core.text import list_some
 from ckptool.engine.write.disk_target import DiskTarget
+from ckptool.engine.write.existing import stamps
 from ckptool.engine.write.removal import remove_file
 from ckptool.engine.write.stage import StageOptions
 from ckptool.errors import Unsupported
@@ -142,4 +145,17 @@ def _exchange(opened: OpenedCheckpoint, strip: Transfer[ConvertReport]) -> Strip
     names = {*opened.catalog.files, *strip.plan.layout.sizes}
     sizes = opened.source.files
     freed = sum(sizes.get(name, 0) for name in names) - strip.plan.layout.nbytes
-    return Strip(freed, strip.run)
+    return Strip(freed, partial(_keeping_times, opened, strip))
+
+
+def _keeping_times(opened: OpenedCheckpoint, strip: Transfer[ConvertReport]) -> None:
+    """Exchange a checkpoint for its copy, which gets the times at which the old one was saved.
+
+    Without these, an old step would look like one of a training that began again later.
+    """
+    folder = Path(opened.source.root)
+    times = {name: time for name, (_, time) in stamps(folder, opened.catalog.files).items()}
+    strip.run()
+    for name in strip.plan.layout.sizes:
+        time = times.get(name, max(times.values()))
+        os.utime(folder / name, ns=(time, time), follow_symlinks=False)
