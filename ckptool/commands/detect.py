@@ -14,14 +14,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.unread_files import require_listed, unlisted_problems
 from ckptool.core.text import list_some, natural_key, one_of
-from ckptool.errors import (
-    CkptoolError,
-    NotFound,
-    Problem,
-    Several,
-    Unrecognized,
-    UsageError,
-)
+from ckptool.errors import CkptoolError, NotFound, Problem, Several, Unrecognized, UsageError
 from ckptool.formats import FORMATS, detect, file_rule, single_file_suffixes
 from ckptool.formats.base import EXTRA, FileRole, Format, ScanOptions
 from ckptool.formats.companions import latest_folder
@@ -35,6 +28,7 @@ from ckptool.serialization.file_kinds import (
     require_packed,
 )
 from ckptool.storage.commit_note import require_finished, unfinished_problem
+from ckptool.storage.file_status import lies_in
 from ckptool.storage.files import Files
 from ckptool.storage.local import LocalSource
 from ckptool.storage.place import (
@@ -347,7 +341,7 @@ def _candidates(
     has_set = cache(lambda folder, row: row.matches(folders.get(folder, source)))
     larger = cache(lambda: larger_names(source))
     for folder in sorted(folders, key=lambda name: (name.count("/"), natural_key(name))):
-        if folder.count("/") >= _LEVELS or any(str(p) in covered for p in Path(folder).parents):
+        if folder.count("/") >= _LEVELS or lies_in(folder, covered):
             continue
         inner = folders[folder]
         row = _try_detect(path / folder, partial(detect_folder, inner), failed)
@@ -355,8 +349,11 @@ def _candidates(
             covered.add(folder)
         if row is not None:
             yield Candidate(path / folder, inner, row)
+    suffixes = (ARCHIVE, *single_file_suffixes())
     for name in source.files:
-        if not any(str(parent) in covered for parent in Path(name).parents):
+        # by the name first: beside a run may lie a hundred thousand pictures
+        may_be = name.endswith(suffixes) or "." not in name.rpartition("/")[2]
+        if may_be and not lies_in(name, covered):
             of_one = partial(_single_file, path, source, name, has_set)
             file = _try_detect(path / name, of_one, failed)
             if file is not None and not holds_counts_alone(source, name, larger):

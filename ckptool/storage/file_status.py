@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -106,7 +106,8 @@ NO_FILE = "file-type-mismatch"
 _FILES_ONLY = (".json", ".extra.pt")
 """Suffixes that no folder of a checkpoint has."""
 _TOO_DEEP = f"not searched: more than {DEPTH} folders deep"
-_MOST_ENTRIES = 200_000
+_MOST_ENTRIES = 500_000
+"""More than a few saves of 16,384 ranks have; listing so many takes seconds, in 400 MB."""
 _MOST_VISITS = 200
 """Links that lead to one folder: within one another they would multiply, and listing never end."""
 
@@ -151,6 +152,8 @@ class FileListing:
         self._root = root
         self._near = near
         self._total = 0
+        self._entries: Counter[str] = Counter()
+        """How many lie in each entry of the root, and in it (an empty name)."""
         self._visits: Counter[tuple[int, int]] = Counter()
 
     def take(self) -> None:
@@ -173,10 +176,13 @@ class FileListing:
         with os.scandir(folder) as entries:
             names = list(islice(entries, _MOST_ENTRIES + 1 - self._total))
         self._total += len(names)
+        self._entries[head.partition("/")[0]] += len(names)
         if self._total > _MOST_ENTRIES:
+            largest, _ = self._entries.most_common(1)[0]
             raise NotFound(
-                f"{self._root}: more than {_MOST_ENTRIES:,} files and folders;"
-                " name the checkpoint itself"
+                f"{self._root}: more than {_MOST_ENTRIES:,} files and folders, most of them in"
+                f" {largest or 'it'}",
+                hint="name the checkpoint itself" + (f", or move {largest} away" * bool(largest)),
             )
         for entry in names:
             try:
@@ -206,6 +212,12 @@ def within_folder(files: Mapping[str, _T], folder: str) -> dict[str, _T]:
     """Return the files below a folder, by their paths relative to it."""
     head = folder + "/"
     return {name[len(head) :]: what for name, what in files.items() if name.startswith(head)}
+
+
+def lies_in(name: str, folders: Set[str]) -> bool:
+    """Return whether a file or folder lies in one of some folders, at any depth."""
+    ends = (at for at, letter in enumerate(name) if letter == "/")
+    return any(name[:end] in folders for end in ends)
 
 
 def by_folder(files: Mapping[str, _T]) -> dict[str, dict[str, _T]]:

@@ -46,10 +46,15 @@ def test_everything_that_is_looked_at_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(walk, "_MOST_ENTRIES", 10)
-    for i in range(11):
-        (tmp_path / str(i)).mkdir()
-    with pytest.raises(NotFound, match="more than 10 files and folders"):
+    for i in range(9):
+        (tmp_path / "data" / str(i)).mkdir(parents=True)
+    assert not LocalSource.folder(tmp_path).files
+    (tmp_path / "data" / "9").mkdir()
+    with pytest.raises(NotFound, match="more than 10 files and folders, most of them in data") as e:
         LocalSource.folder(tmp_path)
+    assert "move data away" in (e.value.hint or "")
+    with pytest.raises(NotFound, match="most of them in it"):
+        LocalSource.folder(tree(tmp_path / "flat", *map(str, range(11))))
 
 
 def test_a_folder_that_vanished(tmp_path: Path) -> None:

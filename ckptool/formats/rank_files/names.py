@@ -81,7 +81,8 @@ def rank_files(source: Source, *, by_number: bool = False) -> list[RankFile]:
     """
     pattern = _ITEM_FILE if METADATA in source.files else _RANK_FILE
     families: dict[tuple[str, int | None], list[RankFile]] = {}
-    for file in source.files:
+    files = [file for file in source.files if "/" not in file]
+    for file in files:
         item = _parse(file, pattern)
         if item is not None:
             families.setdefault((item.family, item.world), []).append(item)
@@ -95,7 +96,7 @@ def rank_files(source: Source, *, by_number: bool = False) -> list[RankFile]:
         return []
     singles = [
         RankFile(match.string, _single_family(match), 0, None, True)
-        for match in map(_SINGLE.fullmatch, source.files)
+        for match in map(_SINGLE.fullmatch, files)
         if match
     ]
     return [*ranked, *singles] if ranked or has_fsdp_folder(source) else []
@@ -170,7 +171,7 @@ def _single_family(match: re.Match[str]) -> str:
 
 def _parse(file: str, pattern: re.Pattern[str]) -> RankFile | None:
     match = pattern.fullmatch(file)
-    if "/" in file or match is None or "-of-" in file or _SINGLE.fullmatch(file):
+    if match is None or "-of-" in file or _SINGLE.fullmatch(file):
         return None
     family = match["family"]
     accelerate = re.fullmatch(r"(pytorch_model_fsdp|optimizer)_([0-9]+)", family)
