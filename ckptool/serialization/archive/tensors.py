@@ -244,7 +244,7 @@ def read_attributes(value: PickleValue) -> dict[str, Any]:
         for part in [part for part in parts if isinstance(part, dict)]:
             if len(part) > _MOST_ATTRIBUTES:
                 raise Damaged(f"a tensor with {len(part):,} attributes")
-            attributes |= {name: item for name, item in part.items() if name not in names}
+            attributes |= {str(name): item for name, item in part.items() if name not in names}
     return attributes
 
 
@@ -351,7 +351,7 @@ def split_wrapper(value: PickleValue) -> dict[str, Any] | None:
     cls = find_wrapper_class(value)
     if cls is None:
         return None
-    parts = {str(name): part for name, part in read_attributes(value).items()}
+    parts = read_attributes(value)
     count = sum(map(is_tensor_record, parts.values()))
     return parts if count > 1 or (count and cls.module.startswith("torchao.")) else None
 

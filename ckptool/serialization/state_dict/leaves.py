@@ -275,7 +275,7 @@ def _classify(value: Any, file: TorchFile, source: Source, name: str) -> Any:
             attributes = read_attributes(value) if tensor is not None else {}
             share = read_declared_share(attributes, tensor) if tensor is not None else None
             if tensor is not None and share is None:
-                return PlainLeaf(locate_tensor(tensor, file), tensor, tuple(map(str, attributes)))
+                return PlainLeaf(locate_tensor(tensor, file), tensor, tuple(attributes))
         with coded("dtensor-contradiction"):
             share = share or read_share(value, file, source)
     except (Damaged, Unsupported) as error:
@@ -286,7 +286,7 @@ def _classify(value: Any, file: TorchFile, source: Source, name: str) -> Any:
     if share is None:
         return value
     names = (*SHARD_ATTRIBUTES, *OF_DTENSORS)
-    extras = tuple(str(attribute) for attribute in read_attributes(value) if attribute not in names)
+    extras = tuple(attribute for attribute in read_attributes(value) if attribute not in names)
     return ShareLeaf(share, tuple(locate_tensor(t, file) for t in share.locals), extras)
 
 

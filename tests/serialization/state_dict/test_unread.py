@@ -157,3 +157,11 @@ def test_one_that_only_a_rank_holds_is_refused(tmp_path: Path) -> None:
         torch.save({"w": torch.ones(2), "odd": odd}, tmp_path / f"model_rank{rank}.pt")
     with pytest.raises(Unsupported, match=r"^odd: holds tensors"):
         ckptool.convert(tmp_path, tmp_path.with_suffix(".pt"))
+
+
+def test_an_attribute_of_a_tensor_under_a_number_is_named(tmp_path: Path) -> None:
+    tensor = torch.ones(3)
+    attributes: dict[Any, Any] = vars(tensor)
+    attributes[7] = "a note"
+    torch.save({"w": tensor}, tmp_path / "m.pt")
+    assert inspect_one(tmp_path / "m.pt").notes == ("tensor attributes not carried over: 7 of w",)
