@@ -216,6 +216,10 @@ def _add_mesh(contents: Assembled, entry: Fields) -> None:
         return
     mesh = _mesh(entry["mesh"])
     by_dim = [read_flat_ints([dim for dim in dims if dim != -1]) for dims in entry["dim_map"]]
+    if any(len(by_dim) != len(tensor.shape) for tensor in contents.tensors.values()):
+        raise Damaged(f"a dim_map of {len(by_dim)} dims", "metadata-unreadable")
+    if any(mesh_dim >= len(mesh.shape) for mesh_dims in by_dim for mesh_dim in mesh_dims):
+        raise Damaged(f"a dim_map beyond a mesh of {len(mesh.shape)} dims", "metadata-unreadable")
     placements: list[Placement] = []
     for mesh_dim in range(len(mesh.shape)):
         dims = [dim for dim, mesh_dims in enumerate(by_dim) if mesh_dim in mesh_dims]

@@ -96,7 +96,7 @@ def read_manifest(source: Source) -> Manifest:
         entries: dict[str, dict[int, Fields]] = {}
         for key, entry in manifest.items():
             rank, _, logical = key.partition("/")
-            entries.setdefault(logical, {})[int(rank)] = {"type": str(entry["type"])} | entry
+            entries.setdefault(logical, {})[int(rank)] = entry | {"type": str(entry["type"])}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         message = f"{METADATA}: not a manifest as TorchSnapshot writes it"
         raise Damaged(message, "metadata-unreadable", file=METADATA) from None
