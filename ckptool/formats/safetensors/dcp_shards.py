@@ -153,11 +153,15 @@ def _read_shard(
     try:
         info = json.loads(header.metadata["DCP_SHARDING_INFO"])
         offsets = {name: _offsets(info[name]["saved_offsets"]) for name in header.tensors}
-    except (KeyError, TypeError, ValueError, RecursionError):
+        lost = info.keys() - offsets.keys() - {problem.tensor for problem in options.problems or ()}
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         message = f"{file}: no DCP_SHARDING_INFO for its tensors"
         reason = "so their place in the whole is unknown"
         contents.problems.append(Problem(f"{message}, {reason}", "sharding-unknown", file=file))
         return False
+    for name in sorted(lost):
+        message = f"{file}: {name}: listed in DCP_SHARDING_INFO, but not in the file"
+        contents.problems.append(Problem(message, "data-missing", file=file, tensor=name))
     for name, item in header.tensors.items():
         if len(offsets[name]) != len(item.shape) or min(offsets[name], default=0) < 0:
             message = f"{file}: {name}: saved_offsets do not fit shape {list(item.shape)}"

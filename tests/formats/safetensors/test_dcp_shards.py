@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from conftest import case
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import ckptool
 from ckptool.commands.open import open_checkpoint
@@ -119,3 +121,12 @@ def test_a_rank_without_elements_of_a_tensor_does_not_list_it(out: Path) -> None
         with safe_open(path, "pt") as file:
             names.append(sorted(file.keys()))
     assert names == [["four", "none", "three"], *[["four", "three"]] * 2, ["four"]]
+
+
+def test_a_tensor_that_headers_list_and_no_file_has(shards: Path) -> None:
+    for file in shards.glob("shard-*"):
+        with safe_open(file, "pt") as opened:
+            texts, kept = opened.metadata(), opened.get_tensor("model.embed_tokens.weight")
+        save_file({"model.embed_tokens.weight": kept}, file, texts)
+    with pytest.raises(Damaged, match=r"model\.norm\.weight: listed in DCP_SHARDING_INFO, but not"):
+        open_checkpoint(shards)
