@@ -20,6 +20,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -48,7 +49,7 @@ from ckptool.serialization.state_dict.tree import StateDictWalk, assign_names, n
 
 FORMAT_NAME = "megatron-torch_dist"
 _COMMON_STATE = "common_state"
-_SHARD = re.compile(r"(.+)/shard_([0-9]+(?:\.[0-9]+)*)(?:_([0-9.]*))?")
+_SHARD = re.compile(r"(.+)/shard_([0-9]+(?:\.[0-9]+)*)(?:_([0-9.]{0,999}))?")
 _ARGUMENTS = "args"
 _BACKENDS = {
     "sharded_backend": "torch_dist",
@@ -136,18 +137,16 @@ def _unflatten(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
 
 def _unwrap_objects(catalog: Catalog) -> Catalog:
     """Unwrap ShardedObjects and name them ``key``, or ``key.offset.offset``."""
-    tensors, objects = {}, {}
-    for tensor in catalog.tensors.values():
-        path = _simplify_path(tensor.path)
-        tensors[flat_name(path)] = replace(tensor, name=flat_name(path), path=path)
-    for entry in catalog.objects.values():
-        for value in _unwrap(entry):
-            objects[value.name] = value
-    if len(tensors) < len(catalog.tensors) or tensors.keys() & objects.keys():
-        raise Damaged(
-            "two ShardedObjects, or one and a tensor, have the same key and offset", "items-overlap"
-        )
-    return replace(catalog, tensors=tensors, objects=objects)
+    paths = [(tensor, _simplify_path(tensor.path)) for tensor in catalog.tensors.values()]
+    entries = [replace(tensor, name=flat_name(path), path=path) for tensor, path in paths]
+    values = [value for entry in catalog.objects.values() for value in _unwrap(entry)]
+    counts = Counter([*(entry.name for entry in entries), *(value.name for value in values)])
+    for name, count in counts.most_common(1):
+        if count > 1:
+            message = f"{name}: two ShardedObjects, or one and a tensor, have this key and offset"
+            raise Damaged(message, "items-overlap", tensor=name)
+    tensors = {entry.name: entry for entry in entries}
+    return replace(catalog, tensors=tensors, objects={value.name: value for value in values})
 
 
 def _simplify_path(path: Path) -> Path:
@@ -197,9 +196,10 @@ def _add_common(source: Source, catalog: Catalog) -> Catalog:
     common = assemble({0: read_file_leaves(source, COMMON)})
     if common.problems:
         raise damaged(common.problems, subject=COMMON)
-    twice = common.objects.keys() & catalog.objects.keys()
+    twice = {*common.objects, *common.tensors} & {*catalog.objects, *catalog.tensors}
     if twice:
-        raise Damaged(f"{COMMON}: {sorted(twice)[0]!r} is also a ShardedObject", "items-overlap")
+        message = f"{COMMON}: {min(twice)!r} is also in the files beside it"
+        raise Damaged(message, "items-overlap", file=COMMON, tensor=min(twice))
     return common.added_to(catalog, source, COMMON)
 
 

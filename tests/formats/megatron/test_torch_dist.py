@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import bits, case, convert_to, flat, load_dcp, read_back
 
+from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.rewrite import MapOptions
-from ckptool.errors import Unsupported
+from ckptool.errors import Damaged, Unsupported
 
 STACKED = {
     "embedding.word_embeddings.weight": torch.arange(24.0).reshape(6, 4),
@@ -95,3 +97,29 @@ def test_a_map_gives_the_names(tmp_path: Path, out: Path) -> None:
         convert_to("megatron-torch_dist", tmp_path / "a.pt", out / "a")
     convert_to("megatron-torch_dist", tmp_path / "a.pt", out / "b", map=options)
     assert "decoder.final_layernorm.weight" in flat(load_dcp(out / "b" / "release"))
+
+
+@pytest.mark.parametrize(
+    ("state", "common", "words"),
+    [
+        ({"k/shard_0_1": [1], "k/shard_0.0_1.1": [2]}, {}, "^k: two ShardedObjects"),
+        (
+            {"k/shard_0_1": [1], "k": torch.ones(2)},
+            {},
+            "^k: two ShardedObjects, or one and a tensor",
+        ),
+        ({"k": torch.ones(2)}, {"k": torch.zeros(2)}, "common.pt: 'k' is also in the files"),
+        ({"k/shard_0_" + "9" * 5000: [1]}, {}, None),
+    ],
+)
+def test_no_value_hides_another_of_its_name(
+    state: dict[str, object], common: dict[str, object], words: str | None, tmp_path: Path
+) -> None:
+    dcp.save(state | {"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    torch.save({"args": None, **common}, tmp_path / "common.pt")
+    if words is None:
+        assert "w" in open_checkpoint(tmp_path).catalog.tensors
+        return
+    with pytest.raises(Damaged, match=words):
+        open_checkpoint(tmp_path)
