@@ -53,7 +53,7 @@ from ckptool.serialization.state_dict.tree import StateDictWalk
 ROOT = "MCoreTensorAwareStateDict"
 _MODEL = re.compile(r"model[0-9]{0,4}")
 _NUMBERED = re.compile(r"\blayers\.[0-9]")
-_LAYER = re.compile(r"((?:.*?\.)?layers\.)([0-9]+)")
+_LAYER = re.compile(r"((?:.*?\.)?layers\.)([0-9]{1,9})")
 _LOCAL_EXPERT = re.compile(r"(local_experts\.)[0-9]+|(linear_fc[12]\.(?:weight|bias))[0-9]+$")
 _STACKED_EXPERTS = ".experts.experts."
 

@@ -43,9 +43,9 @@ _SHOWN = {
     "positions": "position_embedding_type",
 }
 _GATES = ("swiglu", "quick_geglu", "gated_linear_unit")
-_LAYER = re.compile(r"((?:.*?\.)?layers\.)([0-9]+)((?:\..*)?)")
-_EXPERT = re.compile(r"(.*\blocal_experts\.)([0-9]+)(\..*)")
-_GROUPED = re.compile(r"(.*\bexperts\.linear_fc[12]\.(?:weight|bias))([0-9]+)()")
+_LAYER = re.compile(r"((?:.*?\.)?layers\.)([0-9]{1,9})((?:\..*)?)")
+_EXPERT = re.compile(r"(.*\blocal_experts\.)([0-9]{1,9})(\..*)")
+_GROUPED = re.compile(r"(.*\bexperts\.linear_fc[12]\.(?:weight|bias))([0-9]{1,9})()")
 EMBEDDING = "embedding.word_embeddings.weight"
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "inv_freq")
 

@@ -52,3 +52,10 @@ def test_inspect_tells_the_degrees_and_the_step() -> None:
     assert opened.path.name == "iter_0000100"
     assert opened.catalog.info["parallelism"] == "TP 2, PP 1, DP 1, EP 1"
     assert opened.catalog.objects["iteration"].value == 100
+
+
+def test_a_number_of_thousands_of_digits_counts_nothing() -> None:
+    digits = "9" * 5000
+    expert = f"decoder.layers.0.mlp.experts.linear_fc1.weight{digits}"
+    assert count_experts([expert]) is None
+    assert find_layer_offsets({(0, 0): [f"decoder.layers.{digits}.w"], (1, 0): []})[1, 0] == {}
