@@ -307,6 +307,10 @@ def describe_config(source: Source, options: ScanOptions) -> dict[str, str]:
     return info | ({"arguments": ", ".join(words)} if words else {})
 
 
+MOST_EXPERTS = 1 << 16
+"""Experts of one layer that are read: a file may say any number, or have that many of no size."""
+
+
 def size_in(content: Mapping[str, Any], key: str) -> int | None:
     """Return a size in a model's config; None if it is not there."""
     value = content.get(key)

@@ -50,7 +50,7 @@ from ckptool.formats.base import (
     Writing,
     require_found,
 )
-from ckptool.formats.companions import companions, read_json_object, size_in
+from ckptool.formats.companions import MOST_EXPERTS, companions, read_json_object, size_in
 from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
 from ckptool.serialization.archive.write import archive_file
 from ckptool.serialization.pickle.write import TensorRef
@@ -138,9 +138,12 @@ def _key_value_rule(_: re.Match[str], facts: _Facts) -> TpRule | None:
 
 def _experts_rule(_: re.Match[str], facts: _Facts) -> TpRule:
     """Return each rank's rows of every expert."""
-    if facts.sizes.experts is None:
+    count = facts.sizes.experts
+    if count is None:
         raise Undetermined("params.json does not say how many experts it holds")
-    return TpRule(0, (1,) * facts.sizes.experts)
+    if count > MOST_EXPERTS:
+        raise Undetermined(f"params.json says {count:,} experts; ckptool reads {MOST_EXPERTS:,}")
+    return TpRule(0, (1,) * count)
 
 
 def _fused_heads_rule(_: re.Match[str], facts: _Facts) -> TpRule:

@@ -110,6 +110,9 @@ DTENSORS: dict[str, Make] = {
     "mesh of 3000 x 3000 x 3000": with_mesh(
         b.mesh(axes((3000, 0), (3000, 0), (3000, 0)), world(0, 1)), b.tup(*[b.replicate()] * 3)
     ),
+    "mesh of 10**12 x 0": with_mesh(
+        b.mesh(axes((10**12, 1), (0, 1)), world(0, 1)), b.tup(b.replicate(), b.replicate())
+    ),
     "mesh of no ranks": with_mesh(b.mesh(axes((0, 1)), world())),
     "mesh of no dims": with_mesh(b.mesh(b")", world(0, 1)), b")"),
     "mesh layout leaves the ranks": with_mesh(b.mesh(axes((2, 5)), world(0, 1))),

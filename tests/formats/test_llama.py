@@ -283,3 +283,13 @@ def test_damage_is_refused(spoil: Any, words: str, out: Path) -> None:
     spoil(parts, folder)
     with pytest.raises(Damaged, match=words):
         convert_to("safetensors", folder, out / "hf")
+
+
+def test_no_more_experts_are_read_than_there_can_be(out: Path) -> None:
+    for rank in (0, 1):
+        part = {"layers.0.feed_forward.experts.moe_w_out_eF_D": torch.zeros(4, 2)}
+        torch.save(part, out / f"consolidated.0{rank}.pth")
+    params = {"model": {"moe_args": {"num_experts": 10**12}}}
+    (out / "params.json").write_text(json.dumps(params))
+    with pytest.raises(Damaged, match="says 1,000,000,000,000 experts"):
+        ckptool.convert(out, out.parent / "whole.pt", to="torch-save")

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from itertools import islice
 from typing import Any
 
-from ckptool.core.text import list_some
 from ckptool.errors import Damaged, Problem
 from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint
 from ckptool.formats.deepspeed.states import (
@@ -31,6 +31,7 @@ _DEGREE = re.compile(r"ep_size_([0-9]{1,6})")
 _INSIDE = "experts.deepspeed_experts."
 _EXCHANGED = "files were swapped or renumbered: restore their names, or use another copy"
 _MOVE = "an earlier save with more experts may have left it: move it away"
+_SHOWN = 6
 _Key = tuple[int, int]
 """A MoE layer and an expert's number in it."""
 
@@ -83,17 +84,17 @@ def require_experts(checkpoint: DeepSpeedCheckpoint) -> None:
     """Raise Damaged if the file of an expert is missing, or belongs to a nonexistent expert."""
     files = {(layer, expert): file for (layer, expert, _), file in checkpoint.files.experts.items()}
     counts = _count_experts(checkpoint.model, files)
-    experts = {(layer, e) for layer, count in enumerate(counts) for e in range(count)}
-    missing = sorted(experts - files.keys())
-    if missing:
-        names = list_some([f"layer_{layer}_expert_{e}" for layer, e in missing], 6)
-        message = f"the files of {names} are missing: {len(files):,} of {len(experts):,} are there"
-        raise Damaged(message, "file-missing")
-    for key in sorted(files.keys() - experts):
-        message = (
-            f"{files[key]}: belongs to no expert of this model, whose MoE layers have {counts}"
-        )
-        raise Damaged(message, "saves-mixed", file=files[key], hint=_MOVE)
+    experts = ((layer, e) for layer, count in enumerate(counts) for e in range(count))
+    missing = list(islice((key for key in experts if key not in files), _SHOWN))
+    if missing:  # of as many as the file may say
+        names = ", ".join(f"layer_{layer}_expert_{e}" for layer, e in missing)
+        more = " and more" * (len(missing) == _SHOWN)
+        message = f"the files of {names}{more} are missing: {len(files):,} of {sum(counts):,} are"
+        raise Damaged(f"{message} there", "file-missing")
+    for (layer, e), file in sorted(files.items()):
+        if layer >= len(counts) or e >= counts[layer]:
+            message = f"{file}: belongs to no expert of this model, whose MoE layers have {counts}"
+            raise Damaged(message, "saves-mixed", file=file, hint=_MOVE)
 
 
 def _count_experts(model: State, files: Collection[_Key]) -> list[int]:

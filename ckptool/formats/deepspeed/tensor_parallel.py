@@ -41,6 +41,8 @@ from ckptool.serialization.state_dict.leaves import Assembled
 _TIED = "tied_modules."
 _LONGEST = 1.0
 """Seconds of the processor for one pattern and one name."""
+_MOST_PARTS = 64
+"""Parts of one parameter, of which a file may say any number."""
 _RULES = {
     "tp_replicated_parameter_patterns": REPLICATED,
     "parameter_with_2_sub_params_cat_dim_0": GATED,
@@ -221,7 +223,7 @@ def _fit_of_parts(
 def _cut_evenly(spec: Any, total: int, shapes: Sequence[Shape]) -> list[list[int]]:
     """Return even cuts, from the parts' sizes or only their number (before version 0.4)."""
     if isinstance(spec, int):
-        spec = (total // spec,) * spec if spec and not total % spec else ()
+        spec = (total // spec,) * spec if 0 < spec <= _MOST_PARTS and not total % spec else ()
     parts, ranks = read_sizes(spec), len(shapes)
     if sum(parts) != total or any(part % ranks for part in parts):
         raise Undetermined(f"parts of {list(parts)} cannot be cut evenly among {ranks} ranks")
@@ -319,7 +321,9 @@ def _record_sub_params(parts: Mapping[str, Any], shape: Shape) -> Call:
             "universal_checkpoint_info: the parts differ in shape from their parameter"
         )
     count = spec[dim]
-    widths = (shape[dim] // count,) * count if isinstance(count, int) and count else count
+    if isinstance(count, int) and not 0 < count <= _MOST_PARTS:
+        raise Unsupported(f"universal_checkpoint_info: a parameter of {count:,} parts")
+    widths = (shape[dim] // count,) * count if isinstance(count, int) else count
     return new_object(
         _SUB_PARAM_SHAPE,
         patterns=list(parts.get("patterns") or []),

@@ -106,8 +106,8 @@ def _axes(layout: PickleValue, ranks: int) -> list[list[int]]:
     else:
         pairs = list(zip(fields["shape"], fields["stride"], strict=True))
     flat_pairs = [(read_flat_ints(shape), read_flat_ints(stride)) for shape, stride in pairs]
-    if math.prod(math.prod(shape) for shape, _ in flat_pairs) > ranks:
-        raise Damaged(f"a mesh layout of more than its {ranks:,} ranks")
+    if not 0 < math.prod(math.prod(shape) for shape, _ in flat_pairs) <= ranks:
+        raise Damaged(f"a mesh layout of no rank, or of more than its {ranks:,}")
     return [_offsets(shape, stride) for shape, stride in flat_pairs]
 
 
@@ -124,11 +124,11 @@ def _ints(
     if tensor is None or tensor.dtype.kind != "int" or len(tensor.shape) > 8:
         raise Damaged(f"{file.what}: a device mesh without its ranks")
     place = locate_tensor(tensor, file)
-    if not isinstance(place, Extent) or math.prod(tensor.shape) > MOST_RANKS:
+    if not isinstance(place, Extent) or not 0 < math.prod(tensor.shape) <= MOST_RANKS:
         raise Damaged(f"{file.what}: a device mesh of {list(tensor.shape)} in {place.file}")
     itemsize = tensor.dtype.itemsize
-    data = source.read(place.file, place.offset, tensor.storage.nbytes - tensor.offset * itemsize)
     starts = _offsets(tensor.shape, place.strides)
+    data = source.read(place.file, place.offset, starts[-1] + itemsize)
     is_big = "byteswap" in place.ops
     pieces = (data[start : start + itemsize] for start in starts)
     values = (int.from_bytes(piece, "big" if is_big else "little", signed=True) for piece in pieces)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import case, convert_to, read_back
 
 from ckptool.commands.open import open_checkpoint
@@ -122,3 +123,11 @@ def test_a_file_is_opened_once(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     open_checkpoint(case(name).path)
     assert len(opened) > 2
     assert set(opened.values()) == {1}
+
+
+def test_as_many_experts_as_a_file_may_say_are_not_listed(tmp_path: Path) -> None:
+    model = {"module": {"a": torch.zeros(2)}, "num_experts": [10**12]}
+    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({}, tmp_path / expert(0, 0))
+    with pytest.raises(Damaged, match=r"layer_0_expert_6 and more are missing: 1 of 1,000,000,0"):
+        open_checkpoint(tmp_path)

@@ -191,3 +191,11 @@ def test_an_affine_map_that_is_none_is_refused() -> None:
     info = {"affine_map": {"params": [["w", {}]]}, "tp_replicated_parameter_patterns": ["w"]}
     with pytest.raises(Damaged, match="the params of affine_map are not a dict"):
         fit_shards("w", [(2,), (2,)], info)
+
+
+def test_no_more_parts_are_read_than_a_parameter_can_have() -> None:
+    parts = {"patterns": ["w"], "shape": [10**12, 2], "partition_dim": 0}
+    info = VERSION | {"parameter_with_sub_params": [parts]}
+    assert [fit.whole for fit in fit_shards("w", [(0, 2), (0, 2)], info)] == [(0, 2)] * 2
+    with pytest.raises(Unsupported, match="a parameter of 1,000,000,000,000 parts"):
+        tensor_parallel.describe_cut("w", (0, 2), info)

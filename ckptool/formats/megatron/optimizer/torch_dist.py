@@ -19,6 +19,7 @@ from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.sharding.tensor_parallel import RankCut, fit_rank
 from ckptool.core.state_category import state_category
 from ckptool.errors import Undetermined
+from ckptool.formats.companions import MOST_EXPERTS
 from ckptool.formats.dcp import SavePlan
 from ckptool.formats.megatron.model import EMBEDDING, Arguments, find_arguments, is_expert
 from ckptool.formats.megatron.optimizer.buckets import (
@@ -276,8 +277,8 @@ class Stages(Struct, dict=True):
             count = self.args.integer("num_experts") or len(stored)
         else:
             count = self._whole[stacked].shape[layer.stacked]
-        if count % degree:
-            raise Undetermined(f"{count} experts on {degree} expert-parallel ranks")
+        if count % degree or count > MOST_EXPERTS:
+            raise Undetermined(f"{count:,} experts on {degree:,} expert-parallel ranks")
         numbers = range(rank[2] * count // degree, (rank[2] + 1) * count // degree)
         if stacked is None and not stored.keys() >= set(numbers):
             raise Undetermined(f"keys of experts {sorted(map(str, stored))}, of {count} in all")
