@@ -26,12 +26,13 @@ from ckptool.core.sharding.tensor_parallel import (
     RankShards,
     RuleTable,
     TpRule,
+    list_shapes,
     merge_ranks,
     report_unmerged,
 )
 from ckptool.core.views import narrow, part_at
 from ckptool.errors import Damaged, Undetermined
-from ckptool.formats.companions import CONFIG, size_in
+from ckptool.formats.companions import CONFIG, MOST_EXPERTS, size_in
 
 
 class ModelSizes(Struct, frozen=True):
@@ -98,10 +99,11 @@ def _by_expert(
     name: str, parts: RankShards, sizes: ModelSizes, world: int, *, gated: bool
 ) -> list[RankShards]:
     """Return each expert's parts by rank: of every rank, or of the one that has the expert."""
-    shapes = {part.shape for part in parts.values()}
-    shape = next(iter(shapes))
-    if len(shapes) != 1 or len(parts) != world or len(shape) != 3:
-        raise Damaged(f"{name}: the ranks hold fused experts of several shapes")
+    shapes = [part.shape for part in parts.values()]
+    shape = shapes[0]
+    if {*shapes} != {shape} or len(parts) != world or len(shape) != 3 or shape[0] > MOST_EXPERTS:
+        message = f"{name}: not the fused experts of {world} ranks: {list_shapes(shapes)}"
+        raise Damaged(message, "ranks-disagree", tensor=name)
     inner = shape[1] // 2 if gated else shape[2]
     if sizes.experts == shape[0] * world and sizes.expert_inner in (None, inner):
         return [{r: part_at(p, [n])} for r, p in sorted(parts.items()) for n in range(shape[0])]
@@ -172,7 +174,9 @@ class Merger(Struct):
         for name, parts in by_name.items():
             try:
                 for entry in self._entries(name, parts, queries):
-                    self.tensors[entry.name] = entry
+                    if self.tensors.setdefault(entry.name, entry) is not entry:
+                        message = f"{entry.name}: both by itself and in {name}"
+                        raise Damaged(message, "ranks-disagree", tensor=entry.name)
             except Undetermined as error:
                 shapes = [part.shape for _, part in sorted(parts.items())]
                 self.unknown[name] = report_unmerged(name, name, shapes, error, "sharding-unknown")
@@ -213,7 +217,7 @@ class Merger(Struct):
         self, name: str, match: re.Match[str], parts: RankShards, outputs: RankShards | None
     ) -> Iterator[TensorEntry]:
         """Yield query, key and value: rows of the fused tensor, in this order."""
-        rows = next(iter(parts.values())).shape[0]
+        rows = _count_rows(name, parts)
         queries = self._query_rows(name, outputs)
         keys = (rows - queries) // 2
         if keys < 1 or queries + 2 * keys != rows:
@@ -261,7 +265,7 @@ class Merger(Struct):
 
     def _without_padding(self, name: str, parts: RankShards) -> RankShards:
         """Drop the rows after the vocabulary that the last ranks have."""
-        share = next(iter(parts.values())).shape[0]
+        share = _count_rows(name, parts)
         vocabulary, rows = self.config.vocabulary, share * self.world
         if vocabulary is None or vocabulary == rows:
             return parts
@@ -298,6 +302,14 @@ def _require_part(outputs: RankShards, world: int) -> None:
     shape = next(iter(outputs.values())).shape
     if world > 1 and (len(shape) != 2 or shape[1] * world != shape[0]):
         raise Undetermined("an output projection of this shape may be cut or whole")
+
+
+def _count_rows(name: str, parts: RankShards) -> int:
+    """Return how many rows the first rank has of a tensor; Damaged for a scalar."""
+    shape = next(iter(parts.values())).shape
+    if not shape:
+        raise Damaged(f"{name}: a scalar, of which vLLM has rows", "config-mismatch", tensor=name)
+    return shape[0]
 
 
 def _rows_of(part: TensorEntry, start: int, stop: int) -> TensorEntry:

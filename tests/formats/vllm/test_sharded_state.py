@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import attack_build as b
 import pytest
 import torch
 from conftest import bits, load_torch
@@ -23,7 +24,7 @@ from ckptool.core.planning.plan import Plan
 from ckptool.core.sharding.placement import PlacedTensors, parse_mesh
 from ckptool.engine.write.run import run
 from ckptool.engine.write.work import Work
-from ckptool.errors import Unsupported
+from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.vllm import lay_out
 
@@ -148,3 +149,32 @@ def test_no_mesh_is_refused(out: Path) -> None:
     torch.save({"w": torch.randn(4)}, out / "s.pt")
     with pytest.raises(Unsupported, match="needs a device mesh"):
         lay_out(open_checkpoint(out / "s.pt").catalog, Request("m"))
+
+
+def refuse(folder: Path, words: str, *ranks: dict[str, torch.Tensor]) -> None:
+    """Require that a folder with these ranks' tensors is refused in these words."""
+    for rank, tensors in enumerate(ranks):
+        save_file(tensors, folder / f"model-rank-{rank}-part-0.safetensors")
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 7}))
+    with pytest.raises(Damaged, match=words):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["a.qkv_proj.weight", "embed_tokens.weight"])
+def test_a_scalar_has_no_rows(name: str, out: Path) -> None:
+    refuse(out, f"{name}: a scalar", {name: torch.tensor(1.0)})
+
+
+def test_a_projection_is_not_both_fused_and_by_itself(out: Path) -> None:
+    tensors = {"a.qkv_proj.weight": torch.ones(6, 2), "a.o_proj.weight": torch.ones(2, 2)}
+    refuse(
+        out, r"a\.q_proj\.weight: both by itself", {"a.q_proj.weight": torch.ones(2, 2)} | tensors
+    )
+
+
+def test_experts_of_no_size_are_not_counted(out: Path) -> None:
+    header = {"experts.w2_weight": b.entry("F32", [10**12, 0, 4], [0, 0])}
+    for rank in (0, 1):
+        (out / f"model-rank-{rank}-part-0.safetensors").write_bytes(b.safetensors(header, b""))
+    with pytest.raises(Damaged, match=r"not the fused experts of 2 ranks: \[1000000000000, 0, 4\]"):
+        open_checkpoint(out)
