@@ -87,7 +87,7 @@ _KERAS = FileKind(
 _ZIP_OF_OTHERS = FileKind(
     "a zip archive of other files",
     "unzip FILE -d FOLDER, then run ckptool on FOLDER",
-    rb"PK\x03\x04(?!.{26,126}/data\.pkl)",
+    rb"PK\x03\x04(?!.{26,126}/data\.pkl)",  # 26 bytes before the first name, a folder of up to 100
     r".*\.(?:zip|mar)",
 )
 _KINDS = (
@@ -371,5 +371,5 @@ def _foreign_files(source: Source) -> Iterator[tuple[str, FileKind]]:
             kind = detect_kind(read_head(source, name), name)
         except CkptoolError:
             continue
-        if kind is not None and not kind.what.startswith("text") and "no tensors" not in kind.what:
+        if kind is not None and kind.hint not in (_NO_TENSORS, _NO_CHECKPOINT):
             yield name, kind

@@ -205,3 +205,14 @@ def test_a_safetensors_file_cut_short_is_none_that_its_length_spells(
     with pytest.raises(SourceError, match=f"the header should have {length:,} bytes") as caught:
         open_checkpoint(tmp_path / "m.safetensors")
     assert "pickle" not in str(caught.value)
+
+
+def test_a_text_beside_nothing_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\n" * 100)
+    (tmp_path / "table.parquet").write_bytes(b"PAR1" + bytes(range(200)))
+    with pytest.raises(SourceError) as error:
+        open_checkpoint(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path}: no checkpoint found in 2 files: ")
+    assert "import torch" not in str(error.value)
+    assert error.value.hint is not None
+    assert error.value.hint.startswith("run `ckptool formats`")
