@@ -55,6 +55,39 @@ def test_replicas_that_were_filled_later_are_compared(tmp_path: Path) -> None:
         ckptool.convert(source, tmp_path / "whole.pt", to="torch-save")
 
 
+class Reduced:
+    """What is pickled as a call, its arguments, and the state that is set then."""
+
+    def __init__(self, *reduced: Any) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced
+
+
+@pytest.mark.parametrize("state", [(), ((True, False, {}),)], ids=["torch 0.4", "torch 0.3"])
+def test_a_parameter_as_old_versions_call_it(state: Any, tmp_path: Path) -> None:
+    arguments = (torch.ones(3), True) if not state else (torch.ones(3),)
+    made = Reduced(torch.nn.Parameter, arguments, *state)
+    torch.save({"w": made}, tmp_path / "m.pt")
+    assert torch.equal(torch.load(tmp_path / "m.pt")["w"], torch.ones(3))
+    assert torch.equal(ckptool.open(tmp_path / "m.pt").read("w"), torch.ones(3))
+
+
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_a_tensor_that_is_set_anew_is_refused(is_parameter: bool, tmp_path: Path) -> None:
+    """torch loads the second storage, so the first is not what the file holds."""
+    zeros, ones = (make(2).storage() for make in (torch.zeros, torch.ones))
+    place: Any = 0, (2,), (1,)
+    made = Reduced(torch._utils._rebuild_tensor, (zeros, *place), (ones, *place))
+    if is_parameter:
+        made = Reduced(torch._utils._rebuild_parameter, (made, False, {}))
+    torch.save({"w": made}, tmp_path / "m.pt")
+    assert torch.equal(torch.load(tmp_path / "m.pt", weights_only=False)["w"], torch.ones(2))
+    with pytest.raises(CkptoolError, match=r"^w: a tensor whose content is set after it was made"):
+        ckptool.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
+
+
 @pytest.mark.parametrize("name", ["qint8", "quint4x2", "uint3", "int7", "float8_e8m0fnu", "half"])
 def test_every_element_type_can_be_a_value(name: str, tmp_path: Path) -> None:
     """The modules that torch quantized keep theirs in their state."""

@@ -30,6 +30,7 @@ from ckptool.serialization.archive.tensors import (
     read_sizes,
     read_tensor,
     require_outer,
+    require_unchanged,
 )
 from ckptool.serialization.pickle.records import Call, Global, PickleValue, state_fields
 from ckptool.serialization.source import Source
@@ -140,6 +141,7 @@ def read_share(
     Also None for one whose local tensors are of an unsupported kind.
     """
     records = list_wrapped(value)
+    require_unchanged(records)
     share = _read_unwrapped(records[-1], file, source)
     if share is not None:
         require_outer(records, share.dtype, share.shape)

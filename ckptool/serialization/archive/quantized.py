@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ckptool.core.dtype import QUANTIZED_STORAGES
-from ckptool.serialization.archive.tensors import unwrap
+from ckptool.serialization.archive.tensors import is_changed, unwrap
 from ckptool.serialization.pickle.records import Call, Global, Persistent, PickleValue
 
 _REBUILD = Global("torch._utils", "_rebuild_tensor")
@@ -30,14 +30,16 @@ _BY_SCHEME = {
 def split_quantized(value: PickleValue) -> dict[str, Any] | None:
     """Return the parts of a quantized tensor by name; None for every other value.
 
-    Also None if several numbers share a byte (``quint4x2``), or the quantizer is not one of torch's
-    affine ones: such tensors stay as they are.
+    Also None if several numbers share a byte (``quint4x2``), the quantizer is not one of torch's
+    affine ones, or its content is set later: such tensors stay as they are.
     """
     value = unwrap(value)
     if not isinstance(value, Call) or value.name != QUANTIZED or len(value.args) < 5:
         return None
     storage, parameters = value.args[0], value.args[4]
-    if not _has_whole_bytes(storage) or not isinstance(parameters, tuple) or not parameters:
+    if is_changed(value) or not _has_whole_bytes(storage):
+        return None
+    if not isinstance(parameters, tuple) or not parameters:
         return None
     scheme, *rest = parameters
     names = _BY_SCHEME.get(scheme.name, ()) if isinstance(scheme, Global) else ()

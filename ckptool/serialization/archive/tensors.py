@@ -9,6 +9,7 @@ are, not as the class would present them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -33,7 +34,10 @@ _LONGEST_KEY = 200
 _MOST_DIMS = 64
 _MOST_ATTRIBUTES = 256
 _LIMIT = 1 << 63
-_PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+_WITH_STATE = "torch._utils._rebuild_parameter_with_state"
+_OLD_PARAMETER = "torch.nn.parameter.Parameter"
+"""What torch 0.1 to 0.4 called; up to 0.3 it set three flags of it then."""
+_PARAMETERS = ("torch._utils._rebuild_parameter", _WITH_STATE, _OLD_PARAMETER)
 SUBCLASS = "torch._tensor._rebuild_from_type_v2"
 """What rebuilds an object of any subclass of tensors, plain ones with attributes included."""
 _FROM_CPU = "torch._utils._rebuild_device_tensor_from_cpu_tensor"
@@ -143,7 +147,7 @@ def list_wrapped(value: PickleValue) -> list[Any]:
 
 def _wrapped_in(record: Call) -> PickleValue:
     """Return the record of the same tensor that another one wraps; None if it wraps none."""
-    if record.name in _PARAMETER:
+    if record.name in _PARAMETERS:
         return record.args[0] if record.args else None
     if record.name != SUBCLASS or len(record.args) != 4:
         return None
@@ -175,10 +179,28 @@ def read_tensor(value: PickleValue, depth: int = 4) -> StoredTensor | None:
     itself.
     """
     records = list_wrapped(value)
+    require_unchanged(records)
     tensor = _read_unwrapped(records[-1], depth)
     if tensor is not None and len(records) > 1:
         require_outer(records, tensor.dtype, tensor.shape)
     return tensor
+
+
+def is_changed(record: PickleValue) -> bool:
+    """Return whether a pickle sets the content of a tensor that it made: torch loads what is set.
+
+    ``Tensor.__setstate__`` (torch 0.1 to 2.15) takes another storage, which no version writes.
+    """
+    if not isinstance(record, Call) or not (record.is_filled or record.state is not None):
+        return False
+    flags = record.state if record.name == _OLD_PARAMETER and not record.is_filled else None
+    return not isinstance(flags, tuple) or len(flags) != 3
+
+
+def require_unchanged(records: Iterable[PickleValue]) -> None:
+    """Raise Damaged if one of the records of a tensor is changed."""
+    if any(map(is_changed, records)):
+        raise Damaged("a tensor whose content is set after it was made")
 
 
 def require_outer(records: list[Any], dtype: DType, shape: tuple[int, ...]) -> None:
@@ -235,7 +257,7 @@ def read_attributes(value: PickleValue) -> dict[str, Any]:
     attributes: dict[str, Any] = {}
     records = list_wrapped(value)
     for record in records:
-        if not isinstance(record, Call) or record.name not in (_PARAMETER[1], SUBCLASS):
+        if not isinstance(record, Call) or record.name not in (_WITH_STATE, SUBCLASS):
             continue
         state = record.args[3] if len(record.args) == 4 else None
         parts = state[:2] if isinstance(state, tuple) else (state,)
@@ -331,13 +353,14 @@ def locate_tensor(tensor: StoredTensor, file: TorchFile) -> Place:
 def find_wrapper_class(value: PickleValue) -> Global | None:
     """Return the class of a tensor subclass that wraps others; None for every other value.
 
-    DTensors and ShardedTensors do not count: what they wrap is a part of them.
+    DTensors and ShardedTensors do not count: what they wrap is a part of them. Nor does one whose
+    content is set later.
     """
     value = unwrap(value)
     if not isinstance(value, Call) or value.name != SUBCLASS or len(value.args) != 4:
         return None
     function, cls = value.args[:2]
-    if function != _REBUILD_WRAPPER or not isinstance(cls, Global):
+    if is_changed(value) or function != _REBUILD_WRAPPER or not isinstance(cls, Global):
         return None
     is_torchs = cls.module.startswith("torch.distributed.")
     return None if is_torchs and cls.name in ("DTensor", "ShardedTensor") else cls
