@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptool.commands.model.links import require_own_files
@@ -12,7 +13,7 @@ from ckptool.commands.open import (
     open_checkpoint,
     require_writable,
 )
-from ckptool.commands.options.target import ConvertOptions, SaveOptions
+from ckptool.commands.options.target import MAX_SHARD_SIZE, ConvertOptions, SaveOptions
 from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.commands.transfer.overwrite import when_to_open
 from ckptool.commands.transfer.report import not_carried
@@ -71,8 +72,7 @@ def plan_conversion(
     writer = _writer_of(catalog, writer)
     if writer.loading.is_model_folder and rewritten.map is not None:
         _require_models_names(rewritten.map, catalog, options)
-    if options.rewrite.metadata and not writer.writing.has_metadata:
-        raise UsageError(f"--metadata: only safetensors files have it, not those of {writer.name}")
+    _require_heeded(writer, options.max_shard_size, options.rewrite.metadata)
     layout = _lay_out(opened, rewritten, writer, target, options)
     plan = Plan(catalog, layout)
     report = ConvertReport.of(
@@ -89,6 +89,19 @@ def plan_conversion(
     moves = rewritten.map and rewritten.map.decided
     decided = (writer.name, options.max_shard_size, options.single_rank, moves)
     return Transfer(opened, plan, target, options.transfer, report, decided)
+
+
+def _require_heeded(
+    writer: Format, max_shard_size: int, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Raise UsageError for an option that files of a format have no use for."""
+    if metadata and not writer.writing.has_metadata:
+        raise UsageError(f"--metadata: only safetensors files have it, not those of {writer.name}")
+    if max_shard_size != MAX_SHARD_SIZE.default and not writer.writing.has_shards:
+        raise UsageError(
+            f"--max-shard-size: {writer.name} has no shards of a size",
+            hint="--to hf writes a folder of safetensors files of at most that size",
+        )
 
 
 def _lay_out(
@@ -133,6 +146,7 @@ def prepare_save(
     """Plan to write all of an open checkpoint as it is."""
     target = resolve_target(target)
     writer, catalog = writer_for(options.to, target), opened.catalog
+    _require_heeded(writer, options.max_shard_size)
     require_writable(opened, catalog)
     if not catalog.tensors and not catalog.objects:
         raise UsageError("no tensors or values to save")

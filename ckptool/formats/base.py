@@ -216,14 +216,16 @@ class Writing(Struct, frozen=True):
 
     ``convert`` lays a whole checkpoint out, ``reshard`` one that is cut for a mesh; None where the
     format is not written so. ``of_ranks`` says that ``convert`` writes the chunks of each rank
-    into files of its own, ``has_metadata`` that the files have texts in their headers, as
-    safetensors do; ``has_values`` is False if they have no place for values that are no tensors.
+    into files of its own, ``has_shards`` that it cuts a model into files of ``max_shard_size``,
+    ``has_metadata`` that the files have texts in their headers, as safetensors do; ``has_values``
+    is False if they have no place for values that are no tensors.
     ``families`` are the first parts of the names that it has files for, if not of all.
     """
 
     convert: LayOut | None = None
     reshard: LayOut | None = None
     of_ranks: bool = False
+    has_shards: bool = False
     has_metadata: bool = False
     has_values: bool = True
     families: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ from trials import trials
 
 from ckptool.commands.convert import prepare
 from ckptool.commands.options.run import RunOptions
-from ckptool.commands.options.target import ConvertOptions, TransferOptions
+from ckptool.commands.options.target import MAX_SHARD_SIZE, ConvertOptions, TransferOptions
 from ckptool.commands.runs.prune.strip import finish_strips
 from ckptool.engine.share import Share
 from ckptool.engine.write import commit
@@ -75,7 +75,8 @@ class Place:
         key = repr(more)
         if key not in self._work:
             transfer = TransferOptions(run=QUICK, **more)
-            options = ConvertOptions(self._to, max_shard_size=1_200, transfer=transfer)
+            size = 1_200 if self._to == "hf" else MAX_SHARD_SIZE.default
+            options = ConvertOptions(self._to, max_shard_size=size, transfer=transfer)
             self._work[key] = prepare(self._source, self.target, options)
         return self._work[key]
 

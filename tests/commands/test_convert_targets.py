@@ -38,6 +38,16 @@ def test_targets_that_make_no_sense(target: str, to: str | None, says: str, out:
     assert not list(out.iterdir())
 
 
+@pytest.mark.parametrize("target", ["m", "m.safetensors", "m.pt"])
+def test_only_a_folder_of_a_model_has_shards_of_a_size(target: str, out: Path) -> None:
+    to, size = "dcp" if target == "m" else None, "1MB"
+    with pytest.raises(UsageError, match="has no shards of a size"):
+        ckptool.convert(case("dcp_base").path, out / target, to=to, max_shard_size=size)
+    with pytest.raises(UsageError, match="has no shards of a size"):
+        ckptool.save({"w": torch.ones(2)}, out / target, to=to, max_shard_size=size)
+    assert not list(out.iterdir())
+
+
 @pytest.mark.parametrize(
     ("target", "to", "expected"),
     [

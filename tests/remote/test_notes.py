@@ -19,7 +19,7 @@ from store_server import S3, s3, server
 
 from ckptool.commands.convert import prepare
 from ckptool.commands.options.run import RunOptions
-from ckptool.commands.options.target import ConvertOptions, TransferOptions
+from ckptool.commands.options.target import MAX_SHARD_SIZE, ConvertOptions, TransferOptions
 from ckptool.engine.share import Share
 from ckptool.engine.write import send, store_notes
 from ckptool.engine.write.removal import leftovers
@@ -43,7 +43,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(source: Path, target: RemotePath, to: str, **more: Any) -> Any:
     transfer = TransferOptions(run=QUICK, **more)
-    return prepare(source, target, ConvertOptions(to, max_shard_size=1_200, transfer=transfer))
+    size = 1_200 if to == "hf" else MAX_SHARD_SIZE.default
+    return prepare(source, target, ConvertOptions(to, max_shard_size=size, transfer=transfer))
 
 
 class Bucket:

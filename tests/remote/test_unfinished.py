@@ -19,7 +19,12 @@ from test_s3 import big, files_of
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.run import RunOptions
-from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
+from ckptool.commands.options.target import (
+    MAX_SHARD_SIZE,
+    ConvertOptions,
+    ReshardOptions,
+    TransferOptions,
+)
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.runs.verify import verify_run
@@ -38,8 +43,8 @@ SOURCE = case("dcp_fsdp2_tp").path
 def planned(kind: str, target: Path | RemotePath, **more: Any) -> Any:
     transfer = TransferOptions(run=RunOptions(workers=1, fsync=False), **more)
     if kind in ("hf", "dcp"):
-        to = "safetensors" if kind == "hf" else kind
-        options = ConvertOptions(to, max_shard_size=1_000, transfer=transfer)
+        to, size = (kind, MAX_SHARD_SIZE.default) if kind == "dcp" else ("safetensors", 1_000)
+        options = ConvertOptions(to, max_shard_size=size, transfer=transfer)
         return prepare(SOURCE, target, options)
     asked = ReshardOptions(parse_mesh("2"), to=kind, rank_state="drop", transfer=transfer)
     return prepare_reshard(SOURCE, target, asked)

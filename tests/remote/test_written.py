@@ -14,7 +14,7 @@ from test_every_request import ONCE, as_it_reads
 
 from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.options.run import RunOptions
-from ckptool.commands.options.target import ConvertOptions, TransferOptions
+from ckptool.commands.options.target import MAX_SHARD_SIZE, ConvertOptions, TransferOptions
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.layout import Data, Literal
 from ckptool.engine.share import Share
@@ -38,7 +38,8 @@ def source(out: Path) -> Path:
 
 def planned(source: Path, to: str, s3: S3, **more: Any) -> Transfer[ConvertReport]:
     transfer = TransferOptions(run=RunOptions(workers=2), **more)
-    options = ConvertOptions(to, max_shard_size=1_000, transfer=transfer)
+    size = 1_000 if to == "safetensors" else MAX_SHARD_SIZE.default
+    options = ConvertOptions(to, max_shard_size=size, transfer=transfer)
     return prepare(source, location(s3.url(f"run/{TARGETS[to]}")), options)
 
 

@@ -134,5 +134,5 @@ FORMAT = Format(
     "diffusers' pipeline: model_index.json and one folder per component",
     Detection(lambda source: PIPELINE in source.files),
     Reading(_scan),
-    Writing(convert=lay_out, has_metadata=True, has_values=False),
+    Writing(convert=lay_out, has_shards=True, has_metadata=True, has_values=False),
 )

@@ -293,6 +293,6 @@ FORMAT = Format(
     "Hugging Face folder: safetensors shards and their index",
     Detection(_probe, has_set=is_of_a_set),
     Reading(_scan),
-    Writing(convert=lay_out, has_metadata=True, has_values=False),
+    Writing(convert=lay_out, has_shards=True, has_metadata=True, has_values=False),
     Loading(is_model_folder=True, config="required"),
 )

@@ -43,7 +43,7 @@ Copy = Callable[[str], Path]
 
 
 def planned(source: Path, target: Path, to: str = "dcp") -> Transfer[ConvertReport]:
-    options = ConvertOptions(to, max_shard_size=800, transfer=TransferOptions(run=RUN))
+    options = ConvertOptions(to, transfer=TransferOptions(run=RUN))
     return prepare(source, target, options)
 
 
