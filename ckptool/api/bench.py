@@ -47,5 +47,6 @@ def bench_changes(
 
     baseline = Baseline.read(Path(compare))
     allowed = SHARE.parse(tolerance, "tolerance")
-    baseline.require_comparable(report.settings)
+    names = [*(result.name for result in report.results), *report.skipped, *report.failed]
+    baseline.require_comparable(report.settings, names)
     return baseline.changes(report, allowed)

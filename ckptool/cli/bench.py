@@ -9,7 +9,9 @@ import typer
 
 from ckptool.cli.page import require_page, write_page
 from ckptool.commands.options.bench import BenchCommand
+from ckptool.commands.options.declaration import changed
 from ckptool.commands.options.screen import Screen
+from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptool.commands.bench.baseline import Change
@@ -39,11 +41,16 @@ def _measure(
     from ckptool.render.bench.report import bench_progress
 
     baseline = Baseline.read(options.compare) if options.compare else None
+    if baseline is None and "--tolerance" in changed(options):
+        raise UsageError(
+            "--tolerance is what --compare allows: it needs --compare OLD.json",
+            hint="`ckptool bench --json > OLD.json` writes one",
+        )
     if options.plot is not None:
         require_plottable(options.plot)
     prepared = prepare_bench(options.bench)
     if baseline is not None:
-        baseline.require_comparable(prepared.settings)
+        baseline.require_comparable(prepared.settings, prepared.names)
     with bench_progress(prepared, quiet=quiet) as on_event:
         report = prepared.run(on_event)
     if report is None or baseline is None:

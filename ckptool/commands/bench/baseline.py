@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Baseline(Struct, frozen=True):
             earlier = json.loads(path.read_text("utf-8"))
         except OSError as error:
             raise NotFound(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UsageError(f"--compare {path}: not JSON") from None
         try:
             if earlier["schema"] != SCHEMA:
@@ -61,8 +61,8 @@ class Baseline(Struct, frozen=True):
         except (LookupError, TypeError, ValueError):
             raise UsageError(f"--compare {path}: not what `ckptool bench --json` prints") from None
 
-    def require_comparable(self, settings: Settings) -> None:
-        """Raise Unsupported if the run to come measures something else."""
+    def require_comparable(self, settings: Settings, names: Collection[str]) -> None:
+        """Raise Unsupported if a run, of strategies of these ``names``, measures something else."""
         for key in _SAME:
             old, new = self.settings[key], getattr(settings, key)
             if old != new:
@@ -70,6 +70,11 @@ class Baseline(Struct, frozen=True):
                     f"{self.path} was measured with {key} {old}, this run has {new}",
                     hint="compare runs of the same --size, --ranks and device",
                 )
+        if self.medians.keys().isdisjoint(names):
+            raise Unsupported(
+                f"{self.path} has none of {', '.join(names)}, but {', '.join(self.medians)}",
+                hint="compare runs of the same --strategies",
+            )
 
     def changes(self, report: BenchReport, tolerance: float) -> list[Change]:
         """Return the values of every strategy that ran then and was to run now."""

@@ -41,7 +41,7 @@ def parse_duration(value: object, name: str) -> float:
 def parse_interval(value: object, name: str) -> Interval:
     """Return a time, or the steps of ``500steps``; UsageError if it is neither."""
     match = re.fullmatch(_NUMBER + "steps?", str(value))
-    if match and float(match[1]) > 0:
+    if match and 0 < float(match[1]) < math.inf:
         return Interval(float(match[1]), in_steps=True)
     return Interval(parse_duration(value, name))
 

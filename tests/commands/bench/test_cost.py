@@ -42,7 +42,9 @@ def test_times(text: object, seconds: float) -> None:
     assert parse_interval(text, "--interval") == Interval(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "fast", "-3", "0", "0steps", "3 weeks", "nan", "1e999"])
+@pytest.mark.parametrize(
+    "text", ["", "fast", "-3", "0", "0steps", "3 weeks", "nan", "1e999", f"{'9' * 400}steps"]
+)
 def test_no_times(text: str) -> None:
     with pytest.raises(UsageError, match="invalid --mtbf"):
         parse_duration(text, "--mtbf")

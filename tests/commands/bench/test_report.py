@@ -11,7 +11,7 @@ import typer
 from bench.bench_samples import FAST, GIB, QUICKEST, SYNC, dirty, measured, report
 
 import ckptool
-from ckptool.cli.bench import _show
+from ckptool.cli.bench import _measure, _show
 from ckptool.commands.bench.baseline import Baseline
 from ckptool.commands.options import SHARE
 from ckptool.commands.options.bench import BenchCommand
@@ -107,10 +107,23 @@ def test_what_was_not_asked_for_now_is_not_compared(old: Path) -> None:
 
 def test_another_size_is_not_compared(old: Path) -> None:
     baseline = Baseline.read(old)
-    baseline.require_comparable(report(SYNC).settings)
+    baseline.require_comparable(report(SYNC).settings, ["fast"])
     other = Baseline(baseline.path, {**baseline.settings, "ranks": 8}, {}, frozenset())
     with pytest.raises(Unsupported, match="ranks 8, this run has 2"):
-        other.require_comparable(report(SYNC).settings)
+        other.require_comparable(report(SYNC).settings, ["fast"])
+
+
+def test_other_strategies_alone_are_not_compared(old: Path) -> None:
+    """Else nothing would be slower, as nothing is compared."""
+    with pytest.raises(Unsupported, match="has none of nvrx, but fast, dcp-sync"):
+        Baseline.read(old).require_comparable(report(SYNC).settings, ["nvrx"])
+    with pytest.raises(Unsupported, match="has none of nvrx"):
+        ckptool.bench_changes(report(measured("nvrx", 0.5, 4.0)), old)
+
+
+def test_a_tolerance_is_for_an_earlier_run() -> None:
+    with pytest.raises(UsageError, match="needs --compare OLD"):
+        _measure(BenchCommand(tolerance=0.2), quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +131,7 @@ def test_another_size_is_not_compared(old: Path) -> None:
     [
         (None, NotFound),
         ("{", UsageError),
+        ("[" * 100_000, UsageError),
         ("[]", UsageError),
         ('{"schema": "ckptool.convert/2"}', UsageError),
         ('{"schema": "ckptool.bench/2", "strategies": [{}], "settings": {}}', UsageError),
