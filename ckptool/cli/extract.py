@@ -61,7 +61,10 @@ def _print(source: Location, names: Sequence[str], options: ExtractOptions, scre
     from ckptool.render.messages import show_notes
 
     if flags := [flag for flag in changed(options.transfer) if flag != "--workers"]:
-        raise UsageError(f"{flags[0]} is for a file that is written: it needs --out FILE")
+        raise UsageError(
+            f"{flags[0]} is for a file that is written: it needs --out FILE",
+            hint="without a FILE, extract prints",
+        )
     extraction, workers = open_slices(source, names, options), options.transfer.run.workers
     if not screen.quiet:
         show_notes(extraction.notes)

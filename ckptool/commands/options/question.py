@@ -103,8 +103,8 @@ class Question(OptionSet):
                 )
         if self.manifest.overwrite and question not in _WRITING:
             raise UsageError(
-                "--overwrite replaces what is written: it needs --write-manifest FILE or"
-                " --salvage DST"
+                "--overwrite replaces a manifest or what is salvaged: neither is written",
+                hint="it needs --write-manifest FILE or --salvage DST",
             )
 
     def _require_checks(self, question: str | None) -> None:
@@ -116,9 +116,15 @@ class Question(OptionSet):
                 hint="without --fail-nonfinite, NaN and infinite values are warnings",
             )
         if check.quick and check.sample < 1:
-            raise UsageError("--quick reads no data, --sample some: one at a time")
+            raise UsageError(
+                "--quick and --sample: one at a time",
+                hint="--quick reads no data, --sample 5% some of it",
+            )
         if check.seed and check.sample == 1:
-            raise UsageError("--seed selects what --sample reads: it needs --sample")
+            raise UsageError(
+                "--seed selects what --sample reads: it needs --sample",
+                hint=f"such as --sample 5% --seed {check.seed}",
+            )
         if question in _OTHERS and (check.quick or check.sample < 1):
             raise UsageError(
                 f"{question} compares every byte: it cannot be combined with --quick or --sample",
