@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from ckptool.core.box import Box
 from ckptool.core.catalog import Chunk, Extent, Place, TensorEntry
+from ckptool.core.text import plural
 from ckptool.core.views import part_of_chunk, with_chunks
 from ckptool.errors import UsageError
 
@@ -63,9 +64,10 @@ def picks(name: str, shape: Sequence[int], subscript: Subscript) -> list[Pick]:
     count = sum(item is not ... for item in subscript)
     missing = len(shape) - count
     if missing < 0 or len(subscript) - count > 1:
+        most = f"[{', '.join(':' for _ in shape)}]" if shape else ""
         raise UsageError(
-            f"{label}: {len(subscript)} subscripts for {len(shape)} dims",
-            hint=f"at most one for each dim: '{name}[{', '.join(':' for _ in shape)}]'",
+            f"{label}: {plural(len(subscript), 'subscript')} for {plural(len(shape), 'dim')}",
+            hint=f"at most one for each dim: '{name}{most}'",
         )
     at = subscript.index(...) if ... in subscript else len(subscript)
     items = [*subscript[:at], *[slice(None)] * missing, *subscript[at + 1 :]]

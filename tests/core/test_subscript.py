@@ -118,3 +118,9 @@ def test_what_is_not_a_subscript_is_a_name(text: str) -> None:
 def test_a_subscript_that_does_not_fit(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         picks("w", (4, 2), split_subscript(f"w{text}")[1])
+
+
+def test_a_subscript_of_a_tensor_without_dims() -> None:
+    with pytest.raises(UsageError, match="1 subscript for 0 dims") as caught:
+        picks("w", (), split_subscript("w[0:2]")[1])
+    assert caught.value.hint == "at most one for each dim: 'w'"
