@@ -202,7 +202,7 @@ def _is_empty(catalog: Catalog) -> bool:
 def _scan(candidate: Candidate, options: ScanOptions) -> Catalog:
     """Scan a checkpoint, with a note on each file beside it that looks like part of one."""
     path, source = candidate.path, candidate.source
-    options = replace(options, user_file=candidate.user_file)
+    options = replace(options, user_file=_set_named(candidate))
     try:
         catalog = run_bounded(path, lambda: candidate.format.reading.scan(source, options))
     except Damaged as error:
@@ -211,6 +211,13 @@ def _scan(candidate: Candidate, options: ScanOptions) -> Catalog:
     links = unlisted_notes(candidate.unlisted)
     part_notes = _named_notes(candidate.user_file, catalog)
     return replace(catalog, notes=(*part_notes, *catalog.notes, *unread, *links))
+
+
+def _set_named(candidate: Candidate) -> str | None:
+    """Return the file by which one of several sets in a folder was named, which alone is read."""
+    name = candidate.user_file
+    is_of_set = name is not None and candidate.format.detection.has_set(candidate.source, name)
+    return name if is_of_set else None
 
 
 def _named_notes(name: str | None, catalog: Catalog) -> Iterator[Problem]:
@@ -224,7 +231,8 @@ class Survey(Struct, frozen=True):
     """What could be read of a checkpoint, complete or not.
 
     ``catalog`` is None if nothing could be assembled; ``problems`` say why, and what was skipped.
-    ``headers`` are those of safetensors files that were read whole, by file.
+    ``headers`` are those of safetensors files that were read whole, by file. ``user_file`` is as in
+    ``ScanOptions``.
     """
 
     path: Location
@@ -271,7 +279,7 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
         catalog = _with_parts(replace(catalog, conflicts=conflicts), options)
     causes = with_cause(source, problems)
     how = candidate.path, source, candidate.format, catalog, tuple(causes)
-    return Survey(*how, user_file=candidate.user_file, headers=headers)
+    return Survey(*how, user_file=_set_named(candidate), headers=headers)
 
 
 def survey_readable(path: Location, options: ReadOptions = AS_DETECTED) -> Survey | None:

@@ -100,6 +100,14 @@ def tensor_of(value: Bits) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape)
 
 
+def test_a_file_that_is_named_stands_for_the_whole() -> None:
+    folder = case("accelerate_whole").path
+    whole, part = (ckptool.open(path) for path in (folder, folder / "random_states_1.pkl"))
+    assert part.catalog.tensors.keys() == whole.catalog.tensors.keys()
+    (note,) = {*part.catalog.notes} - {*whole.catalog.notes}
+    assert note == "random_states_1.pkl is one of 4 files, which are read together"
+
+
 def test_a_whole_model_saved_with_torch(copy_of: Callable[[str], Path], out: Path) -> None:
     """``safe_serialization=False``: the same under the same names, and nothing is left behind."""
     folder = copy_of("accelerate_whole")
