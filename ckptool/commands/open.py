@@ -56,9 +56,15 @@ def scan_options(
 ) -> ScanOptions:
     """Return the options that a format's scan takes; UsageError if it lacks one."""
     if options.tp_rules and not row.reading.takes_tp_rules:
-        raise UsageError(f"--tp-rule: not applicable, {row.name} records how tensors are split")
+        raise UsageError(
+            f"--tp-rule: not applicable, {row.name} needs no rule to join tensors",
+            hint="leave it out",
+        )
     if options.world_size is not None and not row.reading.takes_world_size:
-        raise UsageError(f"--world-size: not applicable, {row.name} records the number of ranks")
+        raise UsageError(
+            f"--world-size: not applicable, {row.name} does without the number of ranks",
+            hint="leave it out",
+        )
     shapes = flat_param_shapes(options.flat_params) if options.flat_params else ()
     return ScanOptions(
         options.per_rank,

@@ -97,7 +97,7 @@ def test_a_world_size_that_no_name_states(copy_of: Callable[[str], Path]) -> Non
         open_checkpoint(case("megatron_local").path, ReadOptions(world_size=4))
     with pytest.raises(CkptoolError, match="iteration 100 has a file of rank 1"):
         open_checkpoint(case("megatron_local").path, ReadOptions(world_size=1))
-    with pytest.raises(UsageError, match="--world-size: not applicable, dcp records"):
+    with pytest.raises(UsageError, match="--world-size: not applicable, dcp does without"):
         open_checkpoint(case("dcp_base").path, ReadOptions(world_size=2))
 
 
