@@ -220,7 +220,8 @@ def named_writer(to: str | None, target: Location) -> Format | None:
         raise UsageError(f"--to {to!r}: {why}", hint=_written_by(to))
     row = FORMATS[to] if to is not None else single
     if row is None or (single is not None and single is not row):
-        kind = "files" if row is not None and row.detection.suffixes else "a folder"
+        suffixes = row.detection.suffixes if row is not None else ()
+        kind = f"{suffixes[0]} files" if suffixes else "a folder"
         raise UsageError(
             f"{target}: the name of a {target.suffix} file, but --to {to} writes {kind}",
             hint="choose another name for DST, or leave --to out",

@@ -257,7 +257,7 @@ def _require_used(catalog: Catalog, casts: Casts, castable: Mapping[str, TensorE
                 f"--dtype {glob!r}={dtype}: cannot cast {matched[0]}",
                 hint="integers, scalars and quantized tensors are never cast",
             )
-        raise unmatched("--dtype", glob, catalog.tensors, "tensors")
+        raise unmatched("--dtype", glob, catalog.tensors, "tensor")
 
 
 def _uncast_notes(

@@ -11,6 +11,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, RankStep, TensorEntry, flat_name
+from ckptool.core.text import plural
 from ckptool.core.views import unstack
 from ckptool.errors import Problem, UsageError
 
@@ -75,9 +76,9 @@ class Unmatched(UsageError):
     option = pattern = ""
 
 
-def unmatched(option: str, pattern: str, names: Collection[str], noun: str = "names") -> Unmatched:
+def unmatched(option: str, pattern: str, names: Collection[str], noun: str = "name") -> Unmatched:
     """Return the error of a pattern of an option that means none of the names."""
-    message = f"{option} {pattern!r} matches none of {len(names):,} {noun}"
+    message = f"{option} {pattern!r} matches none of {plural(len(names), noun)}"
     return _unmatched(option, pattern, message, _hint_at_names(pattern, names))
 
 
@@ -101,7 +102,8 @@ def tensors_named(catalog: Catalog, patterns: Sequence[str], option: str) -> lis
     """Return the names of tensors that any pattern means; UsageError if one means none."""
     for pattern in patterns:
         if not is_used(pattern, catalog.tensors):
-            message = f"{option} {pattern!r} matches none of {len(catalog.tensors):,} tensors"
+            count = plural(len(catalog.tensors), "tensor")
+            message = f"{option} {pattern!r} matches none of {count}"
             raise unknown_tensor(message, pattern, catalog)
     return [*filter(meant_by(patterns, catalog.tensors), catalog.tensors)]
 
@@ -322,7 +324,7 @@ def rename_by(catalog: Catalog, rule: str) -> Catalog:
     """Change the names that a ``--rename`` rule matches; UsageError also if it matches none."""
     pattern, names = _parse_rule(rule)[0], names_of(catalog)
     if not any(map(pattern.search, names)):
-        message = f"--rename {rule!r} matches none of {len(names):,} names"
+        message = f"--rename {rule!r} matches none of {plural(len(names), 'name')}"
         raise _unmatched("--rename", rule, message, _SEARCHED)
     return rename(catalog, substitution(rule))
 

@@ -23,7 +23,7 @@ from ckptool.errors import CkptoolError, Unsupported, UsageError
     [
         ("m", "nothing", "unknown format"),
         ("m.safetensors", "dcp", "the name of a .safetensors file, but --to dcp writes a folder"),
-        ("m.safetensors", "torch-save", "but --to torch-save writes files"),
+        ("m.safetensors", "torch-save", "but --to torch-save writes .pt files"),
         ("m.safetensors", "hf", "but --to hf writes a folder"),
         ("m.pt", "dcp", "the name of a .pt file, but --to dcp writes a folder"),
         ("m.pt", "safetensors", "the name of a .pt file"),

@@ -100,7 +100,7 @@ def test_select_and_drop_share_the_names_between_them(names: list[str], glob: st
 
 
 def test_a_glob_that_matches_nothing_is_an_error() -> None:
-    with pytest.raises(UsageError, match="'x\\*' matches none of 1 names"):
+    with pytest.raises(UsageError, match="'x\\*' matches none of 1 name"):
         select(catalog(("w",)), ["w", "x*"])
 
 
@@ -127,7 +127,7 @@ def test_any_other_text_is_a_part_between_dots() -> None:
 
 def test_a_name_that_was_not_selected_is_no_glob_to_drop() -> None:
     whole = catalog(("x[0]",), ("x0",))
-    with pytest.raises(UsageError, match="none of 1 names"):
+    with pytest.raises(UsageError, match="none of 1 name"):
         drop(select(whole, ["x0"]), ["x[0]"], whole.tensors)
 
 

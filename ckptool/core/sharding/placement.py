@@ -136,7 +136,7 @@ class Placer(Struct, frozen=True):
         rules = [(meant_by([rule.glob], catalog.tensors), rule) for rule in self.rules]
         for is_meant, rule in rules:
             if rule.required and not any(map(is_meant, catalog.tensors)):
-                raise unmatched("the rule", rule.glob, catalog.tensors, "tensors")
+                raise unmatched("the rule", rule.glob, catalog.tensors, "tensor")
         chosen = {}
         for name, entry in catalog.tensors.items():
             first = next((rule for is_meant, rule in rules if entry.shape and is_meant(name)), None)

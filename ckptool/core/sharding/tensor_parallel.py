@@ -105,7 +105,7 @@ def given_rules(rules: Sequence[NamedRule], names: Collection[str]) -> GivenRule
     """
     for pattern, _ in rules:
         if not is_used(pattern, names):
-            raise unmatched("--tp-rule", pattern, names, "parameters")
+            raise unmatched("--tp-rule", pattern, names, "parameter")
     meant = [(meant_by([pattern], names), rule) for pattern, rule in rules]
     return lambda name: next((rule for is_meant, rule in meant if is_meant(name)), None)
 

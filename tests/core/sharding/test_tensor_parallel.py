@@ -62,7 +62,7 @@ def test_a_rule_of_a_whole_name_is_for_that_one_only() -> None:
 
 
 def test_a_rule_that_matches_nothing_is_a_mistake() -> None:
-    with pytest.raises(UsageError, match="none of 1 parameters"):
+    with pytest.raises(UsageError, match="none of 1 parameter"):
         given_rules((parse_tp_rule("b=row"),), ["a"])
 
 
