@@ -46,6 +46,23 @@ def test_a_step_to_be_kept_that_is_gone_ends_it(
     assert names_in(run) == ["step-2"]
 
 
+def test_what_another_removes_meanwhile_is_not_called_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path, 1, 2, 3)
+    real = removal.remove
+
+    def other_process(path: Path, side: None) -> None:
+        real(path, side)
+        shutil.rmtree(run / "step-2")
+
+    monkeypatch.setattr("ckptool.commands.runs.prune.prune.remove", other_process)
+    report = pruned(run, yes=True)
+    assert fates(report) == {"step-3": "keep", "step-2": "leave", "step-1": "remove"}
+    assert report.steps[1].reason == "it was removed meanwhile"
+    assert report.freed == report.steps[2].nbytes
+
+
 def test_a_step_that_is_pointed_to_meanwhile_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from shlex import quote
 from typing import ClassVar
 
@@ -135,6 +135,13 @@ def _own_folders(run: Run) -> Iterable[Location]:
     return dict.fromkeys(entry.parent for step in steps for entry in step.entries)
 
 
+def _gone_entries(step: Step) -> Iterator[Location]:
+    """Yield the entries of a step on a disk that are not there any more."""
+    for entry in step.entries:
+        if (disk := on_disk(entry)) and not os.path.lexists(disk):
+            yield entry
+
+
 class _Removal(Struct):
     """Removes and strips steps as a report says, oldest first, one after the other."""
 
@@ -152,8 +159,10 @@ class _Removal(Struct):
         steps = {step.path: step for step in self.opened.steps}
         for fate in reversed([*self.report.of_fate("strip"), *self.report.of_fate("remove")]):
             step = steps[fate.path]
-            reason = self._obstacle(step)
-            if reason is not None:
+            if len([*_gone_entries(step)]) == len(step.entries):
+                gone = replace(fate, fate="leave", freed=0, reason="it was removed meanwhile")
+                fates[fate.path] = gone
+            elif (reason := self._obstacle(step)) is not None:
                 fates[fate.path] = replace(fate, fate="keep", freed=0, reason=reason)
             elif fate.fate == "strip":
                 self._strip(step)
@@ -194,10 +203,9 @@ class _Removal(Struct):
 
     def _require_unchanged(self, step: Step, now: Run) -> None:
         hint = "run ckptool prune again: it decides by what is there now"
-        for entry in step.entries:
-            if (disk := on_disk(entry)) and not os.path.lexists(disk):
-                message = f"{entry}: was to be kept and is gone; nothing more is removed"
-                raise Changed(message, hint=hint)
+        if gone := [*_gone_entries(step)]:
+            message = f"{gone[0]}: was to be kept and is gone; nothing more is removed"
+            raise Changed(message, hint=hint)
         if step.path not in self.stripped and fingerprint_of(step, now) != fingerprint_of(
             step, self.opened
         ):
