@@ -234,6 +234,16 @@ def test_a_copy_of_an_older_step_under_a_newer_name(tmp_path: Path) -> None:
     assert reasons(run) == {}  # names may count something else
 
 
+def test_a_copy_of_the_first_step_under_the_name_of_the_second(tmp_path: Path) -> None:
+    """The steps after it show what names count."""
+    run = plain_run(tmp_path, global_step=1)
+    shutil.copy(run / "ckpt_10.pt", run / "ckpt_20.pt")
+    assert "those of ckpt_10.pt: it is a copy" in reasons(run)["ckpt_20.pt"]
+    (run / "ckpt_30.pt").unlink()
+    (run / "ckpt_40.pt").unlink()
+    assert reasons(run) == {}
+
+
 def test_the_scheduler_of_megatron_counts_samples(tmp_path: Path) -> None:
     """Megatron-LM d98e8a6, core/optimizer_param_scheduler.py: a step adds the batch to them."""
     for step, model, optimizer in train():

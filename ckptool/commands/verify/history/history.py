@@ -10,8 +10,8 @@ another.
 from __future__ import annotations
 
 import re
-from collections import ChainMap, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import PurePath
 
@@ -48,6 +48,8 @@ class History:
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
         self._compared = deque[dict[Location, Mapping[PurePath, Save]]](maxlen=_BY_TURNS)
+        self._recorded = defaultdict[object, set[int]](set)
+        """The numbers in the names of each series' steps so far that these steps also record."""
 
     def problems(
         self, step: Step, checkpoints: Iterable[StepSurvey], earlier: Sequence[Step]
@@ -61,6 +63,9 @@ class History:
         from ckptool.commands.verify.history.movement import movement_problems  # numpy
 
         saves = self._saves_of(step, checkpoints)
+        number, recorded = step.number or 0, self._recorded[step.series]
+        newer = {other for other in recorded if other > number}
+        recorded.update({number} & frozenset[int]().union(*(s.recorded for s in saves.values())))
         last = earlier[-_BEFORE:]
         past = {old.path: self._saves_of(old, survey_models(old, self._options)) for old in last}
         self._compared.append(past)
@@ -72,7 +77,7 @@ class History:
             if save.inside:
                 own = _left_behind(save, place, [saves, *olds])
             else:
-                own = _save_problems(save, predecessors, earlier[-1])
+                own = _save_problems(save, predecessors, earlier[-1], newer)
             for problem in chain(own, movement_problems(save, predecessors)):
                 yield Problem(f"{save.part}: {problem}", problem.code) if save.part else problem
 
@@ -104,9 +109,14 @@ def _left_behind(
         yield Problem(f"{message}: they are of two saves", _DIFFER)
 
 
-def _save_problems(save: Save, predecessors: Sequence[Save], last: Step) -> Iterator[Problem]:
-    """Yield what a save lacks or shares of its predecessors; of the ``last`` step, lost state."""
-    yield from _copies(save, predecessors)
+def _save_problems(
+    save: Save, predecessors: Sequence[Save], last: Step, newer: Collection[int]
+) -> Iterator[Problem]:
+    """Yield what a save lacks or shares of its predecessors; of the ``last`` step, lost state.
+
+    ``newer`` steps are those after it that record the number in their name.
+    """
+    yield from _copies(save, predecessors, newer)
     for predecessor in predecessors:
         cause = _scheduler_reset(save, predecessor) or _mixed_with(save, predecessor)
         yield from [Problem(cause, _DIFFER)] if cause else []
@@ -115,18 +125,20 @@ def _save_problems(save: Save, predecessors: Sequence[Save], last: Step) -> Iter
     yield from old_counts(save, *predecessors[:2]) if len(predecessors) > 1 else ()
 
 
-def _copies(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
+def _copies(save: Save, predecessors: Sequence[Save], newer: Collection[int]) -> Iterator[Problem]:
     """Yield a problem if a save is a predecessor's, and records its step, not that of its own name.
 
-    All predecessors record the steps in their names, or these may count something else. A loop may
-    save its end once more, under a number that is next to it.
+    All predecessors record the steps in their names, as other steps do, or these may count
+    something else. A loop may save its end once more, under a number that is next to it.
     """
     recorded = (old.step.number for old in predecessors if old.step.number in old.recorded)
     numbers = sorted({number for number in recorded if number is not None})
     number, counts = save.step.number, save.recorded
-    if number is None or number in counts or len(numbers) < max(2, len(predecessors)):
+    if number is None or number in counts or len(numbers) < len(predecessors):
         return
-    if number - numbers[-1] < max(2, numbers[-1] - numbers[-2]):
+    if len(numbers) + len(newer) < 2:
+        return
+    if not newer and number - numbers[-1] < max(2, numbers[-1] - numbers[-2]):
         return
     for old in (old for old in predecessors if old.step.number in counts):
         pairs = [(save.weights, old.weights), (save.state, old.state)]
