@@ -87,21 +87,28 @@ def test_older_steps_lose_the_optimizer_and_nothing_else(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["step-{}", "step-{}.pt"])
-def test_a_step_without_its_optimizer_is_no_later_save(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_link", [False, True])
+def test_a_step_without_its_optimizer_is_no_later_save(
+    name: str, by_link: bool, tmp_path: Path
+) -> None:
     """Else an old step would look like one of a training that began again."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "link").symlink_to(run)
     state = {"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: torch.ones(2)}}}
     for step in (100, 200, 300):
-        path = tmp_path / name.format(step)
+        path = run / name.format(step)
         torch.save(state, path) if path.suffix else dcp.save(
             state, checkpoint_id=path, no_dist=True
         )
-    for file in filter(Path.is_file, tmp_path.rglob("*")):
-        number = int(re.findall("[0-9]00", str(file.relative_to(tmp_path)))[0])
+    for file in filter(Path.is_file, run.rglob("*")):
+        number = int(re.findall("[0-9]00", str(file.relative_to(run)))[0])
         os.utime(file, (number * 1000, number * 1000))
-    times = times_of(tmp_path)
-    assert [step.fate for step in stripped(tmp_path, yes=True).steps] == ["keep", "strip", "strip"]
-    assert times_of(tmp_path) == times
-    assert fates(pruned(tmp_path)) == {
+    times = times_of(run)
+    report = stripped(tmp_path / "link" if by_link else run, yes=True)
+    assert [step.fate for step in report.steps] == ["keep", "strip", "strip"]
+    assert times_of(run) == times
+    assert fates(pruned(run)) == {
         name.format(300): "keep", name.format(200): "remove", name.format(100): "remove"
     }  # fmt: skip
 

@@ -153,7 +153,7 @@ def _keeping_times(opened: OpenedCheckpoint, strip: Transfer[ConvertReport]) -> 
 
     Without these, an old step would look like one of a training that began again later.
     """
-    folder = Path(opened.source.root)
+    folder = Path(opened.source.root).resolve()
     times = {name: time for name, (_, time) in stamps(folder, opened.catalog.files).items()}
     strip.run()
     for name in strip.plan.layout.sizes:
