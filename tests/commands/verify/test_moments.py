@@ -231,6 +231,24 @@ def test_squares_that_are_zero_beside_means_that_are_not(tmp_path: Path) -> None
     assert "all values are zero, but optimizer.state.layers.1." in finding.message
 
 
+@pytest.mark.parametrize(
+    ("steps", "decay", "is_lost"),
+    [(30, 0.9, True), (600, 0.9, False), (600, 0.99, True), (30, 0.1, False), (30, 0.0, False)],
+)
+def test_means_that_are_zero_though_no_step_forgets_so_much(
+    steps: int, decay: float, is_lost: bool, tmp_path: Path
+) -> None:
+    state = trained()
+    state["optimizer"]["param_groups"] = [{"betas": (decay, 0.999), "lr": 0.01}]
+    for values in state["optimizer"]["state"].values():
+        values["step"].fill_(steps)
+    assert not found(saved(tmp_path / "sound", state))
+    for layer in range(LAYERS):
+        of_layer(state, layer)["exp_avg"].zero_()
+    codes = [finding.code for finding in found(saved(tmp_path / "lost", state))]
+    assert codes == (["moments-zero"] if is_lost else [])
+
+
 def test_squares_too_small_for_their_type_are_none(tmp_path: Path) -> None:
     state = zero(trained(), "exp_avg_sq", layers=range(1, 2))
     for own in state["optimizer"]["state"].values():

@@ -44,6 +44,10 @@ _STEPS = 2
 makes the state (DeepSpeed, torch's ``get_optimizer_state_dict``), or what follows began as zeros.
 """
 
+_FORGOTTEN = 1e-20
+"""What is left, after all steps, of a mean that may be zero: less than that of the smallest
+gradient whose square is no zero in 32 bits, 1e-22, over the smallest number, 1e-45."""
+_BETAS = ".betas"
 _GROUPS, _KEPT = "param_groups.", ".keep_num"
 """Where AdaShift says how many gradients it keeps before there are squares of them
 (pytorch_optimizer 3.5)."""
@@ -100,6 +104,7 @@ class Moments:
             return
         layers = Layers(self._names, moments, self._slices, entries, elements)
         yield from self._lost_squares(moments, entries, elements)
+        yield from self._lost_means(moments, entries, elements)
         yield from self._check_cuts(moments, entries, layers.weight_of, elements.source)
         yield from _lost_ranks(moments, entries) if elements.is_all else ()
         steps = self._steps_taken(elements)
@@ -130,11 +135,9 @@ class Moments:
         self, moments: ByName, entries: Located, elements: Elements
     ) -> Iterator[Problem]:
         """Yield squares that are all zero where the mean is large enough not to be."""
-        names = [n for n in self._names.values() if n.keys() == {_MEAN, _SQUARE}]
         squares = {
             mean: square
-            for mean, square in ((n[_MEAN], n[_SQUARE]) for n in names)
-            if mean in moments and square in moments
+            for mean, square in self._pairs(moments)
             if moments[square].is_zero and not moments[mean].is_zero
             if entries[square].source_dtype.name in _WHOLE
         }
@@ -149,6 +152,34 @@ class Moments:
             if size >= _VISIBLE:
                 message = f"{entries[square].name}: all values are zero, but {entries[mean].name}"
                 yield Problem(f"{message} is up to {size:g}", "moments-zero", tensor=square)
+
+    def _lost_means(
+        self, moments: ByName, entries: Located, elements: Elements
+    ) -> Iterator[Problem]:
+        """Yield means that are all zero, though they had too few steps to forget what they were.
+
+        The mean of squares shows that there were gradients.
+        """
+        steps, objects = self._steps_taken(elements), self._catalog.objects.items()
+        betas = [e.value for name, e in objects if _GROUPS in name and name.endswith(_BETAS)]
+        decays = [value[0] for value in betas if isinstance(value, list | tuple) and value]
+        is_known = all(isinstance(decay, float) for decay in decays) and len(decays) == len(betas)
+        if not decays or not is_known or steps is None or steps <= _STEPS:
+            return
+        if min(decays) ** steps < _FORGOTTEN:
+            return
+        for mean, square in self._pairs(moments):
+            is_lost = moments[mean].is_zero and not moments[square].is_zero
+            if is_lost and entries[mean].source_dtype.name not in _NARROW:
+                message = f"{entries[mean].name}: all values are zero, but not those of"
+                message += f" {entries[square].name}, after {steps:g} steps"
+                yield Problem(message, "moments-zero", tensor=mean)
+
+    def _pairs(self, moments: ByName) -> Iterator[tuple[str, str]]:
+        """Yield the names of mean and square of each parameter that has both, and nothing else."""
+        for names in self._names.values():
+            if names.keys() == {_MEAN, _SQUARE} and moments.keys() >= {*names.values()}:
+                yield names[_MEAN], names[_SQUARE]
 
     def _lost_halves(self, moments: ByName, entries: Located, model: Elements) -> Iterator[Problem]:
         """Yield halves of LoRA that are zero, as before the first step, but have had gradients.
