@@ -16,6 +16,7 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.runs.trainers import UNFINISHED, is_spared
+from ckptool.commands.verify.checks.optimizer_names import StateName
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import AVERAGE, state_category, weights
 from ckptool.core.text import list_some
@@ -165,23 +166,31 @@ class Models:
 class _Model(NamedTuple):
     """The tensors that a step has, the model's matrices, and the configs beside them.
 
-    ``state`` is how many tensors of optimizers the step has.
+    ``weights`` are how many tensors it has. ``state`` is how many tensors of optimizers the step
+    has, which are of so many ``trained`` parameters.
     """
 
     step: str
     names: Set[str]
     matrices: Matrices
     configs: Sequence[Mapping[str, Any]]
+    weights: int
     state: int
+    trained: int
 
     def is_another_than(self, first: _Model) -> bool:
-        """Return whether it is a model of its own: of other config, names, shapes, or much less."""
+        """Return whether it is a model of its own: of other config, names, shapes, or much less.
+
+        It is not if it has fewer tensors than the first one's optimizer, as before, trains.
+        """
         first_shapes, shapes = first.matrices, self.matrices
         differs = bool(self.configs and first.configs) and self.configs != first.configs
+        lacks_some = self.weights < self.trained <= first.weights and self.state == first.state
+        is_less = _PART * len(first_shapes.keys() - shapes.keys()) > len(first_shapes)
         return (
             differs
             or any(first_shapes.get(name) != shape for name, shape in shapes.items())
-            or _PART * len(first_shapes.keys() - shapes.keys()) > len(first_shapes)
+            or (is_less and not lacks_some)
         )
 
     def new_since(self, first: _Model | None) -> Set[str]:
@@ -215,20 +224,23 @@ class _Model(NamedTuple):
 def _models_of(step: Step, surveys: Iterable[StepSurvey]) -> Mapping[str, _Model]:
     """Return the models of a step, by their places: all side by side as one, and each file's."""
     groups: dict[str, list[Survey]] = {}
-    state = 0
+    state: list[str] = []
     for inside, survey in surveys:
         tensors = survey.catalog.tensors.values() if survey.catalog is not None else ()
-        state += sum(state_category(entry) == "optimizer" for entry in tensors)
+        state += [entry.name for entry in tensors if state_category(entry) == "optimizer"]
         groups.setdefault(_place_in(step, survey.path, inside), []).append(survey)
         if not inside and not survey.path.is_dir():
             groups.setdefault(_file_in(step, survey.path), []).append(survey)
     models: dict[str, _Model] = {}
+    trained = len({StateName.of(name)[:2] for name in state})
     for place, group in groups.items():
         catalogs = [survey.catalog for survey in group if survey.catalog is not None]
         names = {name for catalog in catalogs for name in catalog.tensors}
         matrices = {n: shape for c in catalogs for n, shape in matrices_in(c).items()}
         configs = [*filter(None, map(_config_beside, group))]
-        models[place] = _Model(step.path.name, names, matrices, configs, state)
+        count = sum(len(weights(catalog)) for catalog in catalogs)
+        sizes = count, len(state), trained
+        models[place] = _Model(step.path.name, names, matrices, configs, *sizes)
     return models
 
 

@@ -114,6 +114,22 @@ def test_a_head_is_lost_if_its_optimizer_has_as_much_state(apart: bool, tmp_path
     assert "head.weight: missing, step_1 has it" in str(found.steps[0].reasons)
 
 
+@pytest.mark.parametrize(("trained", "good"), [(4, "ckpt_1.pt"), (2, "ckpt_3.pt")])
+def test_much_of_a_small_model_is_lost_if_its_optimizer_trains_more(
+    trained: int, good: str, tmp_path: Path
+) -> None:
+    """Else later steps may leave out what is frozen."""
+    for step in (1, 2, 3):
+        made = {f"{at}.{kind}": torch.ones(8, 8) * at for at in (1, 2) for kind in ("up", "down")}
+        state = {at: {"exp_avg": torch.randn(8, 8)} for at in range(trained)}
+        if step > 1:
+            del made["2.up"], made["2.down"]
+        torch.save({"model": made, "optimizer": {"state": state}}, tmp_path / f"ckpt_{step}.pt")
+    found = ckptool.verify_run(tmp_path).latest_good
+    assert found is not None
+    assert found.path.name == good
+
+
 @pytest.mark.parametrize(("layers", "good"), [(4, "step-3"), (5, "step-1"), (None, "step-1")])
 def test_layers_that_a_config_says_were_removed(
     layers: int | None, good: str, tmp_path: Path
