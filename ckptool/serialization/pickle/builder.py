@@ -101,14 +101,19 @@ _RECORDS = Global | Call | Persistent
 _TEXT, _RECORD, _INTEGER = {str}, {Call}, {int}
 _WIDEST_KEY = 1 << 64
 _LONGEST_INTEGER = 1024
+"""Bytes of an integer: numpy's random states have some of up to 256 bits."""
 _MOST_DIGITS = 3 * _LONGEST_INTEGER
+"""A byte has up to 2.4 digits; Python converts no more than 4,300, to save time."""
 _LARGEST_KEY = 10_000
+"""Parts of a key, which is hashed again for each dict that it keys."""
 _COST = 4
 """A part of a key costs as much time as four other values."""
 _AT_ONCE = 6
 """Text is compared 2**6 characters at a time, for its cost."""
-_SET_COSTS = 4
-"""An empty set takes as much memory as four empty lists."""
+_CONTAINER_NBYTES = 2
+"""Of a pickle for a list or dict, which takes 60 in memory: an opcode, and protocol 4's MEMOIZE."""
+_SET_COSTS = 3
+"""A set takes 216 in memory; one of a pickle's with an item has six bytes: MARK, item, ADDITEMS."""
 
 
 class Builder(Stack):
@@ -123,7 +128,7 @@ class Builder(Stack):
         self._memo = Memo()
         size = min(len(data), MOST_SINGLE)
         self._budget = 4 * size + (1 << 20)
-        self._containers = size // 3 + 10_000
+        self._containers = size // _CONTAINER_NBYTES + 10_000
         self._tuples: set[int] = set()
         self._collisions: dict[int, int] = {}
 

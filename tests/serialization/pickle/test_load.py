@@ -360,6 +360,13 @@ def test_plain_holders_of_data_are_inert_though_their_modules_can_run_code() -> 
         read_pickle(b"c_io\nFileIO\n(S'f'\ntR.", what="p")
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("make", [list, dict, lambda: {1}], ids=["list", "dict", "set"])
+def test_as_many_small_containers_are_read_as_a_pickle_can_have(make: Any, protocol: int) -> None:
+    value = [make() for _ in range(100_000)]
+    assert read_pickle(pickle.dumps(value, protocol), what="x").value == value
+
+
 def test_keys_that_are_tuples_are_read_by_the_thousand() -> None:
     value = {(number, f"layer.{number}", (number, -number)): number for number in range(20_000)}
     assert read(pickle.dumps([value, set(value)], 4)) == [value, set(value)]
