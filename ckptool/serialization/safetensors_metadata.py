@@ -22,7 +22,9 @@ EVERY_FILE = ""
 """Stands for the name of a file: these texts are for all files that are written."""
 PLAIN = {"format": "pt"}
 """What files of torch's tensors say, without which transformers (5) refuses them."""
-_OF_THE_FILE = ("DCP_VERSION", "DCP_SHARDING_INFO")
+SHARDING = "DCP_SHARDING_INFO"
+"""The text of a header with the place of each tensor in a larger one, in JSON (torch 2.8 on)."""
+_OF_THE_FILE = ("DCP_VERSION", SHARDING)
 _OF_CKPTOOL = "ckptool."
 _DIGESTS = frozenset(["sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256"])
 """Hashes of all tensors' bytes: of kohya's sd-scripts 0.9, and the model spec 1.0 of SAI."""

@@ -26,7 +26,6 @@ _LARGEST_REST = 1 << 23
 _FEW = 16
 """Chunks up to which tensors with equal records share boxes and order: most are cut alike."""
 _OF_CHUNKS = {"offsets", "sizes"}
-_INDEX, _INFO = {"fqn", "offset"}, {"relative_path", "offset", "length"}
 
 
 DATA = re.compile(r"[^/]*?__([0-9]{1,9})_([0-9]+)\.distcp")
@@ -95,8 +94,6 @@ class StoredTables:
         lows, dims = _sizes(key, "offset")
         files = _texts(info, "relative_path", self._files)
         offsets, lengths = _naturals(info, "offset"), _naturals(info, "length")
-        if set(info.columns) - _INFO - {"transform_descriptors"}:
-            raise Unfit
         if "transform_descriptors" in info.columns and any(_objects(info, "transform_descriptors")):
             raise Unfit
         self._add(names, dims, lows, files, offsets, lengths)
@@ -282,9 +279,11 @@ def _match(shape: tuple[int, ...], boxes: BoxTable, dims: Any, lows: Any) -> Any
 
 
 def _objects(rows: Rows, name: str) -> list[Any]:
-    """Return what a field refers to, each once."""
+    """Return what a field refers to, each once; Unfit if it is a number, a text or a size."""
     kinds, numbers = rows.columns[name]
-    return [rows.objects[code] for code in distinct(numbers[kinds == OBJECT, 0]).tolist()]
+    if (kinds != OBJECT).any():
+        raise Unfit
+    return [rows.objects[code] for code in distinct(numbers[:, 0]).tolist()]
 
 
 def _texts(rows: Rows, name: str, index: dict[str, int]) -> Any:

@@ -26,7 +26,6 @@ METADATA = "metadata.pkl"
 _SHARD = re.compile(r"([^/]+)_([0-9]{1,9})\.safetensors")
 """In the folder itself: those of a run's steps below it have a ``metadata.pkl`` each."""
 TORCH = "TorchSerialization"
-_MOST_RANKS = 1 << 20
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What is raised where a record lacks something, or has it in another form."""
 

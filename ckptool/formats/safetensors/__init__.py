@@ -34,11 +34,8 @@ from ckptool.serialization.safetensors import (
     looks_like_safetensors,
     read_safetensors,
 )
-from ckptool.serialization.safetensors_metadata import PLAIN, header_for
+from ckptool.serialization.safetensors_metadata import PLAIN, SHARDING, header_for
 from ckptool.serialization.source import Source
-
-SHARDING = "DCP_SHARDING_INFO"
-"""The text of a header with the place of each tensor in a larger one, in JSON."""
 
 
 def _main_file(source: Source) -> str | None:

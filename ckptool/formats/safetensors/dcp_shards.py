@@ -23,7 +23,7 @@ from ckptool.core.layout import FileLayout, Layout
 from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import (
-    EXTRA,
+    MODEL_EXTRA,
     Detection,
     Format,
     Loading,
@@ -38,7 +38,7 @@ from ckptool.formats.safetensors.huggingface import FORMAT as HF
 from ckptool.formats.side_file import split_side, with_headers
 from ckptool.formats.writing import WriterAssignment, lay_out_companions, note_tied
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
-from ckptool.serialization.safetensors_metadata import PLAIN, header_for
+from ckptool.serialization.safetensors_metadata import PLAIN, SHARDING, header_for
 from ckptool.serialization.source import Source, expect_heads, require_rank
 
 _SHARD = re.compile(
@@ -50,7 +50,6 @@ _ROWS = {
     "hidden_size": re.compile(r"(.*\.)?(norm|input_layernorm|post_attention_layernorm)\.weight"),
 }
 """Tensors, by transformers' names, with as many rows as a number in the config."""
-_EXTRA = f"model{EXTRA}"
 _UNREAD_BY_TORCH = ("F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
 """Element types that torch 2.13's HuggingFaceStorageReader has no name for."""
 
@@ -112,7 +111,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
             copies=copies,
         )
     )
-    return with_headers(catalog, source, _EXTRA, contents.headers, options)
+    return with_headers(catalog, source, MODEL_EXTRA, contents.headers, options)
 
 
 def _name_problems(shards: list[re.Match[str]]) -> list[str]:
@@ -151,16 +150,16 @@ def _read_shard(
     header = read_safetensors(source, file, options.problems)
     contents.headers[file] = header.metadata
     try:
-        info = json.loads(header.metadata["DCP_SHARDING_INFO"])
+        info = json.loads(header.metadata[SHARDING])
         offsets = {name: _offsets(info[name]["saved_offsets"]) for name in header.tensors}
         lost = info.keys() - offsets.keys() - {problem.tensor for problem in options.problems or ()}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
-        message = f"{file}: no DCP_SHARDING_INFO for its tensors"
+        message = f"{file}: no {SHARDING} for its tensors"
         reason = "so their place in the whole is unknown"
         contents.problems.append(Problem(f"{message}, {reason}", "sharding-unknown", file=file))
         return False
     for name in sorted(lost):
-        message = f"{file}: {name}: listed in DCP_SHARDING_INFO, but not in the file"
+        message = f"{file}: {name}: listed in {SHARDING}, but not in the file"
         contents.problems.append(Problem(message, "data-missing", file=file, tensor=name))
     for name, item in header.tensors.items():
         if len(offsets[name]) != len(item.shape) or min(offsets[name], default=0) < 0:
@@ -230,7 +229,7 @@ def _compare_consolidated(
 
 def _lay_out(catalog: Catalog, request: Request) -> Layout:
     """Lay a catalog out, cut for the request's mesh or in the source's own chunks."""
-    fitting, side, mark, notes = split_side(catalog, _EXTRA, _UNREAD_BY_TORCH)
+    fitting, side, mark, notes = split_side(catalog, MODEL_EXTRA, _UNREAD_BY_TORCH)
     assignment = WriterAssignment(request)
     by_file: dict[tuple[int, int], list[OutgoingSlice]] = defaultdict(list)
     for entry in fitting:
@@ -259,7 +258,7 @@ def _shard_file(
     mark: Mapping[str, str],
 ) -> FileLayout:
     info = {item.name: {"saved_offsets": list(item.box.lo)} for item in slices}
-    sharding = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
+    sharding = {"DCP_VERSION": "1.0", SHARDING: json.dumps(info)}
     name = f"shard-{rank + 1:05d}-model-{part + 1:05d}-of-{parts:05d}.safetensors"
     metadata = {**PLAIN, **texts(name), **sharding, **mark}
     return lay_out_safetensors(name, slices, metadata, rank)

@@ -15,7 +15,7 @@ from ckptool.core.layout import FileLayout, Layout, Literal
 from ckptool.core.text import plural
 from ckptool.errors import Damaged, Problem, Refusal
 from ckptool.formats.base import (
-    EXTRA,
+    MODEL_EXTRA,
     Detection,
     Format,
     Loading,
@@ -53,7 +53,6 @@ from ckptool.serialization.state_dict.leaves import Assembled
 _INDEX_SUFFIX = ".safetensors.index.json"
 _STEM = "diffusion_pytorch_model"
 """The stem of diffusers' (0.42) own model files, which is ``model`` in transformers."""
-_EXTRA = f"model{EXTRA}"
 _MIB = 1 << 20
 """The unit of the total size in the indexes of ColossalAI (0.5)."""
 _CONFIGS = ("config.json", ADAPTER_CONFIG)
@@ -128,7 +127,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         companions=companions(source),
         copies=frozenset(copies),
     )
-    return with_headers(catalog, source, _EXTRA, headers, options)
+    return with_headers(catalog, source, MODEL_EXTRA, headers, options)
 
 
 def _absent_tensors(
@@ -238,7 +237,7 @@ def _index_notes(
 
 def lay_out(catalog: Catalog, request: Request, head: str = "") -> Layout:
     """Lay out a model's folder; in its files names have no prefix ``head``."""
-    fitting, side, mark, notes = split_side(catalog, _EXTRA)
+    fitting, side, mark, notes = split_side(catalog, MODEL_EXTRA)
     is_adapter = _is_adapter(fitting, {*catalog.companions, *request.assets})
     groups = [fitting]
     if not is_adapter:

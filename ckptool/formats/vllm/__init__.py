@@ -26,6 +26,7 @@ from ckptool.core.sharding.tensor_parallel import given_rules, tp_mesh
 from ckptool.core.views import whole_tensor
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.base import (
+    MODEL_EXTRA,
     Detection,
     Format,
     Loading,
@@ -44,7 +45,6 @@ from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors
 from ckptool.serialization.safetensors_metadata import header_for
 from ckptool.serialization.source import Source, expect_heads, find_missing_ranks, require_rank
 
-_EXTRA = "model.extra.pt"
 _PART = re.compile(
     r"(?P<head>(.*\.)?)(?P<member>[qkv]_proj|gate_proj|up_proj)\.(?P<leaf>weight|bias)"
 )
@@ -88,7 +88,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
         conflicts=merger.unknown,
         companions=companions(source),
     )
-    return with_headers(catalog, source, _EXTRA, headers, options)
+    return with_headers(catalog, source, MODEL_EXTRA, headers, options)
 
 
 def _require_parts(source: Source, files: list[re.Match[str]], world: int) -> None:
@@ -150,7 +150,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
             f" {'x'.join(map(str, mesh.shape))} has {len(mesh.shape)} dims",
             hint=f"--mesh {mesh.size}",
         )
-    fitting, side, mark, notes = split_side(catalog, _EXTRA)
+    fitting, side, mark, notes = split_side(catalog, MODEL_EXTRA)
     tensors = _without_aliases(fitting)
     joiner = _Joiner(tensors, placed, sizes_of(request.config).key_value_heads)
     files = [*lay_out_companions(catalog), *side]
