@@ -46,6 +46,7 @@ from ckptool.storage.url import Location, within
 from ckptool.storage.virtual.placed import PlacedFiles
 
 _LEVELS = 4
+"""Of subfolders that are looked at for checkpoints: as in RUN/MODEL/SEED/step-100."""
 _T = TypeVar("_T")
 _MOST_SHOWN = 12
 _WEIGHTS = ("model_weights.ckpt", "model_weights")

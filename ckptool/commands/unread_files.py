@@ -51,6 +51,7 @@ Rules = Mapping[str, FileRule | None]
 """The rule of a format for each file of a checkpoint."""
 
 _MOST_FOLDERS = 200
+"""Folders that are looked at for checkpoints of their own: each is listed, and files are opened."""
 _MOST_SHOWN = 8
 
 

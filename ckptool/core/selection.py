@@ -64,7 +64,7 @@ def closest_names(query: str, names: Collection[str]) -> list[str]:
     inside = sorted((name for name in names if all(step in name for step in steps)), key=len)
     if steps and inside:
         return inside[:3]
-    sample = list(names)[:20_000]
+    sample = list(names)[:20_000]  # which take a second
     parts = {part for name in sample for part in name.split(".")}
     close = get_close_matches(query, sample, n=3, cutoff=0.5)
     return close or get_close_matches(query, sorted(parts), n=1, cutoff=0.75)

@@ -21,6 +21,7 @@ _SHARE = 32
 """A probe reads about one byte of so many, at most."""
 _MOST = 4096
 _GOLDEN = 0.6180339887498949
+"""However many of its multiples, modulo 1, are taken: they leave no large gap between them."""
 _SLOWER = 3
 """How many times longer all may well take on a busy machine, or where the target is slower."""
 

@@ -31,6 +31,7 @@ from ckptool.storage.url import Location
 from ckptool.storage.virtual.placed import PlacedFiles, places_in
 
 _LARGEST_TEXT = 64 << 20
+"""Bytes of a file that is compared in memory: tokenizers have up to 35 MB."""
 _WHOLE = "model.safetensors"
 _INDEX = f"{_WHOLE}.index.json"
 _UNFINISHED = (".metadata", ".metadata.tmp", ".distcp")

@@ -32,8 +32,11 @@ _CALLED: Mapping[type, str] = {str: "text", bool: "true or false", int: "a whole
 _RULE_KEYS = frozenset(("from", "to", "beside", *_TYPES))
 
 _MOST_RULES = 10_000
+"""Each name that several rules may match is held against all: a hostile map has millions."""
 _MOST_SIZES = 200
+"""Each may be looked up for the one before, in nested calls, of which Python allows a thousand."""
 _MOST_ADDED = 1 << 24
+"""Up to here a float of 32 bits has every whole number."""
 _LARGEST_SIZE = 1 << 63
 
 Included = Callable[[str], KeyMap]

@@ -28,7 +28,9 @@ _GLOB = re.compile(r"[*?\[]")
 _LONGEST = 5.0
 """Seconds that all patterns may take for all modules: a hostile one never ends, many take long."""
 _SIMPLIFY = "simplify it in a copy of config.json, and pass that folder as --hf-assets"
-_MOST_SHOWN, _OFTEN = 80, 16
+_MOST_SHOWN = 80
+_OFTEN = 16
+"""Patterns between looks at the clock: each has a timeout, but of thousands none may reach it."""
 _ANY = ("mixed-precision", "MIXED_PRECISION")
 """What compressed-tensors and ModelOpt call several formats in one model."""
 _IN_BYTES = ("int-quantized", "naive-quantized")
@@ -37,6 +39,7 @@ _STRATEGIES: Mapping[str, str] = {
     "FP8_PER_CHANNEL_PER_TOKEN": "channel",
     "W8A8_SQ_PER_CHANNEL": "channel",
 }
+"""The strategies that ModelOpt's names of algorithms state."""
 
 
 class Group(Struct, frozen=True):

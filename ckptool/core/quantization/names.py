@@ -29,6 +29,7 @@ _FEW_BITS = frozenset(
 _SCALE = re.compile(r".*\.(weight|input|output|q|k|v|kv)_scale(_inv)?")
 """A scale of a weight, an activation or a KV cache (compressed-tensors, ModelOpt, AutoFP8)."""
 _DEEPEST = 3
+"""Steps below its module of the deepest part: ``X.weight.quant_state.bitsandbytes__nf4``."""
 
 
 @cache

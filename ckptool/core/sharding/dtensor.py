@@ -37,6 +37,7 @@ from ckptool.errors import Damaged
 
 _MOST_STRIPES = 1 << 16
 _MOST_STRIPES_A_POSITION = 8
+"""No real mesh makes more, but numbers in a hostile file would, in minutes and gigabytes."""
 
 ShardOrder = Sequence[tuple[int, Sequence[int]]]
 """torch 2.13's ``DTensorSpec.shard_order``: (tensor dim, mesh dims in the order they cut)."""
@@ -193,7 +194,7 @@ def _no_reading(
 
 
 def _check_stripes(shape: Sequence[int], sizes: Sequence[int], cuts: tuple[Cuts, ...]) -> None:
-    """Raise Unsupported for split factors that make more stripes than any real mesh."""
+    """Raise Damaged for split factors that make more stripes than any real mesh."""
     most = max(_MOST_STRIPES, _MOST_STRIPES_A_POSITION * math.prod(sizes))
     stripes = 1
     for length, dim_cuts in zip(shape, cuts, strict=True):

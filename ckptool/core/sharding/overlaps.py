@@ -9,17 +9,20 @@ from collections.abc import Iterable
 
 from ckptool.core.box import Box
 
-_CHEAP = 16
+_CHEAP = 8
+"""Pairs a box to compare, up to which a sweep along a dimension is no slower than the tree."""
 _MOST_DIMS = 8
+"""The cost of the tree has a factor of log n for each: others are only compared."""
 _FEW_PAIRS = 256
+"""Pairs that are compared rather than cut further: 16 to 4,096 take equally long."""
 
 
 def overlapping_pair(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
     """Find two boxes that share an element; None if there are none.
 
     Sweeps along the dimension that separates the boxes best. If that leaves many pairs to compare,
-    a segment tree over up to four dimensions keeps the cost of n boxes near n log n (Zomorodian and
-    Edelsbrunner, "Fast software for box intersections").
+    a segment tree over up to eight dimensions keeps the cost of n boxes near n log n (Zomorodian
+    and Edelsbrunner, "Fast software for box intersections").
     """
     solid = [box for box in boxes if box.volume]
     unique = set(solid)

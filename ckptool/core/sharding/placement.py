@@ -22,6 +22,7 @@ from ckptool.core.text import plural
 from ckptool.errors import Unsupported, UsageError
 
 _MOST_RANKS, _MOST_DIMS = 131_072, 4
+"""More than any job has had: the shards of all ranks of a mesh are planned at once."""
 _LONGEST = 9
 """Digits of a number of ranks, zeros before it included."""
 

@@ -7,7 +7,7 @@ import pytest
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Chunk, Extent, TensorEntry
 from ckptool.core.dtype import BY_NAME
-from ckptool.core.quantization.names import is_plain, kinds
+from ckptool.core.quantization.names import is_plain, kinds, quantized_names
 from ckptool.core.quantization.schemes import SCHEMES
 
 MARKS = {
@@ -48,6 +48,13 @@ def test_a_name_tells_a_kind(name: str, kind: str) -> None:
 def test_other_names_tell_none(name: str) -> None:
     assert kinds(one(name)) == {}
     assert is_plain(one(name))
+
+
+def test_all_of_a_module_belongs_to_a_kind_but_its_bias() -> None:
+    """However deep below it: a marker of bitsandbytes without the scales is three steps deep."""
+    parts = ["a.weight", "a.weight.quant_state.bitsandbytes__nf4", "a.bias", "b.weight"]
+    tensors = {name: one(name).tensors[name] for name in parts}
+    assert quantized_names(one("a").with_tensors(tensors)) == {*parts[:2]}
 
 
 def test_each_kind_is_of_one_scheme() -> None:
