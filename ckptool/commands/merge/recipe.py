@@ -9,6 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptool.commands.merge.recipe_file import read_file
+from ckptool.commands.options.declaration import parse_whole
 from ckptool.commands.options.merge import ROWS, ExpressionOptions
 from ckptool.core.text import plural
 from ckptool.engine.formulas.rows import MEAN, ZEROS
@@ -19,7 +20,6 @@ _NOISE = 1e-9
 """How much of its terms a sum must be."""
 _COPIED = "copied:"
 _WAYS = "--average, --sum, --ema, --add, --lora, --apply-delta, --rows or --take"
-_DIGITS = 16
 
 
 class Term(Struct, frozen=True):
@@ -276,10 +276,19 @@ def _require_used(options: ExpressionOptions, flags: Sequence[str]) -> None:
 
 def _rows(options: ExpressionOptions) -> tuple[Rows, ...]:
     """Return how many rows tensors are to have; UsageError without a rule to fill them."""
-    rule, row = options.fill, (options.fill or "").removeprefix(_COPIED)
-    if (rule is None) != (not options.rows):
+    if (options.fill is None) != (not options.rows):
         raise UsageError("--rows and --fill: one needs the other", hint=ROWS)
-    fill: str | int = int(row) if row != rule and row.isdecimal() and len(row) < _DIGITS else row
-    if rule is not None and isinstance(fill, str) and rule not in (MEAN, ZEROS):
-        raise UsageError(f"invalid --fill {rule!r}", hint=f"{MEAN}, {ZEROS} or {_COPIED}ROW")
+    if options.fill is None:
+        return ()
+    fill = _fill_of(options.fill)
     return tuple(Rows(name, count, fill) for name, count in options.rows)
+
+
+def _fill_of(rule: str) -> str | int:
+    """Return the rule, or the number of the row that is copied; UsageError for another rule."""
+    if rule in (MEAN, ZEROS):
+        return rule
+    row = parse_whole(rule.removeprefix(_COPIED)) if rule.startswith(_COPIED) else None
+    if row is None:
+        raise UsageError(f"invalid --fill {rule!r}", hint=f"{MEAN}, {ZEROS} or {_COPIED}ROW")
+    return row

@@ -34,8 +34,13 @@ _UNITS = {
     "tib": 2**40,
 }
 
-_DIGITS = 16
-"""More than any size of a dim has: Python does not parse thousands of them."""
+
+def parse_whole(text: str) -> int | None:
+    """Return the whole number that a text is; None for any other, and for 16 digits and more.
+
+    No size or number of anything has so many, and Python refuses to parse thousands.
+    """
+    return int(text) if text.isdecimal() and len(text) < 16 else None
 
 
 def parse_size(text: str, option: str) -> int:
@@ -63,12 +68,13 @@ def parse_dims(texts: Sequence[str]) -> dict[str, int]:
     """Return the sizes of named dims; UsageError if one is not NAME=SIZE."""
     sizes: dict[str, int] = {}
     for text in texts:
-        dim, _, size = map(str.strip, text.partition("="))
-        if not (dim and size.isdecimal() and len(size) < _DIGITS):
+        dim, _, written = map(str.strip, text.partition("="))
+        size = parse_whole(written)
+        if not dim or size is None:
             raise UsageError(
                 f"invalid --dim {text!r}: expected NAME=SIZE", hint="such as --dim head=32"
             )
-        if sizes.setdefault(dim, int(size)) != int(size):
+        if sizes.setdefault(dim, size) != size:
             raise UsageError(f"--dim {dim}: conflicting sizes {sizes[dim]} and {size}")
     return sizes
 

@@ -19,6 +19,7 @@ from ckptool.commands.options.declaration import (
     OptionSet,
     group,
     option,
+    parse_whole,
 )
 from ckptool.commands.options.rewrite import NAMED
 from ckptool.commands.options.target import ConvertOptions
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 
 ROWS = "such as --rows embed_tokens=152064 --rows lm_head=152064 --fill mean"
-_DIGITS = 16
 _FROM = "FROM"
 _TAKE = f"GLOB {_FROM} SRC"
 
@@ -63,10 +63,13 @@ def _rows(value: Any, name: str) -> tuple[tuple[str, int], ...]:
     else:
         halves = [text.rpartition("=")[::2] for text in TEXTS.parse(value, name)]
         pairs = [(what.strip(), count.strip()) for what, count in halves]
-    for what, count in pairs:
-        if not (what and count.isdecimal() and len(count) < _DIGITS):
-            raise UsageError(f"invalid {name} '{what}={count}': expected NAME=COUNT", hint=ROWS)
-    return tuple((what, int(count)) for what, count in pairs)
+    rows = []
+    for what, written in pairs:
+        count = parse_whole(written)
+        if not what or count is None:
+            raise UsageError(f"invalid {name} '{what}={written}': expected NAME=COUNT", hint=ROWS)
+        rows.append((what, count))
+    return tuple(rows)
 
 
 _TAKES = Kind(list[str], "Mapping[str, AnyPath]", _takes, (), _TAKE, words=3)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ckptool.commands.options.declaration import parse_whole
 from ckptool.core.catalog import Catalog, ObjectEntry, Path, RankStep, TensorEntry
 from ckptool.core.mesh import Mesh
 from ckptool.core.selection import AnyEntry, drop_names, entries_of, with_entries, without_rank
@@ -17,7 +18,7 @@ from ckptool.errors import Unsupported, UsageError
 from ckptool.formats.companions import loader_ranks
 
 WORDS = ("drop-rng", "stop", "keep", "drop")
-_OWN_NAME = re.compile(r"(?P<name>.*)@rank(?P<rank>\d+)")
+_OWN_NAME = re.compile(r"(?P<name>.*)@rank(?P<rank>[0-9]{1,9})")
 
 RANDOM_STATE = "random number state"
 OWN_NUMBER = "rank number"
@@ -41,7 +42,7 @@ class DroppedState(Struct, frozen=True):
 
 def require_rank_state(what: str) -> None:
     """Raise UsageError if ``what`` is neither a known choice nor a rank."""
-    if what not in WORDS and not what.isdecimal():
+    if what not in WORDS and parse_whole(what) is None:
         raise UsageError(
             f"invalid --rank-state {what!r}", hint=f"{', '.join(WORDS)}, or a rank of the source"
         )
@@ -60,8 +61,8 @@ def resolve_rank_state(
     catalog = with_entries(catalog, [_with_rank_step(entry) for entry in entries_of(catalog)])
     states = _list_states(catalog)
     readable = [name for name, ranks in states.items() if not all(map(_is_refused, ranks.values()))]
-    if what.isdecimal():
-        return _take_rank(catalog, states, int(what)) if readable else (catalog, ())
+    if (rank := parse_whole(what)) is not None:
+        return _take_rank(catalog, states, rank) if readable else (catalog, ())
     kinds = {name: _kind(name, ranks) for name, ranks in states.items()}
     names = {
         "drop": list(states),
