@@ -145,6 +145,8 @@ def known_error(error: BaseException) -> CkptoolError:
         return failure_of(error)
     if isinstance(error, RecursionError):
         return Damaged("the source is nested too deep to be read")
+    if isinstance(error, ValueError) and "integer string conversion" in str(error):
+        return Damaged("the source has a number of thousands of digits")
     if isinstance(error, ImportError):
         return Unsupported(f"cannot import a package: {error}", hint="reinstall ckptool")
     return _internal(error)

@@ -64,6 +64,35 @@ def test_names_are_compared(step: str, how: str, tmp_path: Path) -> None:
     assert not COMPARED[how](odd, model)
 
 
+NUMBER = "9" * 5_000
+"""More digits than Python parses."""
+NUMBERED = (
+    f"model.layers.{NUMBER}.self_attn.q_proj.weight",
+    f"model.layers.{NUMBER}.eh_proj.weight",
+    f"model.layers.0.mlp.experts.{NUMBER}.down_proj.weight",
+    f"decoder.layers.{NUMBER}.mlp.linear_fc1.weight",
+    f"fp32.layers.{NUMBER}.experts.experts.{NUMBER}.w",
+    f"w@rank{NUMBER}",
+)
+MIXTRAL = '{"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 2}'
+
+
+@pytest.mark.parametrize("how", [*COMPARED, "verify", "hf", "mesh"])
+@pytest.mark.parametrize("name", NUMBERED)
+def test_numbers_of_thousands_of_digits_are_none(name: str, how: str, tmp_path: Path) -> None:
+    odd, model = files(tmp_path, name, "c")
+    (tmp_path / "m").mkdir()
+    odd = odd.rename(tmp_path / "m" / "model.safetensors").parent
+    (odd / "config.json").write_text(MIXTRAL)
+    ways = COMPARED | {
+        "verify": lambda odd, model: ckptool.verify(odd, quick=True),
+        "hf": lambda odd, model: ckptool.convert(odd, tmp_path / "out", to="hf"),
+        "mesh": lambda odd, model: ckptool.reshard(odd, tmp_path / "out", mesh="2", to="dcp"),
+    }
+    with suppress(CkptoolError):  # what the config says may not be there
+        ways[how](odd, model)
+
+
 @pytest.mark.parametrize("asked", [{"dtype": ["bf16"]}, {"dequantize": True}])
 def test_scales_are_looked_for(asked: dict[str, Any], tmp_path: Path) -> None:
     odd, _ = files(tmp_path, "weight." * 40_000 + "weight_scale", "c")

@@ -26,12 +26,14 @@ _MODEL = (
 _EMBEDDING = re.compile(rf"{_MODEL}(?:embed_tokens|wte|embed_in)\.weight")
 _HEAD = re.compile(r"(?:language_model\.)?lm_head\.weight")
 _NORM = re.compile(rf"{_MODEL}(?:norm|ln_f|final_layer_norm)\.weight")
-_LAYER = re.compile(rf"({_MODEL})(?:layers|h)\.(\d+)\..+")
-_PREDICTING = re.compile(rf"{_MODEL}layers\.(\d+)\.eh_proj\.weight")
+_NUMBER = "([0-9]{1,9})"
+"""Python refuses to parse thousands of digits, which a stranger may put into a name."""
+_LAYER = re.compile(rf"({_MODEL})(?:layers|h)\.{_NUMBER}\..+")
+_PREDICTING = re.compile(rf"{_MODEL}layers\.{_NUMBER}\.eh_proj\.weight")
 _PROJECTION = re.compile(rf"{_MODEL}layers\.\d+\.self_attn\.([qk])_proj\.weight")
 _GATE = re.compile(rf"{_MODEL}layers\.\d+\.mlp\.gate_proj\.weight")
 """Only the language model's: vision and audio parts have their own heads and widths."""
-_EXPERT = re.compile(rf"({_MODEL}(?:layers|h)\.\d+\..*\bexperts)\.(\d+)\.(.+)")
+_EXPERT = re.compile(rf"({_MODEL}(?:layers|h)\.\d+\..*\bexperts)\.{_NUMBER}\.(.+)")
 _EXPERTS = re.compile(rf"({_MODEL}(?:layers|h)\.\d+\..*\bexperts)\.(gate_up_proj|down_proj)")
 
 _VOCABULARY = ("vocab_size", "padded_vocab_size", "draft_vocab_size")

@@ -19,8 +19,8 @@ _IN_STATE = re.compile(
 )
 """The name of a master in an optimizer's state: by kind (Megatron-core's torch_dist; NeMo 1.2x, of
 Apex's DistributedFusedAdam), or by parameter (Megatron-FSDP, Transformer Engine's FusedAdam)."""
-_LAYER = re.compile(r"(?<=\blayers)\.(\d+)(?=\.)")
-_EXPERT = re.compile(r"(?<=\bexperts\.)(?:local_)?(experts)\.(\d+)(?=\.)")
+_LAYER = re.compile(r"(?<=\blayers)\.([0-9]{1,9})(?=\.)")
+_EXPERT = re.compile(r"(?<=\bexperts\.)(?:local_)?(experts)\.([0-9]{1,9})(?=\.)")
 NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",

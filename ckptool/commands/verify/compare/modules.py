@@ -10,6 +10,8 @@ from msgspec import Struct
 from ckptool.core.text import MOST_STEPS, list_some
 
 _MOST = 4
+_LONGEST = 10
+"""Digits of a number of a module, at least, that none has: a hostile name has thousands."""
 
 
 class Module(Struct, frozen=True):
@@ -23,7 +25,7 @@ def modules_of(name: str) -> Iterator[Module]:
     """Yield the numbered modules that a tensor is in, the outermost first."""
     steps = name.split(".")
     for at, step in enumerate(steps[:-1][:MOST_STEPS]):
-        if step.isdecimal():
+        if step.isdecimal() and len(step) < _LONGEST:
             yield Module(".".join(steps[:at]), int(step))
 
 

@@ -54,7 +54,7 @@ _OTHERWISE = (
     "heterogeneous_layers_config_path",
 )
 """Arguments of models that count layers in another way, or have some without tensors."""
-_NUMBERED = re.compile(rf"{_MODEL}decoder\.layers\.(\d+)\..+")
+_NUMBERED = re.compile(rf"{_MODEL}decoder\.layers\.([0-9]{1, 9})\..+")
 _STACKED = re.compile(rf"{_MODEL}decoder\.layers\.(?!\d).+")
 
 
@@ -100,7 +100,7 @@ def _is_stacked(name: str, entry: TensorEntry) -> bool:
     return bool(_STACKED.fullmatch(name)) and len(entry.shape) > 1
 
 
-_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_OF_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.(.+)")
 _COMPUTED = "rotary_emb.inv_freq"
 _EMBEDDING = "model.embed_tokens.weight"
 _FEW = 4
