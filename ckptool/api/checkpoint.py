@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from html import escape
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
@@ -59,20 +60,19 @@ class Checkpoint(Mapping[str, Any]):
         self, opened: OpenedCheckpoint, catalog: Catalog, named: Location, options: OpenKeywords
     ) -> None:
         self._opened = opened
-        self._catalog = catalog
+        self._catalog: Catalog | None = catalog
         self.named = named
         self.options = options
         self._complete: set[str] = set()
         self._containers = Containers(opened, catalog)
-        self._closed = False
 
     def __repr__(self) -> str:
-        return (
-            f"<ckptool.Checkpoint {self.path} {self.format}: {plural(len(self.tensors), 'tensor')}>"
-        )
+        known = self._catalog
+        content = "closed" if known is None else plural(len(known.tensors), "tensor")
+        return f"<ckptool.Checkpoint {self.path} {self.format}: {content}>"
 
     def _repr_html_(self) -> str:
-        return checkpoint_html(self)
+        return escape(repr(self)) if self._catalog is None else checkpoint_html(self)
 
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[str, OpenKeywords, str]]:
         return reopen, (full_name(self.named), self.options, self.version())
@@ -95,40 +95,46 @@ class Checkpoint(Mapping[str, Any]):
     @property
     def opened(self) -> OpenedCheckpoint:
         """Return its source, its format and the catalog of what was selected."""
-        return replace(self._opened, catalog=self._catalog)
+        return replace(self._opened, catalog=self.catalog)
 
     @property
     def catalog(self) -> Catalog:
-        """Return everything that its metadata says, as every command sees it."""
+        """Return everything that its metadata says, as every command sees it.
+
+        Raises UsageError if the checkpoint was closed: without its names it would seem empty.
+        """
+        if self._catalog is None:
+            raise UsageError(f"{self.path}: the checkpoint was closed")
         return self._catalog
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
         """Return tensors by name: ``dtype``, ``shape``, ``placements``, ``mesh``, ``chunks``."""
-        return TensorListing(self._catalog.tensors)
+        return TensorListing(self.catalog.tensors)
 
     @property
     def objects(self) -> Mapping[str, Any]:
         """Return each non-tensor value: plain data, or records of objects not unpickled."""
-        return MappingProxyType({n: entry.value for n, entry in self._catalog.objects.items()})
+        return MappingProxyType({n: entry.value for n, entry in self.catalog.objects.items()})
 
     @property
     def mesh(self) -> Mesh | None:
         """Return the device mesh that it was written on, as far as that is known."""
-        return self._catalog.mesh
+        return self.catalog.mesh
 
     @property
     def step(self) -> int | None:
         """Return the training step, from a value or the folder's name; None if neither has one."""
+        self.catalog  # noqa: B018 (raises if it was closed)
         return step_of(self.path, self._opened.catalog)
 
     @cached_property
     def _quantized(self) -> set[str]:
-        return quantized_names(self._catalog)
+        return quantized_names(self.catalog)
 
     @cached_property
     def _scales(self) -> Scales:
-        return Scales(self._catalog.tensors)
+        return Scales(self.catalog.tensors)
 
     # As a mapping
 
@@ -139,25 +145,25 @@ class Checkpoint(Mapping[str, Any]):
         NoSuchName, a KeyError, for an unknown name, and whatever ``read`` raises.
         """
         name, *index = key if isinstance(key, tuple) else (key,)
-        if index or name not in self._catalog.objects:
+        if index or name not in self.catalog.objects:
             return self.read(name, tuple(index))
         from ckptool.api.values import rebuild
 
-        return rebuild(self._catalog.objects[name])
+        return rebuild(self.catalog.objects[name])
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of tensors, of values, and of what cannot be read."""
-        yield from self._catalog.tensors
-        yield from self._catalog.objects
+        yield from self.catalog.tensors
+        yield from self.catalog.objects
         yield from self._unread
 
     def __len__(self) -> int:
-        return len(self._catalog.tensors) + len(self._catalog.objects) + len(self._unread)
+        return len(self.catalog.tensors) + len(self.catalog.objects) + len(self._unread)
 
     @property
     def _unread(self) -> list[str]:
         """The names of tensors of unsupported kinds."""
-        return [name for name, why in self._catalog.conflicts.items() if isinstance(why, Refusal)]
+        return [name for name, why in self.catalog.conflicts.items() if isinstance(why, Refusal)]
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self.has(name)
@@ -186,9 +192,9 @@ class Checkpoint(Mapping[str, Any]):
 
         No file stays open between reads, so this only frees memory.
         """
-        self._closed = True
-        self._catalog = replace(self._catalog, tensors={}, objects={}, conflicts={})
-        self._containers = Containers(self._opened, self._catalog)
+        released = replace(self._opened.catalog, tensors={}, objects={}, conflicts={})
+        self._opened = replace(self._opened, catalog=released)
+        self._catalog, self._containers = None, Containers(self._opened, released)
 
     # Reading
 
@@ -254,7 +260,7 @@ class Checkpoint(Mapping[str, Any]):
         of floats of 8 bits and less beside what may be their scale.
         """
         self._require(name)
-        entry = self._catalog.tensors[name]
+        entry = self.catalog.tensors[name]
         if name not in self._complete:
             problem = coverage_problem(entry)
             if problem is not None:
@@ -271,7 +277,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def has(self, name: str) -> bool:
         """Return whether a tensor or a value has this name."""
-        catalog = self._catalog
+        catalog = self.catalog
         return name in catalog.tensors or name in catalog.objects or name in catalog.conflicts
 
     def fill(self, wanted: Sequence[FillRequest], workers: int | None = None) -> None:
@@ -301,8 +307,6 @@ class Checkpoint(Mapping[str, Any]):
     def _fill(self, located: Sequence[FillRequest], workers: int | None = None) -> None:
         from ckptool.engine.read.tensors import fill
 
-        if self._closed:
-            raise UsageError(f"{self.path}: the checkpoint was closed")
         threads = self._opened.source.policy.load_workers if workers is None else workers
         if threads < 1:
             raise UsageError(f"workers {threads}: at least 1")
@@ -310,17 +314,15 @@ class Checkpoint(Mapping[str, Any]):
 
     def require_unchanged(self) -> None:
         """Raise Changed if a file was written or replaced since the checkpoint was opened."""
-        require_unchanged(self._catalog, self._opened.source)
+        require_unchanged(self.catalog, self._opened.source)
 
     def _require(self, name: str) -> None:
-        if self._closed:
-            raise UsageError(f"{self.path}: the checkpoint was closed")
-        if name in self._catalog.conflicts:
-            raise _refusal_of(self._catalog.conflicts[name])
-        if name in self._catalog.objects:
+        if name in self.catalog.conflicts:
+            raise _refusal_of(self.catalog.conflicts[name])
+        if name in self.catalog.objects:
             raise NoSuchName(f"{self.path}: {name} is a value, not a tensor", hint="objects has it")
-        if name not in self._catalog.tensors:
-            hint = did_you_mean(str(name), self._catalog.tensors)
+        if name not in self.catalog.tensors:
+            hint = did_you_mean(str(name), self.catalog.tensors)
             raise NoSuchName(f"{self.path}: no tensor named {name!r}", hint=hint)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,9 +226,23 @@ def test_a_model_on_the_meta_device_is_loaded_from_its_state_dict(tmp_path: Path
 def test_nothing_is_read_of_what_was_closed(saved: tuple[Path, torch.Tensor]) -> None:
     with ckptool.open(saved[0]) as one:
         assert torch.equal(one["x"], saved[1])
-    with pytest.raises(UsageError, match="was closed"):
-        one.read("x")
-    assert len(one) == 0
+        state = one.state_dict()
+    assert repr(one).endswith("closed>")
+    uses: list[Callable[[], object]] = [
+        lambda: one.read("x"),
+        lambda: len(one),
+        lambda: list(one),
+        lambda: dict(state),
+        lambda: "x" in one,
+        lambda: one.step,
+        lambda: one.tensors,
+        lambda: ckptool.load(one, {"x": saved[1]}, strict=False),
+        lambda: ckptool.inspect(one),
+    ]
+    for use in uses:
+        with pytest.raises(UsageError, match="was closed"):
+            use()
+    one.close()
 
 
 def test_what_a_notebook_shows_is_inert(tmp_path: Path) -> None:
