@@ -15,6 +15,7 @@ from textwrap import wrap
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from ckptool.commands.options import parse_place
 from ckptool.commands.options.bench import BenchOptions
 from ckptool.commands.options.declaration import Option, OptionGroup, build, options_of
 from ckptool.commands.options.diff import DiffOptions
@@ -31,8 +32,7 @@ from ckptool.commands.options.verify import (
     SalvageOptions,
     VerifyOptions,
 )
-from ckptool.storage import url
-from ckptool.storage.url import Location
+from ckptool.storage.url import Location, storage_options
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ KEYWORDS: dict[str, tuple[OptionGroup, ...]] = {
 
 def location(path: AnyPath) -> Location:
     """Return where a checkpoint is, or will be: a path or a URL."""
-    return url.location(os.fspath(path))
+    return parse_place(path, "path")
 
 
 def keywords_of(name: str) -> dict[str, Option]:
@@ -183,7 +183,7 @@ def with_keywords(kind: type) -> Callable[[Function], Function]:
         @wraps(function)
         def run(*arguments: Any, **options: Any) -> Any:
             storage = options.get("storage_option")
-            with url.storage_options(storage if isinstance(storage, Mapping) else {}):
+            with storage_options(storage if isinstance(storage, Mapping) else {}):
                 return function(*arguments, **options)
 
         keywords = [

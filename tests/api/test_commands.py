@@ -322,6 +322,10 @@ def test_formats_and_maps() -> None:
         (lambda: ckptool.bench(like=SOURCE, size=1), UsageError, "cannot be combined"),
         (lambda: ckptool.bench(out="memory://x", abort=True), UsageError, "--out is a URL"),
         (lambda: ckptool.map_text("llama"), UsageError, "unknown map"),
+        (lambda: ckptool.open(""), UsageError, "empty path"),
+        (lambda: ckptool.convert(SOURCE, "", to="hf"), UsageError, "empty path"),
+        (lambda: ckptool.convert(SOURCE, "m", hf_assets=""), UsageError, "hf_assets: empty path"),
+        (lambda: ckptool.save({"a": torch.ones(1)}, ""), UsageError, "empty path"),
     ],
 )
 def test_what_makes_no_sense_is_reported(call: Callable[[], Any], error: type, says: str) -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from ckptool.cli.app import SUMMARIES, app, load_command
 from ckptool.cli.process import known_error
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.options import parse_place
+from ckptool.commands.options import FILE, parse_place
 from ckptool.commands.options.declaration import parse_dims
 from ckptool.errors import CkptoolError, Damaged, NotFound, UsageError, damaged
 from ckptool.render.messages import show_error
@@ -68,6 +68,8 @@ def test_what_a_disk_refuses_has_a_next_step(number: int, hint: str) -> None:
 def test_an_empty_path_is_not_the_current_folder() -> None:
     with pytest.raises(UsageError, match="SRC: empty path"):
         parse_place("", "SRC")
+    with pytest.raises(UsageError, match="--hf-assets: empty path"):
+        FILE.parse("", "--hf-assets")
 
 
 def test_a_link_to_nothing_says_where_it_leads(tmp_path: Path) -> None:

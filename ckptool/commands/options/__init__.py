@@ -26,17 +26,22 @@ def _texts(value: Any) -> Sequence[Any]:
 def _file(value: Any, name: str) -> Path:
     if "://" in str(value):
         raise UsageError(f"{name} {value}: needs a local path, not a URL")
-    return Path(value)
+    return Path(_named(value, name))
 
 
 def parse_place(value: Any, name: str) -> Location:
     """Return the path or URL of an argument; UsageError if it is empty, as an unset variable is."""
     from ckptool.storage.url import location
 
-    text = os.fspath(value)
+    return location(_named(value, name))
+
+
+def _named(value: Any, name: str) -> str:
+    """Return the text of a path that is not empty: that would be the current folder."""
+    text = os.fsdecode(value)
     if not text:
         raise UsageError(f"{name}: empty path", hint="is a variable of the shell not set?")
-    return location(text)
+    return text
 
 
 def _tp_rules(value: Any, name: str) -> Any:
