@@ -9,10 +9,9 @@ from msgspec.structs import replace
 
 from ckptool.commands.open import survey_readable
 from ckptool.commands.runs.names import EntryName, is_part_folder, parse_name
-from ckptool.commands.runs.steps import Step
+from ckptool.commands.runs.steps import Step, is_folder
 from ckptool.commands.runs.trainers import is_spared
 from ckptool.core.state_category import weights
-from ckptool.errors import NoAnswer
 from ckptool.serialization.file_roles import is_of_training, role_of
 from ckptool.storage.url import Location, within
 
@@ -101,13 +100,3 @@ def _part_of(entry: Step, run: Location) -> str:
     folders = within(entry.path, run).parts[len(entry.home.parts) : -1]
     words = (re.sub(r"(?i)rank[-_]?\d+|^\d+$", "", name) for name in (*folders, entry.name.role))
     return " ".join(filter(None, words))
-
-
-def is_folder(path: Location) -> bool:
-    """Return whether a path is a folder; one that cannot be looked at is none. Raises NoAnswer."""
-    try:
-        return path.is_dir()
-    except NoAnswer:
-        raise
-    except OSError:
-        return False

@@ -18,8 +18,8 @@ from ckptool.commands.runs.names import (
     part_folders,
 )
 from ckptool.commands.runs.records import has_optimizer
-from ckptool.commands.runs.saves import is_folder, saves_by_contents, separate_trainings
-from ckptool.commands.runs.steps import Run, Step, fixed_in, read_from, says_another
+from ckptool.commands.runs.saves import saves_by_contents, separate_trainings
+from ckptool.commands.runs.steps import Run, Step, fixed_in, is_folder, read_from, says_another
 from ckptool.commands.runs.trainers import POINTERS, is_spared
 from ckptool.core.state_category import weights
 from ckptool.core.text import natural_key

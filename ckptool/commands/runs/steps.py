@@ -17,7 +17,7 @@ from ckptool.commands.runs.names import (
     parse_name,
 )
 from ckptool.commands.runs.trainers import UNFINISHED
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, NoAnswer
 from ckptool.storage.files import Files
 from ckptool.storage.url import Location, within
 
@@ -65,9 +65,11 @@ class Step(Struct, frozen=True, dict=True):
     def is_of_rank(self, part: Location) -> bool:
         """Return whether a checkpoint of it is one of several ranks' files, to be read by itself.
 
-        The others in its folder may be of other steps.
+        The others in its folder may be of other steps. A link ``latest-rank0.pt`` to the folder of
+        a sharded step of Composer's is none.
         """
-        return part in self.entries and parse_name(part.name, is_folder=False).has_rank
+        is_named = part in self.entries and parse_name(part.name, is_folder=False).has_rank
+        return is_named and not is_folder(part)
 
     def __contains__(self, place: Location) -> bool:
         return place == self.path or self.path in place.parents
@@ -144,6 +146,16 @@ class Run(Struct, frozen=True, dict=True):
 @lru_cache(1 << 14)
 def _relative(place: Location, folder: Location) -> str:
     return "/".join(within(place, folder).parts)
+
+
+def is_folder(path: Location) -> bool:
+    """Return whether a path is a folder; one that cannot be looked at is none. Raises NoAnswer."""
+    try:
+        return path.is_dir()
+    except NoAnswer:
+        raise
+    except OSError:
+        return False
 
 
 def is_unfinished_name(step: Step) -> bool:

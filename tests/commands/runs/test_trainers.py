@@ -179,6 +179,16 @@ def test_the_ranks_of_several_steps_in_one_folder(is_sharded: bool, tmp_path: Pa
     assert prune(tmp_path) == {f"ep{s}-ba{9 * s}-rank{r}.pt" for s in (1, 2) for r in range(4)}
 
 
+def test_a_link_of_a_rank_to_a_sharded_step_is_read_as_that_step(tmp_path: Path) -> None:
+    """Composer, sharded: each rank links to the folder of the newest step."""
+    for step in (1, 2):
+        write(tmp_path / f"ep0-ba{step}", {"": of_dcp("model", "optimizer")})
+        age(tmp_path / f"ep0-ba{step}", step)
+    (tmp_path / "latest-rank0.pt").symlink_to("ep0-ba2")
+    report = ckptool.verify_run(tmp_path, every=True)
+    assert [(step.ok, list(step.reasons)) for step in report.steps] == [(True, [])] * 3
+
+
 def test_a_marker_beside_all_parts_of_a_step_of_nemo(tmp_path: Path) -> None:
     for epoch in (1, 2, 3):
         for rank in ("mp_rank_00", "mp_rank_01"):
