@@ -36,7 +36,8 @@ _NARROW = ("float16",)
 _WHOLE = ("float64", "float32")
 """Types in which a square is no zero only because it is small."""
 _VISIBLE = 1e-12
-"""A mean whose square is no zero in 32 bits, whatever the optimizer's second decay."""
+"""A mean whose square is no zero in 32 bits, whatever the optimizer's second decay, and a square of
+gradients that is not what an optimizer adds to it."""
 _MADE_UP = 0.25
 """Of all means of squares, the share of values below zero that no fault leaves."""
 _STEPS = 2
@@ -168,11 +169,18 @@ class Moments:
             return
         if min(decays) ** steps < _FORGOTTEN:
             return
-        for mean, square in self._pairs(moments):
-            is_lost = moments[mean].is_zero and not moments[square].is_zero
-            if is_lost and entries[mean].source_dtype.name not in _NARROW:
-                message = f"{entries[mean].name}: all values are zero, but not those of"
-                message += f" {entries[square].name}, after {steps:g} steps"
+        squares = {
+            square: mean
+            for mean, square in self._pairs(moments)
+            if moments[mean].is_zero and not moments[square].is_zero
+            if entries[mean].source_dtype.name not in _NARROW
+        }
+        sizes = largest_sizes([entries[name] for name in squares], elements.source)
+        for square, mean in squares.items():
+            size = sizes.get(entries[square].name, 0.0)
+            if size >= _VISIBLE:  # Adafactor and CAME add 1e-30 and more to squares of zeros
+                message = f"{entries[mean].name}: all values are zero, but {entries[square].name}"
+                message += f" is up to {size:g} after {steps:g} steps"
                 yield Problem(message, "moments-zero", tensor=mean)
 
     def _pairs(self, moments: ByName) -> Iterator[tuple[str, str]]:
