@@ -157,9 +157,9 @@ class WriterAssignment:
         boxes, ranks = chunks.boxes, chunks.ranks
         if placed is not None or self._request.one_rank or None in ranks or not ranks:
             return self._alike.setdefault(entry.shape, {Box.whole(entry.shape): 0})
-        key = as_key(boxes), tuple(ranks)
+        key = as_key(boxes), tuple(ranks), len(entry.shape)
         if key not in self._alike:
-            self._alike[key] = _source_boxes(list(boxes), ranks)
+            self._alike[key] = _source_boxes(list(boxes), ranks, entry.shape)
         return self._alike[key]
 
     def _placed_boxes(self, entry: TensorEntry, placed: PlacedTensors) -> dict[Box, int]:
@@ -215,11 +215,16 @@ class _PlacedKind(Struct):
         return cls([*holders.items()], writers)
 
 
-def _source_boxes(source: list[Box], ranks: Sequence[int | None]) -> dict[Box, int]:
+def _source_boxes(
+    source: list[Box], ranks: Sequence[int | None], shape: tuple[int, ...]
+) -> dict[Box, int]:
     """Return the source's chunks; of several that begin at one place (empty ones), the largest.
 
-    Parts of a rank's chunks after a rewrite are joined again if they fill a box.
+    Parts of a rank's chunks after a rewrite are joined again if they fill a box. Chunks of other
+    dims than the tensor's ``shape`` are not among them: a plan of these is refused.
     """
+    if any(len(box.lo) != len(shape) for box in source):
+        return {Box.whole(shape): 0}
     first: dict[tuple[int, ...], int] = {}
     for at in sorted(range(len(source)), key=lambda at: -source[at].volume):
         first.setdefault(source[at].lo, at)

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckptool
-from ckptool.errors import Unsupported
+from ckptool.errors import Damaged, Unsupported
 
 
 def save(state: dict[str, Any], folder: Path, **options: Any) -> None:
@@ -62,3 +62,15 @@ def test_a_chunk_that_says_more_than_is_known_is_refused(count: int, tmp_path: P
     (tmp_path / "m" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(Unsupported, match=r"\.metadata: w0: a chunk with 'transposed'"):
         ckptool.convert(tmp_path / "m", tmp_path / "out", to="dcp")
+
+
+def test_chunks_of_other_dims_than_their_tensor_are_refused_by_every_writer(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save({"a": torch.ones(5, 4), "b": torch.ones(5, 4)}, source)
+    with (source / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    metadata.state_dict_metadata["b"].size = torch.Size([0])
+    (source / ".metadata").write_bytes(pickle.dumps(metadata, 4))
+    for to in ("dcp", "dcp-safetensors", "safetensors"):
+        with pytest.raises(Damaged, match=r"b: chunk \[0:5, 0:4\] is outside shape \[0\]"):
+            ckptool.convert(source, tmp_path / "out", to=to)
