@@ -279,7 +279,8 @@ def _classify(value: Any, file: TorchFile, source: Source, name: str) -> Any:
         with coded("dtensor-contradiction"):
             share = share or read_share(value, file, source)
     except (Damaged, Unsupported) as error:
-        raise error.within(name, tensor=name) from None
+        head = name if file.what in error.message else f"{name}: {file.what}"
+        raise error.within(head, tensor=name) from None
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
         message = f"{name}: {file.what}: a contradictory tensor record"
         raise Damaged(message, "tensor-record", tensor=name) from None

@@ -257,3 +257,13 @@ def test_a_placement_that_is_not_known_stops_its_tensors(copy_of: Callable[[str]
         Unsupported, match=r"model\.steps: metadata\.pkl says unknown placement Another"
     ):
         convert_to("dcp", folder, folder.with_name("out"))
+
+
+def test_a_tensor_that_cannot_be_read_is_named_with_its_ranks_file(tmp_path: Path) -> None:
+    for rank in range(2):
+        tensor = torch.ones(2)
+        vars(tensor).update((f"a{n}", n) for n in range(300 * rank))
+        torch.save({"w": tensor}, tmp_path / f"model_rank{rank}.pt")
+    assert codes_of(tmp_path) == {
+        "tensor-record": "w: model_rank1.pt: a tensor with 300 attributes"
+    }
