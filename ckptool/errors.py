@@ -310,6 +310,17 @@ def coded(code: str, *, file: str | None = None, tensor: str | None = None) -> I
         raise
 
 
+@contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Name a file in an error raised in this context, if that is of it and does not name it."""
+    try:
+        yield
+    except CkptoolError as error:
+        if len(error.problems) > 1 or file in error.message:
+            raise
+        raise error.within(file) from None
+
+
 def refused(problems: Sequence[Problem], *, subject: str) -> CkptoolError:
     """Return one error for unreadable entries: Hostile if some of them can run code.
 

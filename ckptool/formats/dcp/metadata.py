@@ -12,7 +12,7 @@ from ckptool.core.box import Box
 from ckptool.core.catalog import Container, Index, Path
 from ckptool.core.chunks import ChunkTable
 from ckptool.core.dtype import DType
-from ckptool.errors import Damaged, Unsupported, coded
+from ckptool.errors import Damaged, Unsupported, coded, naming
 from ckptool.formats.dcp.tables import StoredTables, more_fields
 from ckptool.serialization.archive.tensors import read_dtype, read_natural, read_sizes
 from ckptool.serialization.pickle.load import read_pickle
@@ -73,7 +73,7 @@ class DcpMetadata(Struct, frozen=True):
 
 def parse(data: bytes, what: str) -> DcpMetadata:
     """Read a metadata pickle; Damaged if it is not one."""
-    with coded("metadata-unreadable", file=what):
+    with coded("metadata-unreadable", file=what), naming(what):
         try:
             loaded = read_pickle(data, what=what, rows=True)
         except Damaged as error:

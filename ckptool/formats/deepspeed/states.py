@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from ckptool.core.catalog import Catalog, Path, flat_name
-from ckptool.errors import Damaged, Refusal, SourceError, refused
+from ckptool.errors import Damaged, Refusal, SourceError, naming, refused
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.companions import Scan
 from ckptool.serialization.archive.read import TorchFile, read_torch_file
@@ -96,7 +96,8 @@ class State(Struct, frozen=True):
     def count(self, key: str, default: int = 1) -> int:
         """Return a positive int, or the default where the key is absent."""
         value = self.get(key, default)
-        return read_natural(self._require(value, int, key)) or default
+        with naming(self.file.what):
+            return read_natural(self._require(value, int, key)) or default
 
     def inner(self, key: str) -> State:
         """Return the state of a nested dict, of which parts, or all, may be refused."""
@@ -234,7 +235,8 @@ def read_shape_groups(state: State) -> list[dict[str, tuple[int, ...]]]:
             raise Damaged(
                 f"{state.file.what}: {key} holds {describe(group)}", "metadata-unreadable"
             )
-        shapes.append({str(name): read_sizes(shape) for name, shape in group.items()})
+        with naming(state.file.what):
+            shapes.append({str(name): read_sizes(shape) for name, shape in group.items()})
     return shapes
 
 

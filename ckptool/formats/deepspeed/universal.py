@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from ckptool.core.catalog import Catalog
-from ckptool.errors import Damaged, SourceError
+from ckptool.errors import Damaged, SourceError, naming
 from ckptool.formats.base import ScanOptions
 from ckptool.formats.deepspeed.checkpoint import (
     LATEST_UNIVERSAL,
@@ -164,7 +164,8 @@ def _add_states(
             left_out.append(name)
             continue
         try:
-            _add_state(contents, source, (kind, name), path, shapes.get(name))
+            with naming(path):
+                _add_state(contents, source, (kind, name), path, shapes.get(name))
         except SourceError as error:
             part = None if kind == MASTER else "optimizer"
             why = make_refusal(error, f"{kind}.{name}", part)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from ckptool.errors import Damaged
+from ckptool.errors import Damaged, naming
 from ckptool.formats.deepspeed.checkpoint import DeepSpeedCheckpoint, RankState
 from ckptool.formats.deepspeed.experts import EXPERT
 from ckptool.formats.deepspeed.flat_runs import (
@@ -63,8 +63,9 @@ def add_flat_groups(
             "tensor-record",
         )
     require_distinct_ranks(ranks, slots)
-    counts = read_partition_counts(first, len(groups), len(ranks))
-    paddings = _read_paddings(first, groups)
+    with naming(first.file.what):
+        counts = read_partition_counts(first, len(groups), len(ranks))
+        paddings = _read_paddings(first, groups)
     for number, shapes in enumerate(groups):
         group = [rank_slots[number] for rank_slots in slots]
         parts = counts[number]
@@ -101,7 +102,8 @@ def read_groups(
     order = _list_group_names(ranks[0].state)
     by_rank = []
     for rank in ranks:
-        groups, names = read(rank.state), _list_group_names(rank.state)
+        with naming(rank.state.file.what):
+            groups, names = read(rank.state), _list_group_names(rank.state)
         is_known = len(order) == len(groups) and set(names) == set(order)
         by_rank.append([groups[names.index(name)] for name in order] if is_known else groups)
     return by_rank

@@ -21,7 +21,7 @@ from ckptool.core.box import Box, Piece
 from ckptool.core.catalog import Chunk, Path, TensorEntry, flat_name, merge_copies
 from ckptool.core.dtype import DType
 from ckptool.core.sharding.tensor_parallel import Fit
-from ckptool.errors import Damaged, Undetermined
+from ckptool.errors import Damaged, Undetermined, naming
 from ckptool.formats.megatron.model import EMBEDDING, is_buffer, number_expert, number_layer
 from ckptool.formats.megatron.optimizer.buckets import (
     Group,
@@ -87,7 +87,8 @@ def read_megatron(
     """Return all ranks' tensors and values, and why the optimizer's state has no names, if so."""
     ranks = _ShardedRanks()
     for rank, file in files.items():
-        _read_rank(source, rank, file, ranks, expert_parallel)
+        with naming(file.what):
+            _read_rank(source, rank, file, ranks, expert_parallel)
     tensors = {}
     for name, chunks in ranks.chunks.items():
         path = name.split(".", 1) if name.startswith("model.") else [name]

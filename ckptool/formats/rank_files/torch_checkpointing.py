@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ckptool.core.catalog import Path
-from ckptool.errors import Damaged, Unsupported, coded
+from ckptool.errors import Damaged, Unsupported, coded, naming
 from ckptool.serialization.archive.tensors import describe, read_natural
 from ckptool.serialization.pickle.load import read_pickle
 from ckptool.serialization.source import Source, read_metadata
@@ -71,7 +71,7 @@ def read_declared(source: Source) -> Declared | None:
     """
     if METADATA not in source.files:
         return None
-    with coded("metadata-unreadable", file=METADATA):
+    with coded("metadata-unreadable", file=METADATA), naming(METADATA):
         value: Any = read_pickle(read_metadata(source, METADATA), what=METADATA).value
         try:
             version = value.get("version", "1.0")

@@ -18,7 +18,7 @@ from msgspec import Struct, field
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.catalog import Chunk, Extent, Index, Path, Place
 from ckptool.core.dtype import BY_NAME, DType
-from ckptool.errors import Damaged, Unrecognized
+from ckptool.errors import Damaged, Unrecognized, naming
 from ckptool.serialization.archive.quantized import INTEGERS, split_quantized
 from ckptool.serialization.archive.read import TorchFile, read_torch_zip
 from ckptool.serialization.archive.tensors import (
@@ -170,8 +170,9 @@ class Places(Struct):
 
     def _place_in_archive(self, entry: Fields, dtype: DType, shape: tuple[int, ...]) -> Place:
         opened = self.open(entry)
-        parts = split_quantized(opened.value)
-        tensor = read_tensor(parts[INTEGERS] if parts else opened.value)
+        with naming(opened.what):
+            parts = split_quantized(opened.value)
+            tensor = read_tensor(parts[INTEGERS] if parts else opened.value)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, shape):
             message = f"{entry['location']} holds no {dtype} {list(shape)}, as the manifest says"
             raise Damaged(message, "item-mismatch")

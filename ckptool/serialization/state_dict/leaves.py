@@ -13,7 +13,7 @@ from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, Place, Tenso
 from ckptool.core.dtype import DType
 from ckptool.core.mesh import Mesh
 from ckptool.core.sharding.dtensor import SHARD_ATTRIBUTES
-from ckptool.errors import Damaged, Problem, Refusal, Unsupported, coded
+from ckptool.errors import Damaged, Problem, Refusal, Unsupported, coded, naming
 from ckptool.serialization.archive.device_mesh import OF_TORCH, MeshRecord
 from ckptool.serialization.archive.dtensor import (
     OF_DTENSORS,
@@ -270,17 +270,16 @@ def _classify_or_refuse(
 def _classify(value: Any, file: TorchFile, source: Source, name: str) -> Any:
     share: Share | None
     try:
-        with coded("tensor-record"):
+        with coded("tensor-record"), naming(file.what):
             tensor = read_tensor(value)
             attributes = read_attributes(value) if tensor is not None else {}
             share = read_declared_share(attributes, tensor) if tensor is not None else None
             if tensor is not None and share is None:
                 return PlainLeaf(locate_tensor(tensor, file), tensor, tuple(attributes))
-        with coded("dtensor-contradiction"):
+        with coded("dtensor-contradiction"), naming(file.what):
             share = share or read_share(value, file, source)
     except (Damaged, Unsupported) as error:
-        head = name if file.what in error.message else f"{name}: {file.what}"
-        raise error.within(head, tensor=name) from None
+        raise error.within(name, tensor=name) from None
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
         message = f"{name}: {file.what}: a contradictory tensor record"
         raise Damaged(message, "tensor-record", tensor=name) from None

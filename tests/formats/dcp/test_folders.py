@@ -74,3 +74,14 @@ def test_chunks_of_other_dims_than_their_tensor_are_refused_by_every_writer(tmp_
     for to in ("dcp", "dcp-safetensors", "safetensors"):
         with pytest.raises(Damaged, match=r"b: chunk \[0:5, 0:4\] is outside shape \[0\]"):
             ckptool.convert(source, tmp_path / "out", to=to)
+
+
+def test_metadata_that_is_no_number_is_named_with_its_file(tmp_path: Path) -> None:
+    save({"a": torch.ones(5)}, tmp_path)
+    with (tmp_path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    for info in metadata.storage_data.values():
+        info.offset = -1
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata, 4))
+    with pytest.raises(Damaged, match=r"^\.metadata: expected a size or offset, got -1"):
+        ckptool.open(tmp_path)
