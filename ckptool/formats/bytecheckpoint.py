@@ -152,6 +152,7 @@ _SHARDS = re.compile(r"(model|optimizer|loader_ckpt)/__[0-9]{1,9}_[0-9]{1,9}\.di
 _EXTRA = re.compile(r"extra_state/extra_state_rank_([0-9]{1,9})\.pt")
 _CLASS = b"bytecheckpoint.checkpointer.meta_type"
 _HEAD = 256
+"""Bytes of ``.metadata`` in which its first class is named."""
 
 
 def _parts(source: Source) -> dict[str, str]:

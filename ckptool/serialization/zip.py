@@ -25,12 +25,14 @@ IN_EXTRA = 0xFFFFFFFF
 LOCAL = struct.Struct("<4s5H3L2H")
 CENTRAL = struct.Struct("<4s6H3L5H2L")
 _ENTRY = b"PK\x01\x02"
-_CRC32_AT = 16
+CRC32_AT, CRC32_NBYTES = 16, 4
+"""Where the CRC-32 is in an entry of the directory."""
 _IS_FOLDER = 0x10
-CRC32_NBYTES = 4
+"""The attribute of MS-DOS for a folder: miniz, and so torch, reads no byte of such a record."""
 END = struct.Struct("<4s4H2LH")
 END64 = struct.Struct("<4sQ2H2L4Q")
 LOCATOR64 = struct.Struct("<4sLQL")
+_LONGEST_COMMENT = 0xFFFF
 _SPREAD = 1 << 12
 """Bytes for each header up to which all between the edges is announced."""
 
@@ -210,7 +212,7 @@ def _require_same_end(region: Region, narrow: Sequence[int], wide: Sequence[int]
 def find_end(region: Region) -> int:
     """Return the offset of the end record; Damaged if there is none."""
     if region.nbytes >= END.size:
-        for length in (END.size, min(region.nbytes, 65_557)):
+        for length in (END.size, min(region.nbytes, END.size + _LONGEST_COMMENT)):
             tail = region.read(region.nbytes - length, length)
             at = tail.rfind(b"PK\x05\x06")
             if at >= 0 and at + END.size <= length:
@@ -246,7 +248,7 @@ def _central_entry(region: Region, data: bytes, start: int, position: int) -> tu
             f" of {region.nbytes:,}"
         )
     end = at + name_length + extra_length + comment_length
-    noted = start + position + _CRC32_AT
+    noted = start + position + CRC32_AT
     return ZipRecord(name, method, crc, stored, size, offset, header, fields[3], noted), end
 
 

@@ -26,6 +26,7 @@ from ckptool.serialization.source import NearReads, Source, SpanReader, edge_spa
 from ckptool.serialization.zip import Region
 
 _FEWEST = 16
+"""Items of a kind, of which fewer are opened as fast as they are compared."""
 _AT_ONCE = 256
 """Items that are compared together."""
 

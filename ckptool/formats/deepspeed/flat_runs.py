@@ -48,6 +48,7 @@ MODEL_KINDS = ("module", "frozen", "buffer")
 """The kinds of what the model itself has."""
 _QUANT_STATE, _CODES = "__bnb_optimizer_quant_state__", {"qmap1", "absmax1"}
 _FEWEST = 16
+"""Elements of which ranks' partitions are compared: fewer may be equal without being copied."""
 _PIECE = 1 << 20
 _T = TypeVar("_T")
 _P = ParamSpec("_P")

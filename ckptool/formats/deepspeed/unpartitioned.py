@@ -28,6 +28,7 @@ from ckptool.formats.deepspeed.weights import select_weights
 from ckptool.serialization.state_dict.leaves import PlainLeaf
 
 _MOST_STATES = 20_000
+"""Ways to fill the groups so far that are followed; each parameter more may multiply them."""
 _UNNAMED = (
     "without ZeRO the optimizer's parameters are numbered, and their shapes match several names:"
     " kept as optimizer.state.<number>"

@@ -50,8 +50,10 @@ _LEGACY_HEAD = re.compile(
 """The magic number as the pickle protocols 2 to 5 write it, the later ones in a frame."""
 
 _SMALL = 4096
+"""Bytes of a pickle that is remembered: those of a DCP folder's items are a few that repeat."""
 _PIECE = 1 << 16
 _MOST_INFLATED = 100
+"""What deflate makes of a sound pickle; it reaches 1,032, so that 500 KB would become 500 MB."""
 
 
 class StoredBytes(NamedTuple):

@@ -20,16 +20,22 @@ from ckptool.serialization.archive.read import is_zip, read_growing, read_legacy
 from ckptool.serialization.archive.tensors import read_storage
 from ckptool.serialization.pickle.load import Loaded, read_pickle
 from ckptool.serialization.source import Source
-from ckptool.serialization.zip import IN_EXTRA, LOCAL, STREAMED, ZipRecord
+from ckptool.serialization.zip import (
+    END,
+    END64,
+    IN_EXTRA,
+    LOCAL,
+    LOCATOR64,
+    STREAMED,
+    ZipRecord,
+)
 
 _DESCRIPTOR = struct.Struct("<4s3L")
 _DESCRIPTOR64 = struct.Struct("<4sL2Q")
 _SMALL = 1024
+"""Bytes in which a record ends that is neither the pickle nor a storage: torch's have up to 40."""
 _PIECE = 1 << 16
-_LOCATOR = b"PK\x06\x07"
-_TAIL = struct.Struct("<4sLQL4s")
-_END64_NBYTES = 56
-_END_NBYTES = 22
+_LOCATOR, _END = b"PK\x06\x07", b"PK\x05\x06"
 _BLOCK = 1 << 22
 
 
@@ -42,10 +48,10 @@ def find_archives(source: Source, file: str) -> list[Container]:
     """
     archives: list[Container] = []
     for where, at in _ends(source, file):
-        start = at - _END64_NBYTES - where
-        end = at + _TAIL.size - 4 + _END_NBYTES
+        start = at - END64.size - where
+        end = at + LOCATOR64.size + END.size
         is_inside = start >= 0 and end <= source.files[file]
-        if not is_inside or source.read(file, start, 4) != b"PK\x03\x04":
+        if not is_inside or not is_zip(source.read(file, start, 4)):
             continue
         while archives and archives[-1].offset >= start:
             archives.pop()
@@ -58,13 +64,11 @@ def _ends(source: Source, file: str) -> Iterator[tuple[int, int]]:
     """Yield the position in each locator, and that of the locator."""
     size = source.files[file]
     for block in range(0, size, _BLOCK):
-        data = source.read(file, block, min(_BLOCK + _TAIL.size, size - block))
+        data = source.read(file, block, min(_BLOCK + LOCATOR64.size + len(_END), size - block))
         at = data.find(_LOCATOR)
         while 0 <= at < _BLOCK:
-            if at + _TAIL.size <= len(data):
-                _, _, where, _, mark = _TAIL.unpack_from(data, at)
-                if mark == b"PK\x05\x06":
-                    yield where, block + at
+            if data.startswith(_END, at + LOCATOR64.size):
+                yield LOCATOR64.unpack_from(data, at)[2], block + at
             at = data.find(_LOCATOR, at + 1)
 
 

@@ -53,6 +53,7 @@ _STORAGES = "data/"
 _LARGEST_ALIKE = 1 << 10
 """Bytes of the largest record that is compared: pickles of ranks are larger, of items smaller."""
 _MOST_SIZES, _MOST_OF_A_SIZE, _MOST_RECORDS = 256, 8, 1 << 17
+"""What is kept: each archive is compared with all of its size, and a folder may have any number."""
 
 _Spans = tuple[tuple[int, int], ...]
 Values = tuple[tuple[Any, ...], ...]

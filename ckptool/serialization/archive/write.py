@@ -33,6 +33,7 @@ from ckptool.serialization.pickle.write import (
 from ckptool.serialization.source import NearReads, Source
 from ckptool.serialization.zip import (
     CENTRAL,
+    CRC32_AT,
     END,
     END64,
     IN_EXTRA,
@@ -49,8 +50,6 @@ ROOT = "archive"
 """The name of the folder of records that torch.save gives to a stream."""
 _IDENTITY = ".data/serialization_id"
 _OF_PICKLE = slice(20, 40)
-_CRC32_AT = 16
-"""The offset of the CRC-32 in a directory entry."""
 _LARGEST_FILE = 1 << 63
 
 
@@ -161,7 +160,7 @@ class _Archive:
         start, length = self._position, 0
         for entry in self._entries:
             central = _central_header(entry)
-            patches = (self._patch(_CRC32_AT, entry.part),) if entry.crc is None else ()
+            patches = (self._patch(CRC32_AT, entry.part),) if entry.crc is None else ()
             self._add(Literal(central, patches))
             length += len(central)
         self._add(Literal(end_records(len(self._entries), length, start)))

@@ -51,10 +51,13 @@ _NESTED = b"|".join([_MADE, _LISTED, _VALUE])
 _INSTANCE = b"(%b)%b(%b)%b" % (_REFERENCE, _BEGIN, _FIELDS % _NESTED, _END)
 _FIELD = b"(%b)(%b)" % (_REFERENCE, _NESTED)
 _MOST_PATTERNS = 64
+"""Classes, of which each costs an expression: to compile one takes longer than many opcodes."""
 _MOST_VALUES = 1 << 14
+"""Values that are kept, for when they come again."""
 _MOST_EQUAL = 1 << 8
 """Instances that are kept for others that are equal."""
 _LONGEST_WAIT = 63
+"""Attempts that are skipped, at most, after one that found few rows."""
 _FAR = 1 << 22
 _WORTH_NUMPY = 1 << 11
 """So many rows within so many bytes are read as columns, which needs numpy.

@@ -51,9 +51,11 @@ _LEAST = 1 << 16
 _LARGEST = 1 << 24
 """Bytes of the largest pickle that is kept with its content."""
 _MOST_FILES = 4
+"""Firsts that are kept, as of models and optimizers: the next file is compared with each."""
 _MOST_DIFFERING = 1 << 10
 """Differing bytes up to which a pickle is searched for literals: names of groups are some."""
 _MOST_PROBES = 4
+"""Proofs for one first, of which each reads a pickle: more ranks differ in more numbers."""
 _OF_A_RANK = ("_rank", "_coordinate_on_dim", "_dim_group_names", "_dim_group_infos")
 """The attributes of a device mesh that differ between its ranks (torch 2.1 to 2.13)."""
 _READ_OF_THEM = _OF_A_RANK[:2]

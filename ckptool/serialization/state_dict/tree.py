@@ -24,6 +24,7 @@ from ckptool.serialization.state_dict.values import Repeated
 
 _DEEPEST = 100
 _FEWEST_LEAVES = 100_000
+"""Values that any pickle may have: one that shares its parts has fewer bytes than values."""
 
 
 class Module(Struct, frozen=True):

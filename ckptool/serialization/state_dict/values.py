@@ -68,6 +68,7 @@ def walk_parts(value: object, *, hidden: bool = False) -> Iterator[Any]:
 
 MOST_TIMES = 16
 MOST_PARTS = 1_000_000
+"""How many parts values may expand to: of each distinct one so many, and so many besides."""
 _COUNTED = 10**15
 """The limit of counted sizes: each doubling would make a number one bit longer."""
 
