@@ -18,6 +18,7 @@ from ckptool.errors import Damaged, Problem, Refusal
 from ckptool.formats.base import ScanOptions
 from ckptool.serialization.source import Source, read_metadata, require
 from ckptool.serialization.state_dict.leaves import Assembled
+from ckptool.serialization.state_dict.values import same_value
 
 _OF = re.compile(r"(?<![0-9])[0-9]+[._-]of[._-](?P<count>[0-9]+)", re.IGNORECASE)
 _OF_A_RANK = re.compile(r"rank[._-]?[1-9]", re.IGNORECASE)
@@ -76,6 +77,11 @@ def read_shards(
         for name in shard.tensors:
             if name in file_of:
                 message = f"{name} is both in {file_of[name]} and in {file}"
+                problem = Problem(message, "index-mismatch", file=file, tensor=name)
+                contents.problems.append(problem)
+        for name in contents.objects.keys() & shard.objects.keys():
+            if not same_value(contents.objects[name].value, shard.objects[name].value):
+                message = f"{name}: another value in {file} than in the shards before it"
                 problem = Problem(message, "index-mismatch", file=file, tensor=name)
                 contents.problems.append(problem)
         contents.add(shard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,18 @@ def test_a_lora_of_litgpt_is_found_in_its_folder(tmp_path: Path) -> None:
 def test_a_file_that_is_one_tensor_has_no_finding(tmp_path: Path) -> None:
     torch.save(torch.get_rng_state(), tmp_path / "rng.pt")
     assert ckptool.verify(tmp_path / "rng.pt").findings == ()
+
+
+@pytest.mark.parametrize("other", [3, 4])
+def test_shards_do_not_hide_one_anothers_values(other: int, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    weight_map = {f"w{n}": f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)}
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for (name, file), version in zip(weight_map.items(), (3, other), strict=True):
+        torch.save({name: torch.ones(2), "version": version}, source / file)
+    if other == 3:
+        assert ckptool.open(source).objects["version"] == 3
+        return
+    with pytest.raises(CkptoolError, match=r"^version: another value in pytorch_model-00002-of"):
+        ckptool.open(source)
