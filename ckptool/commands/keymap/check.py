@@ -18,6 +18,7 @@ from ckptool.commands.options.rewrite import MapOptions
 from ckptool.commands.rewrite import only_model
 from ckptool.core.keymap.match import Frames, Matcher, find_frames
 from ckptool.core.keymap.model import KeyMap, abstract
+from ckptool.core.keymap.sizes import UnknownSizes
 from ckptool.core.keymap.wrappers import unwrapping_hint
 from ckptool.core.quantization.names import dequantizing_hint
 from ckptool.core.text import nearest
@@ -102,13 +103,20 @@ def _unmatched_names(names: Iterable[str], key_map: KeyMap) -> Iterable[Unmatche
         yield Unmatched(group[0], len(group), nearest(group[0], plain))
 
 
+def _is_claimed(name: str, matcher: Matcher) -> bool:
+    """Return whether a rule matches a name, or may: which one does, sizes may decide."""
+    try:
+        return matcher.claim(name) is not None
+    except UnknownSizes:
+        return True
+
+
 def _unused_patterns(
     key_map: KeyMap, frames: Frames, matcher: Matcher, left: Collection[str]
 ) -> Iterable[Unmatched]:
     """Yield the patterns that match no name, each with the most similar unmatched name."""
     names = (name for frame in frames.values() for name in frame)
-    claims = (matcher.claim(name) for name in names)
-    used = {claim.pattern.key for claim in claims if claim is not None}
+    used = {abstract(name)[0] for name in names if _is_claimed(name, matcher)}
     unused = (p for rule in key_map.rules for p in rule.sources if p.key not in used)
     for text in dict.fromkeys(pattern.text.partition(" ")[0] for pattern in unused):
         yield Unmatched(text, 0, nearest(text, left))

@@ -58,6 +58,20 @@ def test_a_map_that_takes_all_names_but_cannot_be_applied(tmp_path: Path) -> Non
     assert "matches 2 of 2 tensors, but cannot be applied" in output
 
 
+def test_a_size_that_decides_which_rule_takes_a_name_is_named(tmp_path: Path) -> None:
+    (tmp_path / "m.toml").write_text(
+        '[[rule]]\nfrom = "a.{mtp + layers}.w"\nto = "mtp.{mtp}.w"\n\n'
+        '[[rule]]\nfrom = "a.{layer}.w"\nto = "b.{layer}.w"\n'
+    )
+    save_file({"a.0.w": torch.zeros(2), "c": torch.zeros(2)}, tmp_path / "a.safetensors")
+    report = check_map(tmp_path / "a.safetensors", MapOptions(str(tmp_path / "m.toml")))
+    assert [unmatched.name for unmatched in report.names] == ["c"]
+    save_file({"a.0.w": torch.zeros(2)}, tmp_path / "a.safetensors")
+    report = check_map(tmp_path / "a.safetensors", MapOptions(str(tmp_path / "m.toml")))
+    assert (report.names, report.ok) == ((), False)
+    assert "size of layers not found" in str(report.problem)
+
+
 @pytest.mark.parametrize(
     ("wrapped", "rule"),
     [
