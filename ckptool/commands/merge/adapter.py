@@ -280,7 +280,7 @@ def _settings(record: Record, where: str) -> Settings:
 
     try:
         return convert({**stated, "place": where}, Settings)
-    except ValidationError as error:
+    except (ValidationError, UnicodeEncodeError) as error:  # a text with half a character
         raise Unsupported(f"{where}: {error}") from None
 
 

@@ -348,7 +348,8 @@ def _read_bytes(path: Path) -> bytes:
 def config_file(config: Record, path: str = CONFIG) -> FileLayout:
     """Return a configuration as transformers and PEFT write one."""
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    return FileLayout(path, (Literal(text.encode()),))
+    data = text.encode(errors="backslashreplace")  # half a character, as JSON's own escape
+    return FileLayout(path, (Literal(data),))
 
 
 def _models(config: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -72,6 +72,7 @@ Q = pair("model.q", 5, 6)
         ({"kasa_config": {"beta": 1}}, Q, "says kasa_config {'beta': 1}: not supported"),
         ({"of_the_future": 3}, Q, "says of_the_future 3, which is not known of PEFT"),
         ({"lora_alpha": "8"}, Q, "lora_alpha"),
+        ({"lora_alpha": "\ud800"}, Q, "adapter_config.json: 'utf-8' codec can't encode"),
         ({"rank_pattern": {"(": 3}}, Q, "pattern '(': "),
         ({"rank_pattern": {f"{'(' * 900}q{')' * 900}": 4}}, Q, "maximum recursion depth"),
         ({"rank_pattern": {"q{99999999999}": 4}}, Q, "is too long, or repeats too much"),

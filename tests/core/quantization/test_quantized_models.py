@@ -46,6 +46,14 @@ def test_nor_does_the_config_of_assets(out: Path) -> None:
     assert json.loads((out / "m/config.json").read_text()) == {"model_type": "x"}
 
 
+def test_half_a_character_stays_what_it_is(out: Path) -> None:
+    """JSON may have one by an escape, UTF-8 may not."""
+    kept = {"model_type": "x", "_name_or_path": "a\ud800b"}
+    source = saved(deepseek(), out / "hf", kept | {"quantization_config": QUANTIZED})
+    convert_to("safetensors", source, out / "m", dequantize=True)
+    assert json.loads((out / "m/config.json").read_text()) == kept
+
+
 @pytest.mark.parametrize(("weight", "says"), [(torch.ones(2, 2), False), (None, True)])
 def test_the_config_of_a_quantized_model_says_nothing_of_weights_that_were_trained(
     weight: torch.Tensor | None, says: bool, out: Path
