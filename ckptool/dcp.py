@@ -40,7 +40,7 @@ from ckptool.commands.detect import holds_checkpoint
 from ckptool.commands.open import no_collecting
 from ckptool.core.box import Box
 from ckptool.core.catalog import Index, Path, TensorEntry
-from ckptool.core.selection import with_loadable_paths
+from ckptool.core.selection import drop_names, empty_dicts, with_loadable_paths
 from ckptool.errors import Unsupported
 
 __all__ = ["CheckpointReader"]
@@ -103,6 +103,7 @@ class CheckpointReader(StorageReader):
         torch 2.13 asks again for the metadata of one rank if there is a parameter ``kwargs``.
         """
         catalog = with_loadable_paths(self.checkpoint.catalog)
+        catalog = drop_names(catalog, empty_dicts(catalog))
         entries = _Entries({n: _describe(entry) for n, entry in catalog.tensors.items()})
         entries |= {name: BytesStorageMetadata() for name in catalog.objects}
         entries.checkpoint = self.checkpoint

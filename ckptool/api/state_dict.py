@@ -12,7 +12,7 @@ from ckptool.commands.rewrite import only_model
 from ckptool.commands.verify.compare.fit import Prefix, prefix_changes
 from ckptool.core.catalog import Index, Path
 from ckptool.core.keymap.wrappers import WRAPPERS, unwrapping_rule
-from ckptool.core.selection import substitution
+from ckptool.core.selection import empty_dicts, substitution
 from ckptool.core.text import list_first
 from ckptool.errors import CkptoolError, Unsupported, UsageError
 
@@ -113,11 +113,10 @@ def match_names(checkpoint: Checkpoint, names: Collection[str]) -> NameMatch:
     """Compare a state dict's names with a checkpoint's; empty dicts in the latter do not count."""
     catalog = checkpoint.catalog
     catalog_names = {*catalog.tensors, *catalog.objects, *catalog.conflicts}
-    empty = {name for name, entry in catalog.objects.items() if entry.value == {}}
     return NameMatch(
         tuple(name for name in names if name in catalog_names),
         tuple(name for name in names if name not in catalog_names),
-        tuple(sorted(catalog_names - empty - set(names))),
+        tuple(sorted(catalog_names.difference(empty_dicts(catalog), names))),
     )
 
 

@@ -264,6 +264,11 @@ def entries_of(catalog: Catalog) -> list[AnyEntry]:
     return [*catalog.tensors.values(), *catalog.objects.values()]
 
 
+def empty_dicts(catalog: Catalog) -> list[str]:
+    """Return the names of empty dicts, which DCP does not store (torch 2.4 to 2.15)."""
+    return [name for name, entry in catalog.objects.items() if entry.value == {}]
+
+
 def root_problem(catalog: Catalog) -> str | None:
     """Return what DCP cannot store at the catalog's root, and how it is written; None if it can."""
     for entry in entries_of(catalog):

@@ -16,6 +16,7 @@ from ckptool.formats.base import Request
 from ckptool.formats.dcp.cuts import FileSplit, ItemBoxes, ItemFile, WrittenItems
 from ckptool.formats.dcp.pickling import MetadataFile, WrittenAt, WrittenValue
 from ckptool.formats.dcp.splits import split_files
+from ckptool.formats.dcp.whole import join_whole, without_empty_dicts
 from ckptool.formats.lightning import split_meta
 from ckptool.formats.writing import CARRIED, WriterAssignment, lay_out_companions, note_tied
 from ckptool.serialization.archive.write import lay_out_archive
@@ -32,7 +33,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     catalog, meta_files = split_meta(catalog)
     _require_text([*catalog.tensors, *catalog.objects])
     changed_root = root_problem(catalog)
-    catalog = with_loadable_paths(catalog)
+    catalog, notes = without_empty_dicts(join_whole(with_loadable_paths(catalog)))
     parts: list[Part] = []
     values: list[WrittenValue] = []
     cuts, placed = _cut_all(catalog, WriterAssignment(request)), request.placed
@@ -50,7 +51,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
     layouts = [*lay_out_companions(catalog), *meta_files]
     layouts += [ItemFile(chunks, file, () if file else parts) for file in files]
     layouts.append(MetadataFile(chunks, values))
-    notes = [*([changed_root] if changed_root else []), *note_tied(catalog)]
+    notes += [*([changed_root] if changed_root else []), *note_tied(catalog)]
     if foreign:
         notes.append(f"{CARRIED}: {', '.join(foreign)}")
     elsewhere = [*parts, *chain(*(file.parts for file in meta_files))]

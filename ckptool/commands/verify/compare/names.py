@@ -20,7 +20,7 @@ from ckptool.core.casts import can_cast, stored_tensors
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.quantization.names import is_plain
-from ckptool.core.selection import keep_names, meant_by, names_of
+from ckptool.core.selection import empty_dicts, keep_names, meant_by, names_of
 from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.core.state_category import state_category, state_category_of_name, weights
 from ckptool.core.text import plural
@@ -115,7 +115,8 @@ def differing_names(one: Catalog, other: Catalog) -> Iterator[Problem]:
                 state = "not read" if name in lacks.conflicts else state
                 message = f"{name}: a tensor in {side}, {state} in {other_side}"
                 yield Problem(message, f"tensor-{code}", tensor=name)
-        names = [name for name in holds.objects if not _has(lacks, name)]
+        unstored = {*empty_dicts(holds)} if lacks.format == "dcp" else set[str]()
+        names = [name for name in holds.objects if name not in unstored and not _has(lacks, name)]
         if names and not lacks.objects and holds_no_values(lacks.format):
             values = plural(len(names), "non-tensor value")
             message = f"{values}, which {lacks.format} cannot hold"
