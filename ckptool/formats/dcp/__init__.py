@@ -40,6 +40,7 @@ from ckptool.formats.dcp.inventory import (
 )
 from ckptool.formats.dcp.items import locate, read_values
 from ckptool.formats.dcp.metadata import DcpMetadata, SavePlan
+from ckptool.formats.dcp.numbers import number_states
 from ckptool.formats.dcp.tables import DATA
 from ckptool.formats.lightning import META, WRITER
 from ckptool.serialization.source import Source, expect_items
@@ -65,7 +66,7 @@ def scan(source: Source, options: ScanOptions, *, metadata: str = METADATA) -> C
     """Return the catalog of a DCP folder, from its ``metadata`` file or the ranks' own."""
     catalog, _ = read_folder(source, options, values=options.values, metadata=metadata)
     catalog = add_tensor_parallelism(options.with_placements(catalog))
-    return _unflatten(source, catalog, options)
+    return number_states(_unflatten(source, catalog, options))
 
 
 def read_folder(
