@@ -98,6 +98,13 @@ def test_a_matrix_of_a_step_before(dtype: torch.dtype, tmp_path: Path) -> None:
     assert reasons(run)["checkpoint-50"].startswith(why)
 
 
+def test_a_shard_of_a_step_before_has_most_matrices(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    now, before = weights_of(run, 50), weights_of(run, 40)
+    change_all(run, {name: before[name] for name in now if name != UP})
+    assert "and 5 more: as in checkpoint-40, but not what the" in reasons(run)["checkpoint-50"]
+
+
 def test_a_matrix_of_a_step_before_with_momentum(tmp_path: Path) -> None:
     run = train(tmp_path, made=SGD, momentum=0.9, rate=0.1)
     assert reasons(run) == {}

@@ -146,7 +146,7 @@ def _check_standstill(
     save, predecessor = now.save, last.save
     matrices = [name for name in names if not now.count_differing(last, name)]
     matrices = [n for n in matrices if last.count_differing(older, n) >= _TRAINED * now.size(n)]
-    if 2 * len(matrices) >= len(names) or save.has_frozen_group(predecessor):
+    if len(matrices) == len(names) or save.has_frozen_group(predecessor):
         return
     matrices = [name for name in matrices if now.is_equal_in(last, name)]
     shapes = {now.looks(name) for name in matrices}  # one may be taken for another of its shape
