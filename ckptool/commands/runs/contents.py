@@ -176,17 +176,26 @@ def _names_beside(step: Step, entry: Location, run: Run) -> set[str]:
     return {name for folder in folders for name in run.names_in.get(folder, ())}
 
 
+def _indexes_of(step: Step, run: Run) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the indexes of a step's shards, and those that lie beside none: some need none."""
+    files = {file for entry in step.entries for file in run.files_in(entry)}
+    indexes = frozenset(_SHARDS.sub("", f) + ".index.json" for f in files if _SHARDS.search(f))
+    return indexes & files, indexes - files
+
+
 class _FilesOfSteps(Struct):
     """The files that each of some whole steps has, those that any has, and how many these are."""
 
     common: Set[str] = frozenset()
     any: Set[str] = frozenset()
+    indexes: Set[str] = frozenset()
     steps: int = 0
 
-    def add(self, files: Set[str]) -> None:
-        """Count another whole step with its files."""
+    def add(self, files: Set[str], indexes: Set[str]) -> None:
+        """Count another whole step with its files, and the indexes of its shards."""
         self.common = self.common & files if self.steps else files
         self.any = self.any | files
+        self.indexes = self.indexes | indexes
         self.steps += 1
 
 
@@ -221,11 +230,13 @@ class Completeness:
                 for file in self._missing(other, files, earlier)
                 if _is_usual(file, holders[file], len(finished_paths))
             )
+            indexes, lost = _indexes_of(other, self._run)
+            missing |= lost & earlier.indexes
             parts = other.names if parts is None else parts
             lacks[other.path] = parts - other.names if other.names < parts else missing
             parts &= other.names
             if not missing and other.path in finished_paths:
-                earlier.add(files)
+                earlier.add(files, indexes)
         return lacks
 
     def _missing(self, step: Step, files: Set[str], earlier: _FilesOfSteps) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from unittest.mock import patch
@@ -219,6 +220,27 @@ def test_a_save_lacks_what_it_is_resumed_by(tmp_path: Path) -> None:
     newest, *others = checked(tmp_path).steps
     assert newest.reasons == ("latest is missing; every earlier whole step has it",)
     assert all(step.ok for step in others)
+
+
+def test_shards_lack_the_index_by_which_they_are_loaded(tmp_path: Path) -> None:
+    """Without it transformers finds no model; torch's own writer of shards writes none."""
+    shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    for step in (1, 2, 3, 4):
+        (folder := tmp_path / f"checkpoint-{step}").mkdir()
+        files = shards if step < 4 else ["model.safetensors"]
+        for file in files:
+            save_file({file[6:11]: WEIGHT + step}, folder / file)
+        if step < 4:
+            index = {"metadata": {}, "weight_map": {file[6:11]: file for file in shards}}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert checked(tmp_path).ok
+    (tmp_path / "checkpoint-3/model.safetensors.index.json").unlink()
+    reasons = {step.number: step.reasons for step in checked(tmp_path).steps}
+    why = "model.safetensors.index.json is missing; every earlier whole step has it"
+    assert reasons == {4: (), 3: (why,), 2: (), 1: ()}
+    (tmp_path / "checkpoint-2/model.safetensors.index.json").unlink()
+    (tmp_path / "checkpoint-1/model.safetensors.index.json").unlink()
+    assert checked(tmp_path).ok
 
 
 @pytest.mark.parametrize("kind", ["dcp", "file"])
