@@ -243,6 +243,11 @@ TRAINERS = (
         tells=False,
     ),
     Trainer(
+        "AllenNLP",
+        "allennlp 2.10, training/checkpointer.py: _b0 at the end of an epoch; 1: _epoch_N.th",
+        step=r"(?:model|training)_state_e(?P<epoch>\d+)_b(?:0|(?P<step>\d+))\.th",
+    ),
+    Trainer(
         "pytorch-metric-learning",
         "pytorch-metric-learning 2.9, utils/logging_presets.py and common_functions.py: each model,"
         " loss, optimizer and scheduler in a file of its own",

@@ -179,6 +179,20 @@ def test_the_ranks_of_several_steps_in_one_folder(is_sharded: bool, tmp_path: Pa
     assert prune(tmp_path) == {f"ep{s}-ba{9 * s}-rank{r}.pt" for s in (1, 2) for r in range(4)}
 
 
+def test_the_epoch_and_the_batch_in_names_of_allennlp(tmp_path: Path) -> None:
+    for epoch in range(3):
+        for part, state in (("model", {"w": WEIGHT}), ("training", {"optimizer": OPTIMIZER})):
+            file = tmp_path / f"{part}_state_e{epoch}_b0.th"
+            torch.save(state, file)
+            age(file, epoch)
+    torch.save({"w": WEIGHT}, tmp_path / "best.th")
+    age(tmp_path / "best.th", 4)
+    assert latest(tmp_path) == "model_state_e2_b0.th"
+    assert [step.number for step in ckptool.list_steps(tmp_path).steps] == [2, 1, 0, None]
+    gone = {f"{part}_state_e{n}_b0.th" for part in ("model", "training") for n in (0, 1)}
+    assert prune(tmp_path) == gone
+
+
 def test_a_link_of_a_rank_to_a_sharded_step_is_read_as_that_step(tmp_path: Path) -> None:
     """Composer, sharded: each rank links to the folder of the newest step."""
     for step in (1, 2):
