@@ -43,9 +43,9 @@ def damaged_side_files(
 ) -> Iterator[str]:
     """Yield why files beside a step's checkpoints are not whole: an optimizer's, random states.
 
-    Also the record in JSON that a trainer writes last: if it is cut off, the save was. Files that
-    the ``examined`` checkpoints are read from are verified with these. An optimizer must have taken
-    the steps that the checkpoints count. Raises NoAnswer.
+    Also records in JSON, of what was trained or what a trainer writes last: if one is cut off, the
+    save was. Files that the ``examined`` checkpoints are read from are verified with these. An
+    optimizer must have taken the steps that the checkpoints count. Raises NoAnswer.
     """
     read: set[Location] = set()
     for survey in (verification.surveyed for verification in examined):
@@ -56,11 +56,16 @@ def damaged_side_files(
             file = entry / name if name else entry
             if not name or file in read:
                 continue
-            if re.fullmatch(LAST_RECORD, name):
+            if _is_record(name):
                 yield from _broken_record(file, size, name)
             elif name.endswith(_OF_TORCH) and role_of(name) not in (None, "model"):
                 neighbours = [v for v in examined if v.surveyed.path == file.parent]
                 yield from _broken_archive(file, name, neighbours, options)
+
+
+def _is_record(name: str) -> bool:
+    is_of_training = name.endswith(".json") and "/" not in name and role_of(name) == "record"
+    return is_of_training or re.fullmatch(LAST_RECORD, name) is not None
 
 
 def _broken_archive(

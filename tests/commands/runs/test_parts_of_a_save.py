@@ -222,6 +222,21 @@ def test_a_save_lacks_what_it_is_resumed_by(tmp_path: Path) -> None:
     assert all(step.ok for step in others)
 
 
+@pytest.mark.parametrize("left", ['{"global_step": ', ""])
+def test_a_record_of_training_that_is_cut_off(left: str, tmp_path: Path) -> None:
+    """Whichever trainer writes it: here SimpleTuner, beside what accelerate saves."""
+    for step in (1, 2):
+        (folder := tmp_path / f"checkpoint-{step}").mkdir()
+        torch.save({"w": WEIGHT + step}, folder / "model.pt")
+        torch.save(OPTIMIZER, folder / "optimizer.pt")
+        (folder / "training_state.json").write_text(f'{{"global_step": {step}}}')
+    assert checked(tmp_path).ok
+    (folder / "training_state.json").write_text(left)
+    newest, before = checked(tmp_path).steps
+    assert before.ok
+    assert "training_state.json: " in newest.reasons[0]
+
+
 def test_shards_lack_the_index_by_which_they_are_loaded(tmp_path: Path) -> None:
     """Without it transformers finds no model; torch's own writer of shards writes none."""
     shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
