@@ -57,6 +57,11 @@ def recorded_step(catalog: Catalog) -> int | None:
     return int(recorded) if value is None and recorded.isdecimal() else value
 
 
+def recorded_epoch(catalog: Catalog) -> int | None:
+    """Return the epoch that a value of a checkpoint records."""
+    return _count(catalog, _EPOCHS)
+
+
 def recorded_best(step: Step, options: ReadOptions) -> Iterator[str]:
     """Yield the paths of the best checkpoints that a step's values name."""
     survey = survey_readable(step.parts[0], options) if step.parts else None
@@ -75,7 +80,7 @@ def recorded_position(step: Step, options: ReadOptions = AS_DETECTED) -> Positio
     steps = recorded_step(survey.catalog)
     steps = _count(survey.catalog, _MORE_STEPS) if steps is None else steps
     steps = _step_of_trainer(survey) if steps is None else steps
-    return Position(epoch=_count(survey.catalog, _EPOCHS), step=steps)
+    return Position(epoch=recorded_epoch(survey.catalog), step=steps)
 
 
 def read_alone(part: Location, step: Step, options: ReadOptions) -> ReadOptions:

@@ -221,14 +221,15 @@ def test_one_of_schedulers_that_counts_epochs_of_the_step_before(tmp_path: Path)
     assert reasons(run)["ckpt_40.pt"].startswith(why)
 
 
-def test_a_copy_of_an_older_step_under_a_newer_name(tmp_path: Path) -> None:
-    run = plain_run(tmp_path, global_step=1)
+@pytest.mark.parametrize("count", ["global_step", "epoch"])
+def test_a_copy_of_an_older_step_under_a_newer_name(count: str, tmp_path: Path) -> None:
+    run = plain_run(tmp_path, **{count: 1})
     shutil.copy(run / "ckpt_30.pt", run / "ckpt_40.pt")
-    why = "counts-differ: its weights, its optimizer and the step that it records are those of"
-    assert reasons(run)["ckpt_40.pt"].startswith(f"{why} ckpt_30.pt: it is a copy")
-    change(run, global_step=40)  # nothing was trained in between
+    why = "counts-differ: its weights, its optimizer and what it counts are those of ckpt_30.pt"
+    assert reasons(run)["ckpt_40.pt"].startswith(f"{why}: it is a copy")
+    change(run, **{count: 40})  # nothing was trained in between
     assert reasons(run) == {}
-    change(run, global_step=30)
+    change(run, **{count: 30})
     for step in (10, 20):
         (run / f"ckpt_{step}.pt").unlink()
     assert reasons(run) == {}  # names may count something else

@@ -126,10 +126,10 @@ def _save_problems(
 
 
 def _copies(save: Save, predecessors: Sequence[Save], newer: Collection[int]) -> Iterator[Problem]:
-    """Yield a problem if a save is a predecessor's, and records its step, not that of its own name.
+    """Yield a problem if a save is a predecessor's, and records its step or epoch, not its own.
 
-    All predecessors record the steps in their names, as other steps do, or these may count
-    something else. A loop may save its end once more, under a number that is next to it.
+    All predecessors record those in their names, as other steps do, or these may count something
+    else. A loop may save its end once more, under a number that is next to it.
     """
     recorded = (old.step.number for old in predecessors if old.step.number in old.recorded)
     numbers = sorted({number for number in recorded if number is not None})
@@ -144,9 +144,7 @@ def _copies(save: Save, predecessors: Sequence[Save], newer: Collection[int]) ->
         pairs = [(save.weights, old.weights), (save.state, old.state)]
         are_same = all(now.looks == then.looks for now, then in pairs)
         if are_same and all(now.are_equal_to(then) for now, then in pairs):
-            message = (
-                f"its weights, its optimizer and the step that it records are those of {old.name}"
-            )
+            message = f"its weights, its optimizer and what it counts are those of {old.name}"
             yield Problem(f"{message}: it is a copy", _DIFFER)
 
 

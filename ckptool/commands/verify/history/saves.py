@@ -15,7 +15,7 @@ from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.models import StepSurvey
 from ckptool.commands.runs.names import parse_name
-from ckptool.commands.runs.records import recorded_step
+from ckptool.commands.runs.records import recorded_epoch, recorded_step
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import locate_numbers, locate_whole
 from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED, steps_of_each
@@ -164,9 +164,10 @@ class Save(Struct, frozen=True, dict=True):
 
     @cached_property
     def recorded(self) -> frozenset[int]:
-        """The steps that its values and its trainer's record count."""
-        step = recorded_step(self.survey.catalog) if self.survey.catalog else None
-        return frozenset([*self.counts.values(), *([] if step is None else [step])])
+        """The steps that its values and its trainer's record count, and the epoch."""
+        catalog = self.survey.catalog
+        values = (recorded_step(catalog), recorded_epoch(catalog)) if catalog else ()
+        return frozenset([*self.counts.values(), *(value for value in values if value is not None)])
 
     @cached_property
     def steps_taken(self) -> Mapping[str, float]:
