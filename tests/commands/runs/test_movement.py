@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,25 @@ def test_a_model_inside_a_step(inner: str, tmp_path: Path) -> None:
     save_file(model, folder / "diffusion_pytorch_model.safetensors")
     why = f"weights-unrelated: {inner}: {first}: has the values that {second} had in checkpoint-40"
     assert reasons(tmp_path)["checkpoint-50"].startswith(why)
+
+
+@pytest.mark.parametrize("model", ["unet/model.safetensors", "pytorch_lora_weights.safetensors"])
+def test_a_model_inside_is_what_the_optimizer_around_it_trains(model: str, tmp_path: Path) -> None:
+    """As diffusers' scripts save it, with an average of it beside it."""
+    for folder in train(tmp_path).iterdir():
+        weights = load_file(folder / "model.safetensors")
+        del weights["frozen.weight"]
+        for name in (model, "unet_ema/model.safetensors"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            save_file(weights, folder / name)
+        (folder / "unet_ema/config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+        (folder / "model.safetensors").unlink()
+        (folder / "optimizer.pt").rename(folder / "optimizer.bin")
+        torch.save({"step": 0}, folder / "random_states_0.pkl")
+    assert reasons(tmp_path) == {}
+    shutil.copy(tmp_path / "checkpoint-40" / model, tmp_path / "checkpoint-50" / model)
+    why = "its weights are those of checkpoint-40, but not its optimizer"
+    assert reasons(tmp_path)["checkpoint-50"].startswith(f"counts-differ: {model}: {why}")
 
 
 def test_stacked_layers(tmp_path: Path) -> None:

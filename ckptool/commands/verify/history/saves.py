@@ -274,11 +274,14 @@ def saves_in(step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath,
     """Return the saves of a step's checkpoints, and of models in them, by their places in it.
 
     Beside a step's first entry, those are that have an optimizer of their own, but for files of
-    other ranks.
+    other ranks. A model inside one that has no weights itself is what its optimizer trains, as of
+    diffusers' scripts.
     """
     surveys = [*checkpoints]
     outermost = [survey for inside, survey in surveys if not inside]
-    parts = [(part, _has(part, "model"), _has(part, "optimizer")) for part in outermost]
+    holds_models = not any(_has(survey, "model") for survey in outermost)
+    trained = [survey for _, survey in surveys] if holds_models else outermost
+    parts = [(part, _has(part, "model"), _has(part, "optimizer")) for part in trained]
     beside = (survey for survey in outermost if survey.path in step.beside)
     others = tuple(survey for survey in beside if not step.is_of_rank(survey.path))
     saves: dict[PurePath, Save] = {}
@@ -290,7 +293,8 @@ def saves_in(step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath,
                 role = "" if entry == step.path else name.role
                 part = "/".join(filter(None, [role, *(inner.parts if inside else ())]))
                 of_step = () if role or inside else others
-                save = Save(survey, step, entry, part, inside, state, of_step)
+                is_apart = inside and not (holds_models and state is not None)
+                save = Save(survey, step, entry, part, is_apart, state, of_step)
                 saves[PurePath(role, inner)] = save
     return saves
 
@@ -308,7 +312,8 @@ def _optimizer_of(model: Survey, parts: Sequence[tuple[Survey, bool, bool]]) -> 
     """
     name = without_words(model.path.name)
     namesakes = [part for part in parts if without_words(part[0].path.name) == name]
-    group = namesakes if len(namesakes) > 1 else parts
+    is_group = len(namesakes) > 1 and any(has_state for _, _, has_state in namesakes)
+    group = namesakes if is_group else parts
     group = [part for part in group if part[0] is model or not AVERAGE.search(part[0].path.name)]
     models = [part for part, has_model, _ in group if has_model]
     states = [part for part, _, has_state in group if has_state]
