@@ -222,6 +222,20 @@ def test_a_save_lacks_what_it_is_resumed_by(tmp_path: Path) -> None:
     assert all(step.ok for step in others)
 
 
+def test_an_adapter_lacks_the_config_by_which_it_is_loaded(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (folder := tmp_path / f"checkpoint-{step}").mkdir()
+        halves = {"A": torch.rand(2, 4), "B": torch.rand(4, 2)}
+        weights = {f"base_model.model.q.lora_{half}.weight": halves[half] for half in halves}
+        save_file(weights, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+    assert checked(tmp_path).ok
+    (folder / "adapter_config.json").unlink()
+    newest, before = checked(tmp_path).steps
+    assert newest.reasons == ("adapter_config is missing; every earlier whole step has it",)
+    assert before.ok
+
+
 @pytest.mark.parametrize("left", ['{"global_step": ', ""])
 def test_a_record_of_training_that_is_cut_off(left: str, tmp_path: Path) -> None:
     """Whichever trainer writes it: here SimpleTuner, beside what accelerate saves."""
