@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from ckptool.commands.open import survey_readable
 from ckptool.commands.runs.names import EntryName, is_part_folder, parse_name
+from ckptool.commands.runs.records import has_optimizer
 from ckptool.commands.runs.steps import Step, is_folder
 from ckptool.commands.runs.trainers import is_spared
 from ckptool.core.state_category import weights
@@ -23,7 +24,8 @@ def saves_by_contents(
 
     State of training lies in such a folder, or in its folders of parts, beside what is none.
     Nothing in it counts, is the best or the last, or lies in a folder deeper below. A number that
-    is part of a word counts nothing there: ``wav2vec2``.
+    is part of a word counts nothing there: ``wav2vec2``. Beside such a folder, one whose name has
+    but another number is a save, too, whatever it lacks.
     """
     siblings: dict[Location, list[Location]] = {}
     for path in checkpoints:
@@ -33,8 +35,15 @@ def saves_by_contents(
         holder = folder if _is_one_save(files) else _holder(folder, run)
         folders.setdefault(holder, []).extend(files)
     parents = {parent for folder in folders for parent in folder.parents}
-    saves = (f for f, files in folders.items() if f not in parents and _is_one_save(files))
-    return {path: folder for folder in saves for path in folders[folder]}
+    leaves = [folder for folder in folders if folder not in parents]
+    saves = {folder for folder in leaves if _is_one_save(folders[folder])}
+    kinds = {_kind_of(folder) for folder in saves if _counts(folder)}
+    saves |= {folder for folder in leaves if _kind_of(folder) in kinds}
+    return {path: folder for folder in leaves if folder in saves for path in folders[folder]}
+
+
+def _kind_of(folder: Location) -> tuple[Location, str]:
+    return folder.parent, parse_name(folder.name, is_folder=True).kind
 
 
 def _holder(folder: Location, run: Location) -> Location:
@@ -62,15 +71,16 @@ def _is_state(path: Location, name: EntryName) -> bool:
     """Return whether a checkpoint is state of training, by its name or since it has no weights.
 
     ``cosine-scheduler`` and ``opt-125m`` may be folders of models, ``training_state`` is one of
-    LeRobot's if it has the optimizer sharded.
+    LeRobot's if it has the optimizer sharded. Beside an optimizer, a record may have tensors of
+    what was seen, as SAELens's.
     """
-    is_record = role_of(name.role) == "record" and name.family == "/"
+    is_record = role_of(name.role) == "record" and name.family in ("", "/")
     if not is_record and (not is_of_training(name.role) or not name.family):
         return is_of_training(name.role)
     survey = survey_readable(path)
     if survey is None or survey.catalog is None or survey.problems:
         return name.family == "/"
-    return not weights(survey.catalog)
+    return (is_record and has_optimizer(survey)) or not weights(survey.catalog)
 
 
 def separate_trainings(run: Location, entries: Sequence[Step]) -> Iterator[Step]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import case
 from safetensors.torch import save_file
-from trainer_runs import OPTIMIZER, WEIGHT, checked, of_dcp
+from trainer_runs import OPTIMIZER, WEIGHT, age, checked, of_dcp
 
 import ckptool
 from ckptool.commands.open import survey_readable
@@ -219,6 +219,24 @@ def test_a_save_lacks_what_it_is_resumed_by(tmp_path: Path) -> None:
     (tmp_path / "step-3" / "latest").unlink()
     newest, *others = checked(tmp_path).steps
     assert newest.reasons == ("latest is missing; every earlier whole step has it",)
+    assert all(step.ok for step in others)
+
+
+def test_folders_of_numbers_with_all_state_in_a_record_are_steps(tmp_path: Path) -> None:
+    """As SAELens 6.54 saves: the record has the optimizer, and how often each feature was seen."""
+    for at in (1100, 2100, 3100):
+        (folder := tmp_path / str(at)).mkdir()
+        save_file({"W_dec": WEIGHT + at}, folder / "sae_weights.safetensors")
+        save_file({"sparsity": WEIGHT}, folder / "sparsity.safetensors")
+        state = {"optimizer": OPTIMIZER, "act_freq_scores": WEIGHT, "n_training_samples": at}
+        torch.save(state, folder / "trainer_state.pt")
+        age(folder, at)
+    assert [(s.path.name, s.ok, s.number) for s in checked(tmp_path).steps] == [
+        ("3100", True, 3100), ("2100", True, 2100), ("1100", True, 1100)
+    ]  # fmt: skip
+    (folder / "trainer_state.pt").unlink()
+    newest, *others = checked(tmp_path).steps
+    assert newest.reasons == ("trainer_state.pt is missing; every earlier whole step has it",)
     assert all(step.ok for step in others)
 
 
