@@ -410,3 +410,12 @@ def test_a_half_saved_step_of_a_store_is_not_good(tmp_path: Path) -> None:
     assert latest.path.name == "checkpoint-3"
     ckptool.prune(str(run), keep_last=1, yes=True, quick=True)
     assert {name.partition("/")[0] for name in run.listing} == {"checkpoint-3", "checkpoint-4"}
+
+
+def test_a_number_that_is_recorded_but_not_called_a_step_stays(tmp_path: Path) -> None:
+    """As RSL-RL saves."""
+    for step in (3, 6, 9):
+        torch.save({"model": {"w": torch.ones(2)}, "iter": step}, tmp_path / f"model_{step}.pt")
+    report = pruned(tmp_path, keep_last=1)
+    why = "its name does not say that its number is a step"
+    assert {(step.fate, step.reason) for step in report.steps} == {("keep", why)}

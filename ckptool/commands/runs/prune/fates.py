@@ -32,6 +32,7 @@ from ckptool.storage.url import Location
 _NUMBER = re.compile("[0-9]+")
 Notify = Callable[[str], None]
 Fate = Literal["keep", "strip", "remove", "leave"]
+_UNCALLED = "its name does not say that its number is a step"
 
 
 class StepFate(Struct, frozen=True):
@@ -249,7 +250,7 @@ class _Decision(Struct, dict=True):
             is_own = source == self.run.relative(step.path)
             return "it names itself as the best" if is_own else f"{source} points to it"
         if not step.position:
-            return "has no step number"
+            return "has no step number" if step.number is None else _UNCALLED
         number = step.number
         if every is not None and number is not None and number % every == 0:
             return f"every {every:,} steps" if every > 1 else "every step"
@@ -264,7 +265,7 @@ class _Decision(Struct, dict=True):
         has_digits = any(map(str.isdigit, step.path.name))
         if step.name.tells or not has_digits or step.path in self.pointers or self.are_counted:
             return None
-        return "its name does not say that its number is a step"
+        return _UNCALLED
 
 
 def _difference(number: int | None, recorded: int | None) -> int | None:
