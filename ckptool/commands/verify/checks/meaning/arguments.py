@@ -54,7 +54,7 @@ _OTHERWISE = (
     "heterogeneous_layers_config_path",
 )
 """Arguments of models that count layers in another way, or have some without tensors."""
-_NUMBERED = re.compile(rf"{_MODEL}decoder\.layers\.([0-9]{1, 9})\..+")
+_NUMBERED = re.compile(rf"{_MODEL}decoder\.layers\.([0-9]{{1,9}})\..+")
 _STACKED = re.compile(rf"{_MODEL}decoder\.layers\.(?!\d).+")
 
 
