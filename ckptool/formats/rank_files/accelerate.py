@@ -43,6 +43,7 @@ from ckptool.serialization.source import Source
 _PART = re.compile(
     r"(?P<folder>(?P<family>pytorch_model(_fsdp)?|optimizer)_(?P<number>\d+))/\.metadata"
 )
+_OF_FSDP = "pytorch_model_fsdp.bin"
 _FURTHER_MODEL = re.compile(r"(model_[1-9]\d*)\.safetensors")
 
 
@@ -69,8 +70,10 @@ def _whole_model(source: Source) -> Format | None:
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     catalogs = []
     parts = _parts(source)
-    # beside the model's shards, the whole is what `accelerate merge-weights` made of them
-    model = _whole_model(source) if "model" not in parts.values() else None
+    # beside the model of FSDP, the whole was made of it: by `accelerate merge-weights`, or by
+    # transformers' save_pretrained
+    is_fsdp = "model" in parts.values() or _OF_FSDP in source.files
+    model = None if is_fsdp else _whole_model(source)
     if model is not None:
         catalogs.append(with_prefix(model.reading.scan(source, options), "model"))
         catalogs += _further_models(source, options)
@@ -99,10 +102,16 @@ def _require_one_save(catalogs: Iterable[Catalog]) -> None:
         for name in (*catalog.tensors, *catalog.objects, *catalog.conflicts):
             other = holders.setdefault(name, catalog)
             if other is not catalog:
-                file, other_file = min(catalog.files), min(other.files)
+                file, other_file = _file_with(name, catalog), _file_with(name, other)
                 message = f"{name} is both in {other_file} and in {file}: of two saves"
                 hint = "give the path of one of them, or move the files of the other away"
                 raise Damaged(message, "saves-mixed", file=file, hint=hint)
+
+
+def _file_with(name: str, catalog: Catalog) -> str:
+    """Return the first file that has a part of a tensor, or else the first of the catalog."""
+    entry = catalog.tensors.get(name)
+    return entry.chunks[0].places[0].file if entry and entry.chunks else min(catalog.files)
 
 
 def _further_models(source: Source, options: ScanOptions) -> Iterator[Catalog]:

@@ -49,13 +49,14 @@ def test_two_models_of_one_name_are_not_mixed(copy_of: Callable[[str], Path]) ->
     """A newer version saved into the same folder, or with other settings."""
     folder = copy_of("accelerate_folders")
     shutil.copytree(folder / "pytorch_model_fsdp_0", folder / "pytorch_model_0")
-    with pytest.raises(Damaged, match=r"both in pytorch_model_fsdp_0/\.metadata and in") as error:
+    with pytest.raises(Damaged, match=r"both in pytorch_model_fsdp_0/\S+ and in") as error:
         open_checkpoint(folder)
     assert [p.code for p in error.value.problems] == ["saves-mixed"]
     shutil.rmtree(folder / "pytorch_model_0")
     torch.save({"last_epoch": 5}, folder / "pytorch_model.bin")
     found = open_checkpoint(folder).catalog
     assert found.objects["model.last_epoch"].value == 5, "of names of its own"
+    torch.save({"x": 5}, folder / "custom_checkpoint_0.pkl")
     torch.save({name: torch.ones(2) for name in truth_names()}, folder / "pytorch_model.bin")
     with pytest.raises(Damaged, match=r"and in pytorch_model\.bin: of two saves"):
         open_checkpoint(folder)
@@ -255,3 +256,16 @@ def test_optimizer_state_by_number_is_reported(out: Path) -> None:
     torch.save({"optimizer": {"state": {0: {"m": torch.ones(2)}}}}, out / "a.pt")
     report = ckptool.reshard(out / "a.pt", out / "r", mesh="2", to="accelerate", fsync=False)
     assert [note for note in report.notes if note.startswith("optimizer state is by number")]
+
+
+def test_an_export_beside_the_model_of_fsdp_is_not_read(tmp_path: Path) -> None:
+    """With FULL_STATE_DICT, ``save_state`` and ``save_pretrained`` into one folder."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model_fsdp.bin")
+    torch.save({"step": 1}, tmp_path / "random_states_0.pkl")
+    torch.save({"state": {0: {"exp_avg": torch.ones(2)}}}, tmp_path / "optimizer.bin")
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    opened = open_checkpoint(tmp_path)
+    assert {"model.w", "optimizer.state.0.exp_avg"} <= opened.catalog.tensors.keys()
+    assert "not read: model.safetensors: looks like part of a checkpoint" in opened.catalog.notes
+    assert "model.safetensors" not in opened.catalog.files
+    assert ckptool.open(tmp_path)["model.w"].tolist() == [1.0, 1.0]
