@@ -245,6 +245,21 @@ def test_a_copy_of_the_first_step_under_the_name_of_the_second(tmp_path: Path) -
     assert reasons(run) == {}
 
 
+@pytest.mark.parametrize("end", [10, 20])
+def test_an_end_that_was_saved_once_more_before_the_run_went_on(end: int, tmp_path: Path) -> None:
+    run = plain_run(tmp_path, global_step=1)
+    shutil.copy(run / f"ckpt_{end}.pt", run / f"ckpt_{end + 1}.pt")
+    assert reasons(run) == {}
+
+
+def test_a_copy_among_saves_of_every_epoch(tmp_path: Path) -> None:
+    run = plain_run(tmp_path, epoch=10)
+    for epoch in range(1, 5):
+        (run / f"ckpt_{epoch}0.pt").rename(run / f"ckpt_{epoch}.pt")
+    shutil.copy(run / "ckpt_2.pt", run / "ckpt_3.pt")
+    assert "those of ckpt_2.pt: it is a copy" in reasons(run)["ckpt_3.pt"]
+
+
 def test_the_scheduler_of_megatron_counts_samples(tmp_path: Path) -> None:
     """Megatron-LM d98e8a6, core/optimizer_param_scheduler.py: a step adds the batch to them."""
     for step, model, optimizer in train():

@@ -129,16 +129,16 @@ def _copies(save: Save, predecessors: Sequence[Save], newer: Collection[int]) ->
     """Yield a problem if a save is a predecessor's, and records its step or epoch, not its own.
 
     All predecessors record those in their names, as other steps do, or these may count something
-    else. A loop may save its end once more, under a number that is next to it.
+    else. A loop may save its end once more, under a number that is next to it, and may go on later.
     """
     recorded = (old.step.number for old in predecessors if old.step.number in old.recorded)
     numbers = sorted({number for number in recorded if number is not None})
     number, counts = save.step.number, save.recorded
     if number is None or number in counts or len(numbers) < len(predecessors):
         return
-    if len(numbers) + len(newer) < 2:
-        return
-    if not newer and number - numbers[-1] < max(2, numbers[-1] - numbers[-2]):
+    spaced = numbers if len(numbers) > 1 else sorted({*numbers, *newer})
+    least = 1 if newer else 2
+    if len(spaced) < 2 or number - numbers[-1] < max(least, spaced[-1] - spaced[-2]):
         return
     for old in (old for old in predecessors if old.step.number in counts):
         pairs = [(save.weights, old.weights), (save.state, old.state)]
