@@ -41,8 +41,8 @@ from ckptool.serialization.state_dict.leaves import Assembled
 _TIED = "tied_modules."
 _LONGEST = 1.0
 """Seconds of the processor for one pattern and one name."""
-_MOST_PARTS = 64
-"""Parts of one parameter, of which a file may say any number."""
+_MOST_PARTS = 1 << 12
+"""Parts of one parameter, such as its heads or experts, of which a file may say any number."""
 _RULES = {
     "tp_replicated_parameter_patterns": REPLICATED,
     "parameter_with_2_sub_params_cat_dim_0": GATED,
@@ -222,9 +222,11 @@ def _fit_of_parts(
 
 def _cut_evenly(spec: Any, total: int, shapes: Sequence[Shape]) -> list[list[int]]:
     """Return even cuts, from the parts' sizes or only their number (before version 0.4)."""
+    ranks = len(shapes)
     if isinstance(spec, int):
-        spec = (total // spec,) * spec if 0 < spec <= _MOST_PARTS and not total % spec else ()
-    parts, ranks = read_sizes(spec), len(shapes)
+        parts = (total // spec,) * spec if 0 < spec <= _MOST_PARTS and not total % spec else ()
+    else:
+        parts = read_sizes(spec)
     if sum(parts) != total or any(part % ranks for part in parts):
         raise Undetermined(f"parts of {list(parts)} cannot be cut evenly among {ranks} ranks")
     return [[part // ranks] * ranks for part in parts]

@@ -199,3 +199,15 @@ def test_no_more_parts_are_read_than_a_parameter_can_have() -> None:
     assert [fit.whole for fit in fit_shards("w", [(0, 2), (0, 2)], info)] == [(0, 2)] * 2
     with pytest.raises(Unsupported, match="a parameter of 1,000,000,000,000 parts"):
         tensor_parallel.describe_cut("w", (0, 2), info)
+
+
+def test_a_parameter_may_have_as_many_parts_as_a_model_has_heads() -> None:
+    whole = np.arange(512 * 2).reshape(512, 2)
+    heads = np.split(whole, 256)
+    shards = [np.concatenate([head[rank : rank + 1] for head in heads]) for rank in (0, 1)]
+    parts = {"patterns": ["w"], "shape": [256, 2], "partition_dim": 0}
+    info = VERSION | {"parameter_with_sub_params": [parts]}
+    fits = fit_shards("w", [shard.shape for shard in shards], info)
+    assert np.array_equal(joined(fits, shards), whole)
+    cut_as = tensor_parallel.describe_cut("w", (512, 2), info)["sub_param_shape"].state
+    assert cut_as["shape"] == ((2,) * 256, 2)
