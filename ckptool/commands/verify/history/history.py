@@ -49,7 +49,7 @@ class History:
         self._options = options
         self._compared = deque[dict[Location, Mapping[PurePath, Save]]](maxlen=_BY_TURNS)
         self._recorded = defaultdict[object, set[int]](set)
-        """The numbers in the names of each series' steps so far that these steps also record."""
+        """The numbers in the names of each series' later steps that these steps also record."""
 
     def problems(
         self, step: Step, checkpoints: Iterable[StepSurvey], earlier: Sequence[Step]

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from ckptool.commands.verify.checks.meaning.moment_bits import Moment
 
 _MEAN, _SQUARE = "exp_avg", "exp_avg_sq"
-_TYPES = ("float64", "float32", "bfloat16", "float16")
-_NARROW = ("float16",)
+_WIDE = ("float64", "float32", "bfloat16")
+"""Types in which a mean is no zero only because it is small, until steps made it so."""
+_TYPES = (*_WIDE, "float16")
 _WHOLE = ("float64", "float32")
 """Types in which a square is no zero only because it is small."""
 _VISIBLE = 1e-12
@@ -173,7 +174,7 @@ class Moments:
             square: mean
             for mean, square in self._pairs(moments)
             if moments[mean].is_zero and not moments[square].is_zero
-            if entries[mean].source_dtype.name not in _NARROW
+            if entries[mean].source_dtype.name in _WIDE
         }
         sizes = largest_sizes([entries[name] for name in squares], elements.source)
         for square, mean in squares.items():
