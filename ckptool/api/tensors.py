@@ -34,7 +34,7 @@ def find_obstacle(tensor: torch.Tensor) -> str | None:
 
     if is_lazy(tensor):
         return "an uninitialized parameter of a lazy module: it has no shape yet"
-    if tensor.is_nested:
+    if not _is_sharded(tensor) and tensor.is_nested:  # a ShardedTensor cannot be asked
         return "a nested tensor: its rows have shapes of their own"
     if _is_dtensor(tensor):
         partial = None in _placements(tensor)
