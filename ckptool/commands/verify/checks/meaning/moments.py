@@ -166,7 +166,7 @@ class Moments:
         betas = [e.value for name, e in objects if _GROUPS in name and name.endswith(_BETAS)]
         decays = [value[0] for value in betas if isinstance(value, list | tuple) and value]
         is_known = all(isinstance(decay, float) for decay in decays) and len(decays) == len(betas)
-        if not decays or not is_known or steps is None or steps <= _STEPS:
+        if not decays or not is_known or steps is None or not _STEPS < steps < UNCOUNTED:
             return
         if min(decays) ** steps < _FORGOTTEN:
             return
