@@ -142,7 +142,7 @@ def test_one_rank_s_file_is_not_the_whole_tensor(tmp_path: Path) -> None:
 
 def test_attributes_that_contradict_one_another_are_damage(tmp_path: Path) -> None:
     torch.save({"w": part(torch.ones(3, 4), **HALF | {"global_shape": (5, 4)})}, tmp_path / "m.pt")
-    with pytest.raises(Damaged, match=r"w: attributes .* is outside global_shape \[5, 4\]"):
+    with pytest.raises(Damaged, match=r"w: m.pt: attributes .* is outside global_shape \[5, 4\]"):
         ckptool.open(tmp_path / "m.pt")
 
 
