@@ -23,6 +23,7 @@ from ckptool.core.layout import Data, FileLayout, Layout, Literal, Part
 from ckptool.core.mesh import Placement, Shard
 from ckptool.core.sharding.placement import PlacedTensors, PlacementRule
 from ckptool.core.sharding.tensor_parallel import given_rules, tp_mesh
+from ckptool.core.text import list_some
 from ckptool.core.views import whole_tensor
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.base import (
@@ -38,7 +39,7 @@ from ckptool.formats.base import (
 )
 from ckptool.formats.companions import companions, describe_config, read_config
 from ckptool.formats.side_file import split_side, with_headers
-from ckptool.formats.vllm.merge import PADDING, VOCABULARY, Merger, sizes_of
+from ckptool.formats.vllm.merge import PADDING, VOCABULARY, Merger, is_known, sizes_of
 from ckptool.formats.writing import group_by_size, lay_out_companions, require_placed
 from ckptool.serialization.pickle.write import TensorRef
 from ckptool.serialization.safetensors import OutgoingSlice, lay_out_safetensors, read_safetensors
@@ -245,6 +246,11 @@ class _Joiner:
             notes.append(
                 f"keys and values are cut into {self._ranks} parts; where a model has fewer"
                 " key-value heads, vLLM expects copies of them instead"
+            )
+        unknown = [name for name in self._groups if not is_known(name)]
+        if unknown and self._ranks > 1:
+            notes.append(
+                f"nothing says how vLLM cuts {list_some(unknown, 2)}: reading them takes --tp-rule"
             )
         return notes
 

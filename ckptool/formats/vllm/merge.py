@@ -154,6 +154,12 @@ _TABLE: RuleTable[_Facts] = RuleTable(
 """How vLLM cuts what it does not fuse."""
 
 
+def is_known(name: str) -> bool:
+    """Return whether vLLM may have a tensor of this name, so that it is known how ranks cut it."""
+    patterns = (_QKV, _GATE_UP, _EXPERTS, *(pattern for pattern, _ in _TABLE.rows))
+    return any(pattern.fullmatch(name) for pattern in patterns)
+
+
 class Merger(Struct):
     """Joins the ranks' tensors. ``unknown`` maps tensors without a known rule to the reason.
 

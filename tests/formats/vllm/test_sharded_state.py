@@ -102,13 +102,14 @@ def test_what_safetensors_cannot_hold_lies_beside(out: Path) -> None:
     assert list(as_vllm_loads(out / "m", 0)) == ["w"]
     extra = load_torch(out / "m/model.extra.pt")
     assert (bits(extra["z"]), extra["epoch"]) == (bits(state["z"]), 3)
-    assert len(layout.notes) == 2
+    assert len(layout.notes) == 3
 
 
 NOTES = [
     ({"b.weight": "x", "a.weight": "x"}, "tied to another tensor, so not written: b.weight"),
     ({"layers.0.self_attn.q_proj.weight": "x"}, "vLLM expects qkv_proj and gate_up_proj; 1"),
     ({"one": "short"}, "empty on some ranks, so not in their files: one"),
+    ({"conv.weight": "x"}, "nothing says how vLLM cuts conv.weight: reading"),
 ]
 
 
