@@ -94,6 +94,7 @@ def convert_run(
     """
     choice.require_one_way(options)
     require_codes(choice.ignore)
+    _require_folder(target)
     opened = as_one_step(open_run(run, options.read))
     _require_several(opened)
     conversion = _Conversion(opened, target, options, notify, progress, noted)
@@ -124,6 +125,15 @@ def convert_run(
         listed = list_some(numbers, 4) if numbers else "not numbered"
         raise UsageError(f"--every {choice.every}: no step of {run} is a multiple of it: {listed}")
     return ConvertRunReport(run, target, tuple(results), conversion.notes, len(opened.steps))
+
+
+def _require_folder(target: Location) -> None:
+    """Raise UsageError for the name of a file: each step gets a name of its own in a folder."""
+    if target.suffix in single_file_suffixes():
+        raise UsageError(
+            f"{target}: the name of a {target.suffix} file, but several steps go into a folder",
+            hint="choose another name for DST; --to says what is written for each step",
+        )
 
 
 def _require_several(run: Run) -> None:

@@ -149,6 +149,14 @@ def test_what_one_checkpoint_has_no_use_for_is_refused(tmp_path: Path) -> None:
     assert f"so it is in {run}/step-200" in asked
 
 
+def test_a_run_goes_into_no_file(tmp_path: Path) -> None:
+    run, target = run_of(tmp_path, 100, 200), tmp_path / "model.safetensors"
+    done = run_command("convert", run, target, "--last", "2")
+    assert done.code == 2
+    assert "the name of a .safetensors file, but several steps go into a folder" in done.stderr
+    assert not target.exists()
+
+
 def test_python_converts_a_run(tmp_path: Path) -> None:
     run = run_of(tmp_path, 100, 200)
     report = ckptool.convert_run(run, tmp_path / "out", last=1, to="hf", model_only=True)
