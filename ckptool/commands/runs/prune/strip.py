@@ -156,6 +156,7 @@ def _keeping_times(opened: OpenedCheckpoint, strip: Transfer[ConvertReport]) -> 
     folder = Path(opened.source.root).resolve()
     times = {name: time for name, (_, time) in stamps(folder, opened.catalog.files).items()}
     strip.run()
+    newest = max(times.values())
     for name in strip.plan.layout.sizes:
-        time = times.get(name, max(times.values()))
+        time = times.get(name, newest)
         os.utime(folder / name, ns=(time, time), follow_symlinks=False)
