@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ckptool
 from ckptool.commands.runs.prune.prune import PruneReport
+from ckptool.engine.write import removal
+from ckptool.storage.url import Location
 
 
 def damage(step: Path) -> None:
@@ -31,3 +36,14 @@ def names_in(run: Path) -> list[str]:
 def hashes(step: Path) -> dict[str, str]:
     files = sorted(path for path in step.rglob("*") if path.is_file())
     return {str(p.relative_to(step)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def after_each_removal(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Have another process do something after each step that prune removes."""
+    real = removal.remove
+
+    def remove(path: Location, side: Location | None) -> None:
+        real(path, side)
+        act()
+
+    monkeypatch.setattr("ckptool.commands.runs.prune.prune.remove", remove)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import case
-from prune_runs import fates, hashes, names_in, pruned
+from prune_runs import after_each_removal, fates, hashes, names_in, pruned
 from trainer_runs import BOTH, OPTIMIZER, TRAINERS, WEIGHT, age, of_dcp, run_of, write_step
 from typer.testing import CliRunner
 
@@ -287,13 +287,7 @@ def test_what_happens_before_the_next_removal(
 ) -> None:
     run = steps(tmp_path / "run", "step-1", "step-2", "step-3")
     work, error, left = CHANGES[change]
-    real = removal.remove
-
-    def removing(path: Path, side: Path | None) -> None:
-        real(path, side)
-        work(run)
-
-    monkeypatch.setattr("ckptool.commands.runs.prune.prune.remove", removing)
+    after_each_removal(monkeypatch, lambda: work(run))
     if error:
         with pytest.raises((Changed, TransferError), match=error):
             pruned(run, yes=True, quick=True)
@@ -384,13 +378,8 @@ def test_steps_of_a_store_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -
     for step in (1, 2, 3):
         for file in SOURCE.iterdir():
             (run / f"step-{step}" / file.name).write_bytes(file.read_bytes())
-    real = removal.remove
-
-    def removing(path: RemotePath, side: None) -> None:
-        real(path, side)
-        (run / "latest.json").write_bytes(json.dumps({"step": "step-2"}).encode())
-
-    monkeypatch.setattr("ckptool.commands.runs.prune.prune.remove", removing)
+    pointer = json.dumps({"step": "step-2"}).encode()
+    after_each_removal(monkeypatch, lambda: (run / "latest.json").write_bytes(pointer))
     report = prune(location(str(run)), PruneOptions(keep_last=1, yes=True))
     assert fates(report) == {"step-3": "keep", "step-2": "keep", "step-1": "remove"}
     before = hashes(SOURCE)

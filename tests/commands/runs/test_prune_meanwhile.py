@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from places import file_system
-from prune_runs import damage, fates, hashes, names_in, pruned
+from prune_runs import after_each_removal, damage, fates, hashes, names_in, pruned
 from pruned_runs import SOURCE, run_of
 from trials import trials
 from typer.testing import CliRunner
@@ -34,13 +34,7 @@ def test_a_step_to_be_kept_that_is_gone_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(tmp_path, 1, 2, 3)
-    real = removal.remove
-
-    def other_process(path: Path, side: None) -> None:
-        real(path, side)
-        shutil.rmtree(run / "step-3")
-
-    monkeypatch.setattr("ckptool.commands.runs.prune.prune.remove", other_process)
+    after_each_removal(monkeypatch, lambda: shutil.rmtree(run / "step-3"))
     with pytest.raises(Changed, match=r"step-3: was to be kept and is gone"):
         pruned(run, yes=True)
     assert names_in(run) == ["step-2"]
@@ -50,13 +44,7 @@ def test_what_another_removes_meanwhile_is_not_called_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(tmp_path, 1, 2, 3)
-    real = removal.remove
-
-    def other_process(path: Path, side: None) -> None:
-        real(path, side)
-        shutil.rmtree(run / "step-2")
-
-    monkeypatch.setattr("ckptool.commands.runs.prune.prune.remove", other_process)
+    after_each_removal(monkeypatch, lambda: shutil.rmtree(run / "step-2"))
     report = pruned(run, yes=True)
     assert fates(report) == {"step-3": "keep", "step-2": "leave", "step-1": "remove"}
     assert report.steps[1].reason == "it was removed meanwhile"
@@ -67,13 +55,7 @@ def test_a_step_that_is_pointed_to_meanwhile_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(tmp_path, 1, 2, 3)
-    real = removal.remove
-
-    def trainer(path: Path, side: None) -> None:
-        real(path, side)
-        (run / "latest").write_text("step-2")
-
-    monkeypatch.setattr("ckptool.commands.runs.prune.prune.remove", trainer)
+    after_each_removal(monkeypatch, lambda: (run / "latest").write_text("step-2"))
     report = pruned(run, yes=True)
     assert fates(report)["step-2"] == "keep"
     assert names_in(run) == ["latest", "step-2", "step-3"]
