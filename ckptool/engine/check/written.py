@@ -47,14 +47,14 @@ def require_written(
     """
     entries = [kept_rows(plan, entry) for entry in plan.entries]
     layout = replace(plan.layout, files=tuple(plan.layout.files[number] for number in numbers))
-    written = written_entries(layout, {entry.name: entry for entry in entries})
+    sources = {entry.name: entry for entry in entries}
+    written = written_entries(layout, sources)
     is_whole = len({*numbers, *later}) == len(plan.layout.files)
     if is_whole:
         require_none_missing(plan, entries, written)
-    pairs = [
-        TensorPair(entry, other, boxes=() if is_whole else _boxes(other))
-        for entry in entries
-        if (other := written.get(entry.name)) is not None
+    pairs = [  # in the order of the output, which is read
+        TensorPair(sources[name], other, boxes=() if is_whole else _boxes(other))
+        for name, other in written.items()
     ]
     comparison = TensorComparison()
     ranges = RangeCheck()

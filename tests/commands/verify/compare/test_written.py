@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import convert_to
 
 from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
@@ -364,3 +365,22 @@ def test_output_that_is_read_back_otherwise_once_is_not_the_sources_change(
     with pytest.raises(NotVerified, match=r"cannot be read back: .*\.safetensors: it was changed"):
         transfer.run()
     assert not left
+
+
+def test_a_file_is_read_back_from_its_first_byte_to_its_last(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source has ``w2`` before ``w10``, the output after it."""
+    torch.save({f"w{n}": torch.full((1 << 20,), n) for n in range(12)}, out / "source.pt")
+    reads: list[tuple[bool, int]] = []
+    real = LocalReader.read_some
+
+    def read_some(self: LocalReader, file: str, offset: int, buffer: memoryview) -> int:
+        reads.append((file.endswith(".safetensors"), offset))
+        return real(self, file, offset, buffer)
+
+    monkeypatch.setattr(LocalReader, "read_some", read_some)
+    convert_to("safetensors", out / "source.pt", out / "m", run=RunOptions(workers=1, fsync=False))
+    offsets = [offset for is_output, offset in reads if is_output and offset]  # but its header
+    assert len(offsets) > 12
+    assert offsets == sorted(offsets)
