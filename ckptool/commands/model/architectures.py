@@ -147,8 +147,8 @@ _STATED = {
     "shared_ffn": ("shared_expert_intermediate_size",),
 }
 """The keys of a config that state a size, the first that it has."""
-_MOST = 1 << 12
-"""Layers or experts of a model; a config with more is odd."""
+MOST_LAYERS = 1 << 16
+"""Layers of a model, times the experts of each; a config with more is odd."""
 
 
 def class_of(config: Record) -> str | None:
@@ -210,7 +210,7 @@ def _sizes(config: Record) -> dict[str, int] | None:
         count = next((config[key] for key in keys if config.get(key) is not None), None)
         if _are_counts(count):
             sizes[size] = count
-    return sizes if max(layers, sizes.get("experts", 0)) <= _MOST else None
+    return sizes if layers * sizes.get("experts", 1) <= MOST_LAYERS else None
 
 
 def _are_counts(*values: Any) -> bool:
@@ -218,19 +218,23 @@ def _are_counts(*values: Any) -> bool:
 
 
 def _tensors(kind: _Architecture, config: Record, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield the name and dims of each tensor. Raises KeyError if experts are not counted."""
+    """Yield the name and dims of each tensor. Raises KeyError if its experts are not known."""
     yield from (*_FIRST, _LAST)
     flags = [flag for flag in kind.more if config.get(flag, flag in _ON)]
     extras = [text for flag in flags for text in kind.more[flag]]
+    sparse = _layers_with_experts(config, sizes["layers"]) if kind.experts else ()
     for layer in range(sizes["layers"]):
-        parts = kind.experts if kind.experts and _has_experts(config, layer) else kind.dense
+        parts = kind.experts if layer in sparse else kind.dense
         for text in (*kind.layer, *extras, *parts):
             numbers = range(sizes["experts"]) if "{expert}" in text else (0,)
             for expert in numbers:
                 yield f"model.layers.{layer}.{text.replace('{expert}', str(expert))}"
 
 
-def _has_experts(config: Record, layer: int) -> bool:
-    """Return whether a layer of a model with experts has them (Qwen2-MoE, Qwen3-MoE)."""
-    step = config.get("decoder_sparse_step", 1)
-    return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % (step or 1) == 0
+def _layers_with_experts(config: Record, layers: int) -> set[int]:
+    """Return the layers that have experts (Qwen2-MoE, Qwen3-MoE); KeyError if a config is odd."""
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+    if type(step) is not int or not isinstance(dense, list):
+        raise KeyError
+    without = {layer for layer in dense if type(layer) is int}
+    return {layer for layer in range(layers) if layer not in without and (layer + 1) % step == 0}

@@ -91,3 +91,20 @@ LLAMA = {
 def test_nothing_is_guessed(change: dict[str, Any]) -> None:
     assert shapes_of(LLAMA) is not None
     assert shapes_of(LLAMA | change) is None
+
+
+MIXTURE = {**LLAMA, "model_type": "qwen3_moe", "head_dim": 2, "num_key_value_heads": 2, **EXPERTS}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"decoder_sparse_step": "2"},
+        {"decoder_sparse_step": [1]},
+        {"mlp_only_layers": 3},
+        {"num_hidden_layers": 4096, "num_experts": 4096},  # 50 million names
+    ],
+)
+def test_a_config_with_odd_experts_is_not_understood(change: dict[str, Any]) -> None:
+    assert shapes_of(MIXTURE) is not None
+    assert shapes_of({**MIXTURE, **change}) is None
