@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
+from reprlib import repr as shortened
 from typing import Any
 
-from ckptool.commands.model.architectures import HEAD, class_of, shapes_of
+from ckptool.commands.model.architectures import HEAD, MOST_LAYERS, class_of, shapes_of
 from ckptool.commands.model.records import Record
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
@@ -98,11 +99,13 @@ def _of_megatron(record: Record, catalog: Catalog) -> tuple[Config | None, str]:
 def _unsupported_values(record: Record) -> list[str]:
     """List the arguments whose value requests something that none of these models computes."""
     supported = {**_MUST_BE, **(_OF_EXPERTS if record.get("num_experts") else {})}
-    return [
-        f"{name} is {record.get(name)!r}"
-        for name, values in supported.items()
-        if record.get(name) not in values
-    ]
+    names = [name for name, values in supported.items() if record.get(name) not in values]
+    layers, frequency = record["num_layers"], record.get("moe_layer_freq")
+    if type(layers) is not int or not 0 < layers <= MOST_LAYERS:
+        names.append("num_layers")
+    if frequency is not None and type(frequency) not in (int, list):
+        names.append("moe_layer_freq")
+    return [f"{name} is {shortened(record.get(name))}" for name in names]
 
 
 def _unknown_arguments(record: Record) -> list[str]:
@@ -170,7 +173,7 @@ def _dense_layers(record: Record) -> list[int]:
 
 
 def _check_names(model_type: str, config: Config, catalog: Catalog) -> tuple[Config | None, str]:
-    """Add the sizes of tensors; None if they are not exactly the architecture's."""
+    """Add the sizes of tensors; None if these are not exactly the architecture's."""
     shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
     embedding = shapes.get("model.embed_tokens.weight")
     gate = shapes.get("model.layers.0.mlp.gate_proj.weight")
@@ -179,6 +182,8 @@ def _check_names(model_type: str, config: Config, catalog: Catalog) -> tuple[Con
     config |= {"vocab_size": embedding[0]} if embedding else {}
     config |= {"intermediate_size": gate[0]} if gate else {}
     expected = expected_names(config)
+    if not expected:
+        return None, f"the recorded sizes are none of a {architecture}"
     names = {name for name, entry in catalog.tensors.items() if state_category(entry) == "model"}
     if names == expected:
         return config, ""
@@ -189,7 +194,7 @@ def _check_names(model_type: str, config: Config, catalog: Catalog) -> tuple[Con
 
 
 def expected_names(config: Mapping[str, Any]) -> set[str]:
-    """Return every parameter's name in the files of a model of this configuration.
+    """Return every parameter's name in the files of a configuration's model; none if it is odd.
 
     The sizes of tensors that the model may lack need not be known.
     """

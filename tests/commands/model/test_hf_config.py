@@ -168,6 +168,10 @@ def test_a_model_whose_values_mean_something_else_is_refused(name: str, out: Pat
         ({"of_next_year": 3}, "of_next_year is 3, which is not supported"),
         ({"of_next_year": 0.0}, "of_next_year is 0.0, which is not supported"),
         ({"of_next_year": None, "lr": 1e-4, "moe_router_topk": 2}, "LlamaForCausalLM requires"),
+        ({"num_layers": "2"}, "num_layers is '2'"),
+        (EXPERTS | {"num_layers": 10**12}, "num_layers is 1000000000000"),
+        (EXPERTS | {"moe_layer_freq": "[0]*2"}, "moe_layer_freq is '[0]*2'"),
+        ({"kv_channels": [8]}, "the recorded sizes are none of a LlamaForCausalLM"),
     ],
 )
 def test_no_config_is_made_where_not_enough_is_recorded(
