@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import permutations
+from math import perm
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -22,6 +23,8 @@ Naming = Callable[[str], str]
 _FEW = 3
 _NESTED = ("gate_up_proj", "down_proj")
 """The parameters of experts in transformers (5) in the order in which PEFT nests their LoRAs."""
+_MOST_ORDERS = 1 << 16
+"""Ways to put the LoRAs of a module on its parameters: experts have two or three of these."""
 _IN_FILES = (
     {"model.language_model.": "model.", "model.": ""},
     {
@@ -191,6 +194,11 @@ def _of_parameters(
 ) -> Iterator[Target]:
     """Yield the LoRAs of a module's parameters: the deepest was put on the first parameter."""
     loras = sorted(loras, key=lambda lora: -lora.depth)
+    if perm(len(keys), len(loras)) > _MOST_ORDERS:
+        raise Undetermined(
+            f"{loras[0].both[0].name}: one of {len(loras)} LoRAs on {len(keys)} parameters of one"
+            " module: too many to find out which is for which"
+        )
     entries = {key: tensors[naming(key)] for key in keys}
     orders = [
         order

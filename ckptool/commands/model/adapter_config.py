@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
-from math import isfinite
+from reprlib import repr as shortened
 from typing import Any
 
 from msgspec import Struct
@@ -106,13 +107,14 @@ def _wrong_ranks(
 
 
 def _wrong_scales(config: Record, place: str) -> Iterator[Problem]:
-    """Yield where a config says that products are scaled by what is not finite."""
+    """Yield where a config says that products are scaled by what is no finite number."""
     patterns = config.get("alpha_pattern")
-    alphas = {"lora_alpha": config.get("lora_alpha")}
+    alphas: dict[str, Any] = {"lora_alpha": config.get("lora_alpha")}
     alphas |= patterns if isinstance(patterns, dict) else {}
     for where, value in alphas.items():
-        if isinstance(value, float) and not isfinite(value):
-            message = f"{place} says {where} {value}, which is no alpha: a finite number"
+        is_number = type(value) in (int, float) and abs(value) <= sys.float_info.max
+        if value is not None and not is_number:
+            message = f"{place} says {where} {shortened(value)}, which is no alpha: a finite number"
             yield Problem(message, "config-mismatch", file=place)
 
 

@@ -72,7 +72,7 @@ Q = pair("model.q", 5, 6)
         ({"kasa_config": {"beta": 1}}, Q, "says kasa_config {'beta': 1}: not supported"),
         ({"of_the_future": 3}, Q, "says of_the_future 3, which is not known of PEFT"),
         ({"lora_alpha": "8"}, Q, "lora_alpha"),
-        ({"lora_alpha": "\ud800"}, Q, "adapter_config.json: 'utf-8' codec can't encode"),
+        ({"bias": "\ud800"}, Q, "adapter_config.json: 'utf-8' codec can't encode"),
         ({"rank_pattern": {"(": 3}}, Q, "pattern '(': "),
         ({"rank_pattern": {f"{'(' * 900}q{')' * 900}": 4}}, Q, "maximum recursion depth"),
         ({"rank_pattern": {"q{99999999999}": 4}}, Q, "is too long, or repeats too much"),
@@ -379,3 +379,16 @@ def test_a_head_that_is_tied_and_stored_is_refused(tmp_path: Path) -> None:
     code, said = run(tmp_path / "out", *words, "--drop", "lm_head.weight")
     assert code == 0, said
     assert "model.embed_tokens.weight is tied to the head: merged into both" in said
+
+
+def test_loras_on_many_parameters_of_one_module_are_refused(tmp_path: Path) -> None:
+    """Each of them fits each: to try all orders would take hours and all memory."""
+    names = [f"experts.p{number}" for number in range(11)]
+    tensors: Tensors = {}
+    for depth in range(11):
+        tensors |= pair(f"experts{'.base_layer' * depth}", 4, 4)
+    adapter = save_adapter(tmp_path / "adapter", tensors, target_parameters=names, r=2)
+    base = save_base(tmp_path / "base.safetensors", {name: some(2, 4, 4) for name in names})
+    code, said = run(tmp_path / "out.safetensors", "--lora", adapter, "--onto", base)
+    assert code == 4, said
+    assert "one of 11 LoRAs on 11 parameters of one module: too many to find out" in said

@@ -103,6 +103,8 @@ def test_what_peft_saves_is_sound(
         ({"target_parameters": 5, "r": 4}, SOUND, "says r 4, but"),
         ({"lora_alpha": math.inf}, SOUND, "says lora_alpha inf, which is no alpha"),
         ({"alpha_pattern": {"q_proj": math.nan}}, SOUND, "says q_proj nan, which is no alpha"),
+        ({"lora_alpha": "16"}, SOUND, "says lora_alpha '16', which is no alpha"),
+        ({"lora_alpha": 10**400}, SOUND, r"says lora_alpha 10+\.\.\.0+, which is no alpha"),
     ],
 )  # fmt: skip
 def test_a_config_of_another_adapter_is_an_error(
