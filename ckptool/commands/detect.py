@@ -247,7 +247,7 @@ def _files_of(row: Format, source: Files) -> tuple[frozenset[str], bool] | None:
     """Return the files of a checkpoint, and whether all can be read; None if they are unknown."""
     problems: list[Problem] = []
     try:
-        files = row.reading.scan(source, ScanOptions(per_rank=True, problems=problems)).files
+        files = row.scan(source, ScanOptions(per_rank=True, problems=problems)).files
     except CkptoolError:
         return None
     return frozenset(files), not problems

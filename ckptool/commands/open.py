@@ -210,7 +210,7 @@ def _scan(candidate: Candidate, options: ScanOptions) -> Catalog:
     path, source = candidate.path, candidate.source
     options = replace(options, user_file=_set_named(candidate))
     try:
-        catalog = run_bounded(path, lambda: candidate.format.reading.scan(source, options))
+        catalog = run_bounded(path, lambda: candidate.format.scan(source, options))
     except Damaged as error:
         raise explain_damage(source, error) from None
     unread = run_bounded(path, lambda: unread_files(candidate, catalog, options.problems or ()))

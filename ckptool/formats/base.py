@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -176,6 +176,9 @@ class Detection(Struct, frozen=True):
     one folder. ``has_set`` returns whether a file of a folder says, by its
     name, to which of several checkpoints there it belongs; ``scan`` heeds ``ScanOptions.user_file``
     then. ``latest`` is how a run says which of its checkpoints is the latest.
+
+    ``names`` are what the files are called without which there is nothing to read. ``found``
+    returns a true value if there are some, where ``probe`` asks for more.
     """
 
     probe: Callable[[Source], object] | None = None
@@ -185,6 +188,15 @@ class Detection(Struct, frozen=True):
     other_saves: Callable[[Source, str], frozenset[str]] = lambda folder, file: frozenset()
     has_set: Callable[[Source, str], bool] = lambda folder, file: False
     latest: LatestMarker | None = None
+    names: str = ""
+    found: Callable[[Source], object] | None = None
+
+
+def by_name(pattern: re.Pattern[str], names: str, latest: LatestMarker | None = None) -> Detection:
+    """Return how a format is found of which every file has a name of its own."""
+    return Detection(
+        lambda source: any(map(pattern.fullmatch, source.files)), latest=latest, names=names
+    )
 
 
 class Reading(Struct, frozen=True):
@@ -259,17 +271,6 @@ def refusing(what: str, hint: str) -> Reading:
     return Reading(scan, is_possible=False)
 
 
-def require_found(found: Collection[object], source: Source, names: str) -> None:
-    """Raise Unrecognized for a source in which none of a format's files was found.
-
-    A format that was not detected may be forced (``--from``) on any folder. ``names`` are those of
-    the files.
-    """
-    if not found:
-        hint = "without --from the format is detected"
-        raise Unrecognized(f"{source.root}: no file is called {names}", hint=hint)
-
-
 class Format(Struct, frozen=True):
     """One checkpoint format: a row of the registry, and all that commands know of the format."""
 
@@ -283,6 +284,17 @@ class Format(Struct, frozen=True):
     def matches(self, source: Source) -> bool:
         """Return whether a source is detected as this format."""
         return self.detection.probe is not None and bool(self.detection.probe(source))
+
+    def scan(self, source: Source, options: ScanOptions) -> Catalog:
+        """Read the metadata of a source; Unrecognized if it has none of the format's files.
+
+        A format that was not detected may be forced (``--from``) on any folder.
+        """
+        names, find = self.detection.names, self.detection.found or self.detection.probe
+        if names and find is not None and not find(source):
+            hint = "without --from the format is detected"
+            raise Unrecognized(f"{source.root}: no file is called {names}", hint=hint)
+        return self.reading.scan(source, options)
 
     def lay_out(self, catalog: Catalog, request: Request) -> Layout:
         """Lay out a catalog whole, or cut for the mesh on which ``request`` places it.

@@ -48,7 +48,6 @@ from ckptool.formats.base import (
     Request,
     ScanOptions,
     Writing,
-    require_found,
 )
 from ckptool.formats.companions import MOST_EXPERTS, companions, read_json_object, size_in
 from ckptool.formats.writing import lay_out_companions, require_placed, select_plain
@@ -204,7 +203,6 @@ def _files(source: Source) -> dict[int, str]:
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     files = _files(source)
-    require_found(files, source, "consolidated.NN.pth")
     world = max(files) + 1
     require_rank(world, files[max(files)])
     missing = find_missing_ranks(files, world)
@@ -368,7 +366,11 @@ def _require_cut(entry: TensorEntry, placement: object, ranks: int) -> None:
 FORMAT = Format(
     "llama",
     "Meta llama: consolidated.NN.pth and params.json",
-    Detection(lambda source: len(_files(source)) > (0 if _PARAMS in source.files else 1)),
+    Detection(
+        lambda source: len(_files(source)) > (0 if _PARAMS in source.files else 1),
+        names="consolidated.NN.pth",
+        found=_files,
+    ),
     Reading(_scan, checks=_lost_ranks, takes_tp_rules=True),
     Writing(reshard=lay_out),
     Loading(rules=lambda: RULES),

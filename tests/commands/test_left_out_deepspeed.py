@@ -313,7 +313,7 @@ def test_wherever_it_lies_it_is_refused_and_moves_nothing_else(
 ) -> None:
     source = LocalSource.folder(case(name).path)
     reader = FORMATS[case(name).facts["format"]]
-    known = reader.reading.scan(source, ScanOptions())
+    known = reader.scan(source, ScanOptions())
     files = {file: read_torch_file(source, file) for file in source.files if file.endswith(".pt")}
     outcomes: Counter[str] = Counter()
     spots = [(file, path) for file in files for path in sampled(file, files)]
@@ -330,7 +330,7 @@ def test_wherever_it_lies_it_is_refused_and_moves_nothing_else(
             monkeypatch.setattr(module, "read_torch_file", read)
         error = Damaged if kind == "damaged" else Hostile
         try:
-            require_same(known, reader.reading.scan(source, ScanOptions()))
+            require_same(known, reader.scan(source, ScanOptions()))
             outcomes["read"] += 1
         except error:
             outcomes["refused"] += 1

@@ -113,11 +113,11 @@ def _read_with(target: Path, output: LocalSource, rest: LocalSource) -> list[str
     if new is None:
         return []
     try:
-        expected = run_bounded(target, lambda: new.reading.scan(output, _SCAN))
+        expected = run_bounded(target, lambda: new.scan(output, _SCAN))
     except CkptoolError:
         return []
     try:
-        read = run_bounded(target, lambda: new.reading.scan(union, _SCAN))
+        read = run_bounded(target, lambda: new.scan(union, _SCAN))
     except CkptoolError:
         return sorted(rest.files)
     return sorted(read.files.keys() - expected.files.keys())
@@ -165,7 +165,7 @@ def _is_own_file(file: Location) -> bool:
 def _files_of(target: Location, source: Files, row: Format, layout: Layout) -> frozenset[str]:
     """Return a checkpoint's files, with those of its model if the new one brings its own."""
     try:
-        catalog = run_bounded(target, lambda: row.reading.scan(source, _SCAN))
+        catalog = run_bounded(target, lambda: row.scan(source, _SCAN))
     except CkptoolError:
         return _named_files(target, source, row)
     new = {*layout.sizes}
@@ -178,7 +178,7 @@ def _named_files(target: Location, source: Files, row: Format) -> frozenset[str]
     problems: list[Problem] = []
     options = replace(_SCAN, problems=problems)
     try:
-        return frozenset(run_bounded(target, lambda: row.reading.scan(source, options)).files)
+        return frozenset(run_bounded(target, lambda: row.scan(source, options)).files)
     except CkptoolError as error:
         names = frozenset(name for name in source.files if name.endswith(_UNFINISHED))
         if not names:

@@ -40,6 +40,7 @@ from ckptool.formats.base import (
     Reading,
     ScanOptions,
     Writing,
+    by_name,
 )
 from ckptool.formats.companions import MEGATRON
 from ckptool.serialization.source import Source, read_metadata
@@ -52,7 +53,7 @@ FOLDER = re.compile(r"mp_rank_([0-9]{2,6})(?:_([0-9]{3,6}))?(?:_([0-9]{3,6}))?/m
 TORCH_FORMAT = Format(
     "megatron-torch",
     "Megatron's own format, one folder per model-parallel rank (mp_rank_00/model_optim_rng.pt)",
-    Detection(lambda source: any(map(FOLDER.fullmatch, source.files)), latest=_LATEST),
+    by_name(FOLDER, "mp_rank_TT/model_optim_rng.pt", _LATEST),
     Reading(Deferred("ckptool.formats.megatron.torch:scan"), takes_tp_rules=True),
 )
 
@@ -147,7 +148,7 @@ LOCAL_FILE = re.compile(r"([0-9]{1,9})/iter_([0-9]{7,18})_([0-9]{1,9})_local(\.d
 LOCAL_FORMAT = Format(
     "nvrx-local",
     "nvidia-resiliency-ext local checkpoint (0/iter_0000100_0_local.pt)",
-    Detection(lambda source: any(map(LOCAL_FILE.fullmatch, source.files))),
+    by_name(LOCAL_FILE, "R/iter_I_R_local.pt"),
     Reading(
         Deferred("ckptool.formats.megatron.nvrx:scan"), takes_tp_rules=True, takes_world_size=True
     ),

@@ -17,7 +17,7 @@ from ckptool.core.chunks import proved_equal
 from ckptool.core.sharding.tensor_parallel import GivenRules, given_rules, suggest_rule
 from ckptool.core.views import whole_tensor
 from ckptool.errors import CkptoolError, Damaged, Problem, Refusal, UsageError, damaged
-from ckptool.formats.base import ScanOptions, require_found
+from ckptool.formats.base import ScanOptions
 from ckptool.formats.megatron import LOCAL_FILE
 from ckptool.formats.megatron.local import ROOT, read_megatron, read_state_fields
 from ckptool.formats.megatron.model import Arguments, keep_first_arguments, read_arguments
@@ -189,7 +189,6 @@ def read_local(source: Source, world_size: int | None = None) -> LocalIteration:
     Raises Damaged if no iteration is complete, with what each of them lacks.
     """
     copies = [copy for name in source.files if (copy := _parse_name(name))]
-    require_found(copies, source, "R/iter_I_R_local.pt")
     for copy in copies:
         require_rank(max(copy.folder, copy.owner), copy.name)
     highest = max(max(copy.folder, copy.owner) for copy in copies) + 1

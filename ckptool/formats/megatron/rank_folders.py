@@ -12,7 +12,6 @@ from msgspec import Struct
 
 from ckptool.core.catalog import Index, Path, flat_name
 from ckptool.errors import Damaged, Refusal, refused
-from ckptool.formats.base import require_found
 from ckptool.formats.megatron import FOLDER
 from ckptool.formats.megatron.model import Arguments, count_experts, count_layers, read_arguments
 from ckptool.formats.megatron.tensor_parallel import Rank
@@ -59,7 +58,6 @@ def read_folders(source: Source) -> tuple[list[RankFolder], Arguments]:
     Raises Damaged if a rank is missing, or names do not distinguish pipeline from expert ranks.
     """
     names = sorted(name for name in source.files if FOLDER.fullmatch(name))
-    require_found(names, source, f"mp_rank_TT/{STATE}")
     expect_archives(source, names)
     files = {name: read_torch_file(source, name) for name in names}
     values = {name: f.inert if isinstance(f.inert, dict) else {} for name, f in files.items()}

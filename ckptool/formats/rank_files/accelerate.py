@@ -26,7 +26,6 @@ from ckptool.formats.base import (
     Reading,
     ScanOptions,
     Writing,
-    require_found,
 )
 from ckptool.formats.companions import (
     RANDOM_STATES,
@@ -67,6 +66,10 @@ def _whole_model(source: Source) -> Format | None:
     return torch_save.FORMAT if torch_save.INDEX in source.files else None
 
 
+def _probe(source: Source) -> object:
+    return _parts(source) or _whole_model(source)
+
+
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     catalogs = []
     parts = _parts(source)
@@ -75,14 +78,13 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
     is_fsdp = "model" in parts.values() or _OF_FSDP in source.files
     model = None if is_fsdp else _whole_model(source)
     if model is not None:
-        catalogs.append(with_prefix(model.reading.scan(source, options), "model"))
+        catalogs.append(with_prefix(model.scan(source, options), "model"))
         catalogs += _further_models(source, options)
     for folder, family in parts.items():
-        inner = scan_subfolder(FORMATS["dcp"].reading.scan, source, folder, options)
+        inner = scan_subfolder(FORMATS["dcp"].scan, source, folder, options)
         catalogs.append(_in_family(inner, family))
     if FORMATS["rank-local"].matches(source):
-        catalogs.append(FORMATS["rank-local"].reading.scan(source, options))
-    require_found(catalogs, source, "pytorch_model_fsdp_0/.metadata, or random_states_0.pkl")
+        catalogs.append(FORMATS["rank-local"].scan(source, options))
     _require_one_save(catalogs)
     writer = {"writer": "accelerate (by its file names)"}
     joined = join_catalogs(*catalogs)
@@ -134,7 +136,11 @@ def _in_family(catalog: Catalog, family: str) -> Catalog:
 FORMAT = Format(
     "accelerate",
     "accelerate's folder: model, optimizer, and the files next to them",
-    Detection(lambda source: _parts(source) or _whole_model(source)),
+    Detection(
+        _probe,
+        names="pytorch_model_fsdp_0/.metadata, or random_states_0.pkl",
+        found=lambda source: _probe(source) or FORMATS["rank-local"].matches(source),
+    ),
     Reading(_scan, locate=Deferred("ckptool.formats.dcp:locate"), takes_world_size=True),
     Writing(
         reshard=Deferred("ckptool.formats.rank_files.accelerate_write:lay_out"),

@@ -24,14 +24,13 @@ from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.errors import CkptoolError, Problem
 from ckptool.formats.base import (
     MODEL_EXTRA,
-    Detection,
     Format,
     Loading,
     Reading,
     Request,
     ScanOptions,
     Writing,
-    require_found,
+    by_name,
 )
 from ckptool.formats.companions import CONFIG, companions, read_json_object
 from ckptool.formats.safetensors.huggingface import FORMAT as HF
@@ -54,10 +53,6 @@ _UNREAD_BY_TORCH = ("F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
 """Element types that torch 2.13's HuggingFaceStorageReader has no name for."""
 
 
-def _shards(source: Source) -> list[re.Match[str]]:
-    return [match for name in source.files if (match := _SHARD.fullmatch(name))]
-
-
 class _ShardContents(Struct):
     """The joint content of all shards, by tensor: chunks, and element types with dim counts.
 
@@ -71,8 +66,7 @@ class _ShardContents(Struct):
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
-    shards = _shards(source)
-    require_found(shards, source, "shard-R-model-I-of-N.safetensors")
+    shards = [match for name in source.files if (match := _SHARD.fullmatch(name))]
     contents = _ShardContents(problems=_name_problems(shards))
     last = max(shards, key=lambda match: int(match["rank"]))
     expect_heads(source, (match.string for match in shards))
@@ -210,7 +204,7 @@ def _compare_consolidated(
         reason = "their shards are lost and the shapes too small"
         return [Problem(f"{message} {reason}", "world-size-unrecorded")], frozenset()
     try:
-        copy = HF.reading.scan(source, ScanOptions())
+        copy = HF.scan(source, ScanOptions())
     except CkptoolError as error:
         damage = error.message.within("the consolidated copy beside the shards is damaged")
         return [damage], frozenset()
@@ -267,7 +261,7 @@ def _shard_file(
 FORMAT = Format(
     "dcp-safetensors",
     "safetensors shards with DCP sharding info (HuggingFaceStorageWriter)",
-    Detection(_shards),
+    by_name(_SHARD, "shard-R-model-I-of-N.safetensors"),
     Reading(_scan),
     Writing(convert=_lay_out, reshard=_lay_out, of_ranks=True, has_metadata=True, has_values=False),
     Loading(config="optional"),

@@ -25,7 +25,6 @@ from ckptool.formats.base import (
     Request,
     ScanOptions,
     Writing,
-    require_found,
 )
 from ckptool.formats.companions import (
     CONFIG,
@@ -62,7 +61,6 @@ def _is_folder(name: str) -> bool:
 
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
-    require_found([name for name in source.files if name == PIPELINE], source, PIPELINE)
     parts: list[Catalog] = []
     problems: list[str] = []
     components = _components(source)
@@ -74,7 +72,7 @@ def _scan(source: Source, options: ScanOptions) -> Catalog:
             message = f"{name}: {PIPELINE} lists this {kind}, but it has no {what}"
             problems.append(Problem(message, "file-missing", file=f"{name}/"))
         if row is not None:
-            inner = scan_subfolder(row.reading.scan, source, name, options, prefix=f"{name}.")
+            inner = scan_subfolder(row.scan, source, name, options, prefix=f"{name}.")
             parts.append(with_prefix(inner, name))
     options.report(problems, subject=source.root)
     joined = join_catalogs(Catalog("diffusers", {}, {}, {}, world_size=1), *parts)
@@ -132,7 +130,7 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
 FORMAT = Format(
     "diffusers",
     "diffusers' pipeline: model_index.json and one folder per component",
-    Detection(lambda source: PIPELINE in source.files),
+    Detection(lambda source: PIPELINE in source.files, names=PIPELINE),
     Reading(_scan),
     Writing(convert=lay_out, has_shards=True, has_metadata=True, has_values=False),
 )

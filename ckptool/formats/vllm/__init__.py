@@ -28,14 +28,13 @@ from ckptool.core.views import whole_tensor
 from ckptool.errors import Damaged, Unsupported
 from ckptool.formats.base import (
     MODEL_EXTRA,
-    Detection,
     Format,
     Loading,
     Reading,
     Request,
     ScanOptions,
     Writing,
-    require_found,
+    by_name,
 )
 from ckptool.formats.companions import companions, describe_config, read_config
 from ckptool.formats.side_file import split_side, with_headers
@@ -67,7 +66,6 @@ _FILE = re.compile(r"model-rank-([0-9]{1,9})-part-([0-9]{1,9})\.safetensors")
 
 def _scan(source: Source, options: ScanOptions) -> Catalog:
     files = [match for name in source.files if (match := _FILE.fullmatch(name))]
-    require_found(files, source, "model-rank-R-part-P.safetensors")
     world = max(int(match[1]) for match in files) + 1
     _require_parts(source, files, world)
     tensors, headers, problems = _read_ranks(source, files, options)
@@ -312,7 +310,7 @@ def _part_file(
 FORMAT = Format(
     "sharded-state",
     "vLLM sharded state: model-rank-R-part-P.safetensors",
-    Detection(lambda source: any(map(_FILE.fullmatch, source.files))),
+    by_name(_FILE, "model-rank-R-part-P.safetensors"),
     Reading(_scan, takes_tp_rules=True),
     Writing(reshard=lay_out, has_metadata=True, has_values=False),
     Loading(rules=lambda: _RULES, is_model_folder=True),

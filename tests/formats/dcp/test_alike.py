@@ -56,7 +56,7 @@ def located(folder: Path) -> dict[str, TensorEntry] | list[str]:
     """Where all tensors lie, or what is wrong with their items."""
     read._TEMPLATES = Templates(reads=False)
     source = LocalSource.folder(folder)
-    catalog = FORMATS["dcp"].reading.scan(source, ScanOptions())
+    catalog = FORMATS["dcp"].scan(source, ScanOptions())
     try:
         return dict(items.locate(source, catalog).tensors)
     except CkptoolError as error:

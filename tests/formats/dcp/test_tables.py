@@ -134,7 +134,7 @@ def scanned(folder: Path, *, as_rows: bool) -> Any:
     options = ScanOptions(problems=problems, values=False)
     with mock.patch.object(row_reader, "LEAST", 3 if as_rows else 1 << 30):
         try:
-            catalog: Catalog = FORMAT.reading.scan(LocalSource.folder(folder), options)
+            catalog: Catalog = FORMAT.scan(LocalSource.folder(folder), options)
         except SourceError as error:
             return str(error)
     tensors = {
@@ -176,7 +176,7 @@ def test_a_large_table_makes_chunks_on_demand(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(data)
     for rank in range(200):
         (tmp_path / f"__{rank}_0.distcp").write_bytes(bytes(100))
-    catalog = FORMAT.reading.scan(LocalSource.folder(tmp_path), ScanOptions(values=False))
+    catalog = FORMAT.scan(LocalSource.folder(tmp_path), ScanOptions(values=False))
     chunks = catalog.tensors["layers.1.weight"].chunks
     assert type(chunks) is ChunkTable
     assert isinstance(chunks[7], Chunk)

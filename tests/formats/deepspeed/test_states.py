@@ -61,4 +61,4 @@ def test_a_changed_state_is_refused_or_read(name: str, monkeypatch: pytest.Monke
     for _ in range(trials(60)):
         target = chosen.choice(list(files))
         with suppress(CkptoolError):
-            reader.reading.scan(source, ScanOptions())
+            reader.scan(source, ScanOptions())

@@ -61,7 +61,7 @@ def separate_files(
     view = LocalSource.folder(Path(str(opened.path)), files)
     text = list_some(sorted(files), 1)
     try:
-        catalog = with_every_part(opened.format.reading.scan(view, ScanOptions()))
+        catalog = with_every_part(opened.format.scan(view, ScanOptions()))
     except CkptoolError as error:
         raise Unsupported(f"{name} is incomplete without {text}: {error.problems[0]}") from None
     for conflict in catalog.conflicts.keys() - opened.catalog.conflicts.keys():

@@ -206,7 +206,7 @@ def _scan(
     how = scan_options(options, surveyed.format, problems)
     scanning = replace(how, user_file=surveyed.user_file)
     try:
-        catalog = surveyed.format.reading.scan(source, scanning)
+        catalog = surveyed.format.scan(source, scanning)
     except CkptoolError:
         return None
     catalog = split_stacked(catalog) if options.split_stacked else catalog
