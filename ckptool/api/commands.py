@@ -58,11 +58,6 @@ OnProgress = Callable[[int, int], None]
 """Called with the bytes that are done so far and the bytes in all, by any thread."""
 
 
-def _find_open(path: AnyPath | Checkpoint, options: ReadKeywords) -> Checkpoint | None:
-    """Return an open checkpoint as it is, None for a path; TypeError for options to open it."""
-    return checkpoint_at(path, **options) if isinstance(path, Checkpoint) else None
-
-
 def _place(path: AnyPath | Checkpoint, options: Mapping[str, Any]) -> tuple[Location, Any]:
     """Return a place and the options to read it with, including those of an open checkpoint.
 
@@ -83,10 +78,9 @@ def inspect(
     ``values`` stored among the data are read from a disk; from a URL only if True. Raises NotFound,
     Unrecognized, Damaged or Hostile, as every function here does. ``open`` is for one checkpoint.
     """
-    opened = _find_open(path, options)
-    if opened is not None:
-        return _inspect.report(opened.opened)
-    place, _ = _place(path, options)
+    if isinstance(path, Checkpoint):
+        return _inspect.report(checkpoint_at(path, **options).opened)
+    place = location(path)
     values = on_disk(place) is not None if values is None else values
     read = Keywords("inspect", options, ReadKeywords).options(ReadOptions, values=values)
     try:
@@ -125,9 +119,11 @@ def stats(
     from ckptool.commands.open import open_checkpoint
 
     read = Keywords("stats", options, ReadKeywords).options(ReadOptions)
-    checkpoint = _find_open(path, options)
-    place, _ = _place(path, options)
-    opened = checkpoint.opened if checkpoint is not None else open_checkpoint(place, read)
+    if isinstance(path, Checkpoint):
+        opened = checkpoint_at(path, **options).opened
+        path.require_unchanged()
+    else:
+        opened = open_checkpoint(location(path), read)
     globs = [tensors] if isinstance(tensors, str) else tensors
     return _stats(opened, globs, Progress(progress))
 

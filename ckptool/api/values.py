@@ -48,7 +48,6 @@ def rebuild(entry: ObjectEntry) -> Any:
         return entry.value
     if collect_foreign_globals(entry.value) != {NUMPY}:
         return _load(entry)
-
     try:
         return _ValueBuilder(lambda part: _load(replace(entry, value=part))).build(
             entry.value, _DEEPEST

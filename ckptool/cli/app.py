@@ -42,7 +42,7 @@ OTHERS_WORDS = {
     "inspect": "show info list ls print view stat head summary tree keys",
     "verify": "check validate test audit fsck doctor",
     "diff": "compare cmp",
-    "convert": "export merge consolidate transform save copy cp",
+    "convert": "export consolidate transform save copy cp",
     "reshard": "split shard redistribute repartition",
     "extract": "get cat dump read",
     "prune": "clean cleanup gc rm remove delete",

@@ -63,7 +63,7 @@ def _show(
     changes: list[Change] | None,
     options: BenchCommand,
     screen: Screen,
-    page: Path | None = None,
+    page: Path | None,
 ) -> None:
     """Show the report; exit 1 if something is slower than --tolerance allows."""
     from ckptool.commands.document import plain

@@ -30,8 +30,8 @@ def complete_from(choices: Callable[[], Iterable[str]]) -> Callable[[str], list[
 def complete_names(context: typer.Context, incomplete: str) -> list[str]:
     """Return the tensors with this prefix in the checkpoint on the command line.
 
-    Returns None without a checkpoint, for one in a store, and if its metadata takes over a second
-    to read.
+    Returns none without a checkpoint, of one in a store, and if its metadata takes over a second to
+    read.
     """
     arguments = context.args  # of a command line that ends with an option that expects a value
     source = arguments[0] if arguments else context.params.get("source") or "."

@@ -196,7 +196,7 @@ def _run_transfer(
                 _show(report, as_json=screen.as_json)
 
 
-def _show(report: TransferReport, *, as_json: bool) -> None:
+def _show(report: Any, *, as_json: bool) -> None:
     """Show what was done or would be done; for a part, only its share."""
     if as_json:
         from ckptool.render.data import print_json
@@ -205,15 +205,14 @@ def _show(report: TransferReport, *, as_json: bool) -> None:
         return
     from ckptool.render.convert import show_convert, show_merge, show_part
 
-    shown: dict[str, Callable[[Any], None]] = {"convert": show_convert, "merge": show_merge}
-    if report.schema == "reshard":
-        from ckptool.render.reshard import show_reshard
-
-        shown["reshard"] = show_reshard
     if report.part is not None and report.part.done and not report.written:
         show_part(report, report.part)
+    elif report.schema == "reshard":
+        from ckptool.render.reshard import show_reshard
+
+        show_reshard(report)
     else:
-        shown[report.schema](report)
+        (show_merge if report.schema == "merge" else show_convert)(report)
 
 
 @contextmanager

@@ -29,9 +29,8 @@ def verify(source: SourcePath = ".", *, options: Question, screen: SilentScreen)
     Reads everything once. Exits 0 if no errors are found, 1 if there are any, 3 if there is no
     checkpoint. Other questions, one at a time: is it equal to OTHER, is it a model like OTHER, does
     it match a manifest, which step of a run is the newest good one, and what is left of a damaged
-    one. With the options
-    of `ckptool convert SRC DST`, `--against DST` proves that DST is correct. If GITHUB_ACTIONS is
-    true, json and junit print annotations on stderr.
+    one. With the options of `ckptool convert SRC DST`, `--against DST` proves that DST is correct.
+    If GITHUB_ACTIONS is true, json and junit print annotations on stderr.
     """
     from ckptool.render.progress import shown_progress
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Answer(Struct, frozen=True):
     """An answer: ``show`` prints it for people, ``content`` builds the one JSON object.
 
-    ``data``, such as a path, has stdout for itself, even with --quiet.
+    What ``is_data``, such as a path, has stdout for itself, even with --quiet.
     """
 
     suites: list[Suite]

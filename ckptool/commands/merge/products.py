@@ -99,6 +99,5 @@ def _of_experts(target: Target, weight: TensorEntry) -> _Factors:
 def _of_convolution(weight: TensorEntry, left: TensorEntry, right: TensorEntry) -> _Factors:
     """View the kernels of a convolution as columns."""
     inner = len(weight.shape) - 1
-
     flat, left, right = (merge_dims(entry, 1, inner) for entry in (weight, left, right))
     return _Factors(flat, left, right, lambda entry: split_dim(entry, 1, weight.shape[1:]))

@@ -42,10 +42,9 @@ class Holdings(Struct):
         placed = _by_placements(entry, mesh)
         holders = sorted((placed or _by_files(entry)).items())
         boxes = [box for box, _ in holders]
-        shape: dict[str, Any] = {"edges": []}
         if is_grid(boxes, entry.shape):
             edges = ({0, *(box.hi[dim] for box in boxes)} for dim in range(len(entry.shape)))
-            shape = {"edges": [_runs(sorted(bounds)) for bounds in edges]}
+            shape: dict[str, Any] = {"edges": [_runs(sorted(bounds)) for bounds in edges]}
         else:
             holders = [pair for pair in holders if pair[0].volume][:_MOST_BOXES]
             shape = {"boxes": [box for box, _ in holders], "more": len(boxes) - len(holders)}

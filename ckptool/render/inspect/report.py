@@ -1,4 +1,4 @@
-"""What a checkpoint holds, on the screen, as JSON and as an exported picture."""
+"""What a checkpoint holds, on the screen and as an exported picture."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import date, time, timedelta
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
@@ -33,6 +33,7 @@ _WANTED = {
 }
 """The last parts of the names of values that people look for, the first ones first."""
 _ORDINARY = len(_WANTED)
+_FEW = 4
 _HYPERPARAMETERS = ("lr", "initial_lr", "betas", "momentum", "eps", "weight_decay")
 
 
@@ -156,8 +157,9 @@ def _hyperparameters(entries: Iterable[ObjectEntry]) -> list[tuple[str, str]]:
         last = str(entry.path[-1]).rpartition(".")[2]
         if last in _HYPERPARAMETERS:
             rates.setdefault(last, {})[preview(entry.value)] = None
-    return [
-        (f"optimizer {name}", " | ".join([*list(rates[name])[:4], *["…"][: len(rates[name]) > 4]]))
-        for name in _HYPERPARAMETERS
-        if name in rates
-    ]
+    return [(f"optimizer {name}", _join(rates[name])) for name in _HYPERPARAMETERS if name in rates]
+
+
+def _join(values: Collection[str]) -> str:
+    """Return the first few of some values, and an ellipsis for others."""
+    return " | ".join([*islice(values, _FEW), *(["…"] if len(values) > _FEW else [])])

@@ -165,7 +165,7 @@ def test_a_regression_ends_the_command_with_1(
     now = report(SYNC, measured("fast", blocked, 4.0))
     changes = Baseline.read(old).changes(now, 0.1)
     with pytest.raises(typer.Exit) if code else nullcontext() as ended:
-        _show(now, changes, BenchCommand(), Screen())
+        _show(now, changes, BenchCommand(), Screen(), None)
     assert ended is None or ended.value.exit_code == code
     screen = capsys.readouterr().out
     assert ("regression: fast: blocked 0.60 s, was 0.50 s (+20%)" in screen) is bool(code)
