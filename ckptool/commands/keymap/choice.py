@@ -174,7 +174,8 @@ def model_types(records: Sequence[Record]) -> list[str]:
 
     With that of the language model in it, if there is one.
     """
-    kinds = (record.get(MODEL_TYPES) or [record.get("model_type")] for record in records)
+    pairs = ((record.get(MODEL_TYPES), record.get("model_type")) for record in records)
+    kinds = (types if types and isinstance(types, list) else [kind] for types, kind in pairs)
     return next((list(map(str, types)) for types in kinds if any(types)), [])
 
 

@@ -10,6 +10,7 @@ import torch
 from conftest import bits, convert_to, read_back
 from keymap.mapped_models import HEADS, LLAMA, MEGATRON, all_bits, mapped, refusal, save, state
 
+from ckptool.commands.keymap.choice import model_types
 from ckptool.commands.keymap.library import builtin_maps, load_map, map_text
 from ckptool.commands.options.rewrite import MapOptions
 
@@ -155,3 +156,9 @@ def test_experts_that_lie_the_other_way_are_not_taken_for_the_usual_ones(out: Pa
     }
     error = refusal(mapped, save(out / "a", turned), out / "b", MapOptions("torchtitan-qwen3"))
     assert "hidden is" in error.message
+
+
+@pytest.mark.parametrize("own", [5, "llama", {"a": 1}, []])
+def test_a_key_of_a_config_that_is_called_like_ours_says_nothing(own: object) -> None:
+    record = {"model_type": "qwen2", "model_types": own}
+    assert model_types([record]) == ["qwen2"]
