@@ -61,6 +61,7 @@ class History:
         if not earlier:
             return
         from ckptool.commands.verify.history.movement import movement_problems  # numpy
+        from ckptool.commands.verify.history.shard_files import shard_file_problems
 
         saves = self._saves_of(step, checkpoints)
         number, recorded = step.number or 0, self._recorded[step.series]
@@ -78,7 +79,8 @@ class History:
                 own = _left_behind(save, place, [saves, *olds])
             else:
                 own = _save_problems(save, predecessors, earlier[-1], newer)
-            for problem in chain(own, movement_problems(save, predecessors)):
+            moved = movement_problems(save, predecessors)
+            for problem in chain(own, shard_file_problems(save, predecessors), moved):
                 yield Problem(f"{save.part}: {problem}", problem.code) if save.part else problem
 
     def _saves_of(self, step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath, Save]:

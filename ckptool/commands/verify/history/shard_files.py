@@ -1,0 +1,147 @@
+"""Whether a file with shards of matrices is of another save than the files with the other shards.
+
+Training moves all of a matrix. So if the shards that one file has of all matrices are those of an
+earlier save, and the other shards of these matrices are not, the file is of that save. Rows that
+are never trained stand still in an embedding, and experts that are never chosen, not in all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ckptool.commands.verify.checks.content import locate_whole
+from ckptool.commands.verify.history.matrices import Matrices
+from ckptool.commands.verify.history.saves import Save
+from ckptool.core.box import Box
+from ckptool.core.catalog import TensorEntry
+from ckptool.core.text import list_some
+from ckptool.engine.read.numbers import Array
+from ckptool.engine.read.segments import entry_needs
+from ckptool.engine.read.tensors import TensorReader, TensorSource, TensorTile
+from ckptool.engine.read.tiles import Job, read_tiles
+from ckptool.errors import CkptoolError, Problem
+
+_MOST, _MOST_ASKED = 1 << 6, 1 << 3
+"""Matrices of which shards are compared: on a disk, and in a store."""
+_LONGEST, _ENOUGH = 1 << 10, 1 << 6
+"""Elements that are compared of a shard, and how many are not equal by chance."""
+_LEAST = 4
+"""Matrices whose shards in one file do not all stand still by chance."""
+_TRAINED = 0.25
+"""The share of elements that move if a matrix is trained, and not only rounded otherwise."""
+_FEW = 2
+_EXPERT = "expert"
+
+
+class _Shard(NamedTuple):
+    """What is read of a shard: a box of a matrix that one file has."""
+
+    name: str
+    file: str
+    box: Box
+
+
+def shard_file_problems(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
+    """Yield the files whose shards of a model, or of its optimizer, are of a predecessor alone."""
+    for now, olds in (
+        (save.weights, [old.weights for old in predecessors]),
+        (save.state, [old.state for old in predecessors]),
+    ):
+        shards = _shards_of(now)
+        values = _read(now, shards) if shards else {}
+        for old, predecessor in zip(olds, predecessors, strict=True) if values else ():
+            if files := _files_of(values, _read(old, [*values])):
+                message = f"{list_some(files, _FEW)}: the shards in it are those of"
+                message += f" {predecessor.name}, but those in the other files are not"
+                yield Problem(f"{message}: they are of two saves", "counts-differ", file=files[0])
+                return
+
+
+def _shards_of(matrices: Matrices) -> list[_Shard]:
+    """Return a place in each shard of some matrices that are cut into several files."""
+    entries = {
+        name: entry
+        for name, entry in matrices.entries.items()
+        if len(entry.chunks) > 1 and _EXPERT not in name.lower()
+    }
+    source = matrices.survey.source
+    most = _MOST_ASKED if source.policy.by_request else _MOST
+    names = [*entries][:: max(1, -(-len(entries) // most))]
+    shards: dict[tuple[str, str], _Shard] = {}
+    for name, entry in locate_whole(matrices.survey, names).items() if names else ():
+        for chunk in entry.chunks:
+            shard = _Shard(name, chunk.at.file, _begin(chunk.box))
+            if shard.box.volume >= _ENOUGH:
+                shards.setdefault(shard[:2], shard)
+    return [*shards.values()]
+
+
+def _begin(box: Box) -> Box:
+    """Return the first elements of a box."""
+    sizes, longest = [1] * len(box.shape), _LONGEST
+    for dim in reversed(range(len(box.shape))):
+        sizes[dim] = max(1, min(box.shape[dim], longest))
+        longest //= sizes[dim]
+    return Box.at(box.lo, sizes)
+
+
+def _read(matrices: Matrices, shards: Sequence[_Shard]) -> dict[_Shard, Array]:
+    """Return the bits of the shards that can be read in a save, however it is cut."""
+    entries = locate_whole(matrices.survey, {s.name for s in shards} & matrices.entries.keys())
+    values: dict[_Shard, Array] = {}
+
+    def take(shard: _Shard, tiles: Iterator[TensorTile]) -> None:
+        try:
+            for tile in tiles:
+                values[shard] = tile.values.reshape(-1).copy()
+        except CkptoolError:
+            return  # the reader of all data reports on it
+
+    jobs = (
+        _job(shard, entry)
+        for shard in shards
+        if (entry := entries.get(shard.name)) and _fits(shard.box, entry)
+    )
+    source = matrices.survey.source
+    read_tiles(TensorSource(source), jobs, take, source.policy.workers)
+    return values
+
+
+def _fits(box: Box, entry: TensorEntry) -> bool:
+    return len(box.shape) == len(entry.shape) and all(
+        stop <= size for stop, size in zip(box.hi, entry.shape, strict=True)
+    )
+
+
+def _job(shard: _Shard, entry: TensorEntry) -> Job[_Shard, TensorReader, TensorTile]:
+    nbytes = shard.box.volume * entry.source_dtype.itemsize
+
+    def read(reader: TensorReader) -> Iterator[TensorTile]:
+        yield TensorTile(shard.box, reader.elements.read_stored(entry, shard.box), nbytes)
+
+    return Job(shard, read, [partial(entry_needs, entry, [shard.box])], nbytes)
+
+
+def _files_of(now: dict[_Shard, Array], old: dict[_Shard, Array]) -> list[str]:
+    """Return the files all of whose shards are equal, while others of these matrices moved."""
+    moved: dict[str, dict[str, float]] = defaultdict(dict)
+    for shard, bits in now.items():
+        other = old.get(shard)
+        if other is not None and other.dtype == bits.dtype:
+            moved[shard.file][shard.name] = np.count_nonzero(bits != other) / bits.size
+    still = [file for file, shares in moved.items() if not any(shares.values())]
+    most: dict[str, float] = defaultdict(float)
+    for shares in moved.values():
+        for name, share in shares.items():
+            most[name] = max(most[name], share)
+    trained = {name for name, share in most.items() if share >= _TRAINED}
+    return sorted(
+        file
+        for file in still
+        if len(moved[file]) >= _LEAST and 2 * len(trained & moved[file].keys()) >= len(moved[file])
+    )

@@ -1,0 +1,51 @@
+"""Steps of which one rank's file is of another step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptool
+
+
+def train(run: Path, *, trained: tuple[str, ...] = ("layers", "embed"), last: int = 4) -> Path:
+    """Save steps of a model whose matrices are cut among two ranks.
+
+    Of the embedding only the first rows are trained, as of tokens that the data has.
+    """
+    torch.manual_seed(0)
+    weights = {f"layers.{n}.{name}.weight": torch.randn(16, 32) for n in range(3) for name in "ud"}
+    weights |= {"embed.weight": torch.randn(64, 16), "layers.0.frozen": torch.randn(16, 32)}
+    for step in range(1, last + 1):
+        for name in (name for name in weights if name.startswith(trained) and "fro" not in name):
+            rows = 32 if name == "embed.weight" else None
+            weights[name][:rows] += 0.01 * torch.randn_like(weights[name][:rows])
+        file = run.parent / f"{step}.pt"
+        torch.save({"model": weights, "step": step}, file)
+        ckptool.reshard(file, run / f"step_{step}", mesh="2", to="dcp", fsync=False)
+    return run
+
+
+def reasons(run: Path) -> dict[str, str]:
+    steps = ckptool.verify_run(run, every=True).steps
+    return {step.path.name: reason for step in steps for reason in step.reasons}
+
+
+@pytest.mark.parametrize("old", [1, 3])
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp"])
+def test_a_rank_s_file_of_an_earlier_step(old: int, file: str, tmp_path: Path) -> None:
+    run = train(tmp_path / "run")
+    assert reasons(run) == {}
+    shutil.copy(run / f"step_{old}" / file, run / "step_4" / file)
+    assert reasons(run) == {
+        "step_4": f"counts-differ: {file}: the shards in it are those of step_{old}, but those in"
+        " the other files are not: they are of two saves (--ignore counts-differ counts it as good)"
+    }
+
+
+def test_rows_of_an_embedding_alone(tmp_path: Path) -> None:
+    """The last rank has rows that stand still, and else what is frozen."""
+    assert reasons(train(tmp_path / "run", trained=("embed",))) == {}
