@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -342,3 +343,13 @@ def test_each_optimizer_is_read_once_for_the_steps_after_it(
     monkeypatch.setattr(saves, "survey_readable", note)
     assert ckptool.verify_run(run, every=True).ok
     assert sorted(read) == sorted(run.glob("*/*/optimizer.pt"))
+
+
+def test_a_training_that_began_again_and_came_less_far(tmp_path: Path) -> None:
+    """The steps that it did not come to are the first one's, and older."""
+    run = train(tmp_path, made=SGD, rate=0.1)
+    for step, made_anew in ((10, begin(1)), (20, begin(1)), (30, begin(1))):
+        change_all(run, made_anew | {"embed.weight": begin(step)["embed.weight"]}, step)
+        for file in (run / f"checkpoint-{step}").iterdir():
+            os.utime(file, (2_000_000_000, 2_000_000_000 + step))
+    assert reasons(run) == {}

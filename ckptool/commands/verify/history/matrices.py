@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cached_property
 
 from msgspec import Struct
@@ -43,6 +43,11 @@ class Matrices(Struct, frozen=True, dict=True):
     def only(self, names: Iterable[str]) -> Matrices:
         """Return the matrices of these names."""
         return Matrices({name: self.entries[name] for name in names}, self.survey)
+
+    @property
+    def files(self) -> Set[str]:
+        """The files that they are in."""
+        return {chunk.at.file for entry in self.entries.values() for chunk in entry.chunks}
 
     @property
     def looks(self) -> Mapping[str, object]:

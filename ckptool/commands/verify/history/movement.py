@@ -166,7 +166,8 @@ def _check_foreign(
 
     A sample may be of nothing but rows that were never trained, so other places are read, too. A
     training that goes on from another's save has the optimizer of that, as after an exploit of
-    population-based training.
+    population-based training; one that began again may have come to the last save, but not to this
+    one, which is then the older.
     """
     if not _follow_evenly(*(samples.save.step.number for samples in (now, last, older))):
         return
@@ -182,7 +183,7 @@ def _check_foreign(
     for at in OTHER_PLACES if foreign else ():
         one, two, three = (Samples(save, foreign, at) for save in saves)
         foreign = [n for n in foreign if _is_foreign(one, two, three, n)]
-    if foreign and not _has_another_optimizer(*saves):
+    if foreign and not (last.save.was_written_after(now.save) or _has_another_optimizer(*saves)):
         message = f"{list_some(foreign, _FEW)}: like nothing that it was in {last.save.name} and"
         message += f" {older.save.name}: of another model, or made anew"
         yield Problem(message, _UNRELATED, tensor=foreign[0])

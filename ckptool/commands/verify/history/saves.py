@@ -13,6 +13,7 @@ from msgspec import Struct
 from ckptool.commands.inspect.records import simple_value
 from ckptool.commands.open import Survey, survey_readable
 from ckptool.commands.options.read import ReadOptions
+from ckptool.commands.runs.contents import AT_ONCE
 from ckptool.commands.runs.models import StepSurvey
 from ckptool.commands.runs.names import parse_name
 from ckptool.commands.runs.records import recorded_epoch, recorded_step
@@ -69,6 +70,14 @@ class Save(Struct, frozen=True, dict=True):
         """The name of the step, as its entry has it."""
         return self.entry.name
 
+    def was_written_after(self, other: Save) -> bool:
+        """Return whether its weights were clearly written after those of another save."""
+        times = [
+            max((save.survey.source.modified(file) for file in save.weights.files), default=0.0)
+            for save in (self, other)
+        ]
+        return times[0] - times[1] > AT_ONCE
+
     @cached_property
     def optimizer(self) -> Survey | None:
         """The checkpoint with the optimizer: this one, the step's only one, or a file beside it."""
@@ -94,9 +103,8 @@ class Save(Struct, frozen=True, dict=True):
     @property
     def has_averages(self) -> bool:
         """Whether the name of a file, or of a folder from the step's on, says so of its weights."""
-        files = {c.at.file for entry in self.weights.entries.values() for c in entry.chunks}
         folders = self.name, *within(self.survey.path, self.entry).parts
-        return any(map(AVERAGE.search, (*folders, *files)))
+        return any(map(AVERAGE.search, (*folders, *self.weights.files)))
 
     def has_rows_of(self, predecessor: Save) -> bool:
         """Return whether what the optimizer has beside matrices is that of an earlier save.
