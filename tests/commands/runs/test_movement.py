@@ -353,3 +353,22 @@ def test_a_training_that_began_again_and_came_less_far(tmp_path: Path) -> None:
         for file in (run / f"checkpoint-{step}").iterdir():
             os.utime(file, (2_000_000_000, 2_000_000_000 + step))
     assert reasons(run) == {}
+
+
+def test_a_matrix_of_the_first_step(tmp_path: Path) -> None:
+    """However long ago that was, it may be what training began with."""
+    run = train(tmp_path, range(10, 80, 10))
+    change_all(run, {UP: weights_of(run, 10)[UP]}, step=70)
+    why = f"counts-differ: {UP}: as in checkpoint-10, but not as in checkpoint-60, which is newer"
+    assert reasons(run)["checkpoint-70"].startswith(why)
+    change_all(run, weights_of(run, 10), step=70)
+    why = "counts-differ: its weights are those of checkpoint-10, but not its optimizer"
+    assert reasons(run)["checkpoint-70"].startswith(why)
+
+
+def test_a_model_that_has_grown_since_the_first_step(tmp_path: Path) -> None:
+    run = train(tmp_path, range(10, 80, 10))
+    for step in range(10, 40, 10):
+        change_all(run, {"embed.weight": weights_of(run, step)["embed.weight"][:40]}, step)
+    change_all(run, {UP: weights_of(run, 50)[UP]}, step=70)
+    assert reasons(run)["checkpoint-70"].startswith(f"counts-differ: {UP}: as in checkpoint-50")

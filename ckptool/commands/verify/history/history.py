@@ -30,7 +30,7 @@ from ckptool.storage.url import Location
 
 _DIFFER = "counts-differ"
 _BEFORE = 3
-"""How many of the steps before it a step is compared with."""
+"""How many of the steps before it a step is compared with, beside the first one of all."""
 _BY_TURNS = 2
 """How many series have the saves in memory that their steps are compared with."""
 _FEW = 2
@@ -67,11 +67,13 @@ class History:
         number, recorded = step.number or 0, self._recorded[step.series]
         newer = {other for other in recorded if other > number}
         recorded.update({number} & frozenset[int]().union(*(s.recorded for s in saves.values())))
-        last = earlier[-_BEFORE:]
-        past = {old.path: self._saves_of(old, survey_models(old, self._options)) for old in last}
+        chosen = [*earlier[:-_BEFORE][:1], *earlier[-_BEFORE:]]
+        past = {old.path: self._saves_of(old, survey_models(old, self._options)) for old in chosen}
         self._compared.append(past)
         for place, save in saves.items():
             olds = [old for old in reversed(past.values()) if place in old]
+            if len(olds) > _BEFORE and olds[-1][place].weights.looks != save.weights.looks:
+                olds.pop()  # a model that has grown since the first one of all
             predecessors = [old[place] for old in olds]
             if not predecessors:
                 continue
@@ -118,7 +120,7 @@ def _save_problems(
 
     ``newer`` steps are those after it that record the number in their name.
     """
-    yield from _copies(save, predecessors, newer)
+    yield from _copies(save, predecessors[:_BEFORE], newer)
     for predecessor in predecessors:
         cause = _scheduler_reset(save, predecessor) or _mixed_with(save, predecessor)
         yield from [Problem(cause, _DIFFER)] if cause else []
