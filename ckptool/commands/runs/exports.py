@@ -75,14 +75,16 @@ class Exports:
     def _is_state_of_each(self, step: Step) -> bool:
         """Return whether a step's series has no model, and a step of its number elsewhere has one.
 
-        As slime's ``rollout/global_dataset_state_dict_59.pt`` beside ``iter_0000059``.
+        As slime's ``rollout/global_dataset_state_dict_59.pt`` beside ``iter_0000059``, or beside
+        ``iter_0000060``: what trains with FSDP there counts from 1.
         """
         if step.number is None or not may_be_empty(step.path.name):
             return False
         series = map(self._contents_of, self._run.by_series[step.series])
         if any(contents.model or contents.optimizer for contents in series):
             return False
-        counterparts = (s for s in self._run.steps if s.position and s.number == step.number)
+        numbers = step.number, step.number + 1
+        counterparts = (s for s in self._run.steps if s.position and s.number in numbers)
         return any(self._contents_of(counterpart).model for counterpart in counterparts)
 
     def _is_model_beside(self, step: Step) -> bool:
@@ -116,14 +118,21 @@ class Exports:
         return not any(self._contents_of(step).optimizer for step in series)
 
     def _originals(self, step: Step, other_steps: Sequence[Step]) -> Sequence[Step] | None:
-        """Return the steps that one may be a copy of, by its name or its folder's; None if none."""
+        """Return the steps that one may be a copy of, by its name or its folder's; None if none.
+
+        They lie beside it, or in a folder below if a copy has their number: xtuner's ``hf-30`` and
+        ``checkpoints/ckpt-step-30``.
+        """
         folder = step.path.parent.name if step.path.parent != self._run.path else ""
         rest = re.sub(_COPY, "", without_words(folder)).strip("-_.")
         if re.search(_COPY, folder) is not None and not rest:
             parent = step.home.parent
             return [s for s in other_steps if parent in (s.home, *s.home.parents)]
         if re.search(_COPY, step.path.name) is not None:
-            return [other for other in other_steps if other.home == step.home]
+            numbers = {copy.number for copy in self._run.by_series[step.series]}
+            below = (s for s in other_steps if step.home in s.home.parents)
+            below = (s for s in below if step.number is None or s.number in numbers)
+            return [*(s for s in other_steps if s.home == step.home), *below]
         return None
 
     def _neighbours(self, first: Step, other_steps: Iterable[Step]) -> Iterator[Step]:

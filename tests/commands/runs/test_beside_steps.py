@@ -64,19 +64,23 @@ def test_state_without_a_model_is_no_fault_only_beside_the_steps(tmp_path: Path)
         path.unlink()
 
 
+@pytest.mark.parametrize("first", [0, 1])
 def test_what_is_saved_of_the_data_with_each_step_is_no_step_without_a_model(
-    tmp_path: Path,
+    first: int, tmp_path: Path
 ) -> None:
-    """slime, rollout/data_source.py; a series that has a model must have it in each."""
+    """slime, rollout/data_source.py, and its steps of FSDP, which are counted from 1.
+
+    A series that has a model must have it in each.
+    """
     (data := tmp_path / "rollout").mkdir()
     for step in (19, 39):
-        (folder := tmp_path / f"iter_{step:07d}").mkdir()
+        (folder := tmp_path / f"iter_{step + first:07d}").mkdir()
         torch.save({"model": {"w": WEIGHT}, "optimizer": OPTIMIZER}, folder / "state.pt")
         torch.save({"sample_offset": step}, data / f"global_dataset_state_dict_{step}.pt")
     report = checked(tmp_path)
     assert report.ok
     assert report.latest_good is not None
-    assert report.latest_good.path.name == "iter_0000039"
+    assert report.latest_good.path.name == f"iter_{39 + first:07d}"
     torch.save({"w": WEIGHT}, data / "global_dataset_state_dict_19.pt")
     assert not checked(tmp_path).ok
 
@@ -154,6 +158,20 @@ def test_a_model_is_no_step_above_the_folder_of_others(tmp_path: Path) -> None:
     assert report.latest_good.path.name == "last.ckpt"
     alone(tmp_path / "step_3.pt")
     assert [step.path.name for step in checked(tmp_path).steps if step.export] == ["best_model"]
+
+
+def test_a_copy_above_the_folder_of_what_it_is_a_copy_of(tmp_path: Path) -> None:
+    """xtuner, which names its newest copy by a link."""
+    for step in (1, 2):
+        full(tmp_path / "checkpoints" / f"ckpt-step-{step}.pt")
+        alone(tmp_path / f"hf-{step}.pt")
+    (tmp_path / "hf-latest.pt").symlink_to("hf-2.pt")
+    report = checked(tmp_path)
+    assert report.latest_good is not None
+    assert report.latest_good.path.name == "ckpt-step-2.pt"
+    assert {s.path.name for s in report.steps if s.export} == {
+        "hf-1.pt", "hf-2.pt", "hf-latest.pt"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("value", [1.0, float("nan")])
