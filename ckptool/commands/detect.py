@@ -20,6 +20,7 @@ from ckptool.formats.base import EXTRA, FileRole, Format, ScanOptions
 from ckptool.formats.companions import latest_folder
 from ckptool.serialization.file_kinds import (
     detect_kind,
+    has_no_suffix,
     holds_counts_alone,
     is_unnamed_torch,
     larger_names,
@@ -362,7 +363,7 @@ def _names_of_single_files(source: Files, covered: Set[str]) -> Iterator[str]:
     for name in source.files:
         # by the name first: beside a run may lie a hundred thousand pictures
         has_suffix = name.endswith(suffixes)
-        if (not has_suffix and "." in name.rpartition("/")[2]) or lies_in(name, covered):
+        if not (has_suffix or has_no_suffix(name)) or lies_in(name, covered):
             continue
         is_side = name.endswith(EXTRA) and name.removesuffix(EXTRA) + ".safetensors" in source.files
         if not is_side and (has_suffix or is_unnamed_torch(source, name)):

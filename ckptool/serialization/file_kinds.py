@@ -292,14 +292,23 @@ _SMALLEST = 512
 """Bytes that a file of torch.save has more than."""
 
 
+def has_no_suffix(name: str) -> bool:
+    """Return whether a file's name has no suffix, or one of torch.save before the last part."""
+    last = name.rpartition("/")[2]
+    return "." not in last or _COUNTED_ON.search(last) is not None
+
+
 def is_unnamed_torch(source: Source, name: str) -> bool:
     """Return whether a file without a suffix is of torch.save by its first bytes.
 
-    As ``g_00005000`` of HiFi-GAN. False for a name that is a hash, an entry of a store to which
-    saved files link, and for one that is a number, a chunk of an array. Raises NoAnswer.
+    As ``g_00005000`` of HiFi-GAN, or ``model.pt.ep3`` of FunASR. False for a name that is a hash,
+    an entry of a store to which saved files link, and for one that is a number, a chunk of an
+    array. Raises NoAnswer.
     """
     last = name.rpartition("/")[2]
-    if "." in last or last.isdecimal() or _HASH.fullmatch(last) or source.files[name] < _SMALLEST:
+    if not has_no_suffix(last) or last.isdecimal() or _HASH.fullmatch(last):
+        return False
+    if source.files[name] < _SMALLEST:
         return False
     try:
         head = read_head(source, name)
@@ -310,6 +319,10 @@ def is_unnamed_torch(source: Source, name: str) -> bool:
     return head.startswith(b"PK\x03\x04") and b"/data.pkl" in head
 
 
+_COUNTED_ON = re.compile(
+    r"(?i)\.(?:pt|pth|th|ckpt|bin|tar)[-_.](?:(?:ep|epoch|step|iter|avg)?[-_]?\d+(?:\.\d+)?|best|last)$"
+)
+"""What says of which save a file is, behind its suffix; not behind one that is not finished."""
 _COUNTS = re.compile(
     rb"(?:(?:[\w.-]+: *)?(?:[-+]?[\d.]+(?:e[-+]?\d+)?|true|false|nan|inf)|)\s*", re.IGNORECASE
 )

@@ -136,7 +136,7 @@ def parse_name(name: str, *, is_folder: bool) -> EntryName:
     bare = spans.get("bare") or (None if spans else _bare(name))
     position = Position(**counts)
     marks = [(*spans[key][:2], "#") for key in ("epoch", "step", "date") if key in spans]
-    marks += [(*bare[:2], "#")] if bare is not None and not position else []
+    marks += [(*bare[:2], "#")] if bare is not None else []
     kind = _with_marks(name, marks)
     parts = [(*spans[key][:2], "rank") for key in ("rank", "part") if key in spans]
     family = re.sub(WORDS, "", _with_marks(name, marks + parts))

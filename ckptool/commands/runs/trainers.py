@@ -18,8 +18,8 @@ class Trainer(Struct, frozen=True, dict=True):
 
     ``source`` is the module and version that was read. ``step`` is the whole name of an entry, with
     the groups ``stage``, ``epoch``, ``step`` (which order it), ``bare`` (which may be anything
-    else), ``date`` (which tells steps apart), ``rank`` and ``part`` (one of several files of a
-    step, by a number and by a name).
+    else, or counts inside these), ``date`` (which tells steps apart), ``rank`` and ``part`` (one
+    of several files of a step, by a number and by a name).
     ``writes`` is the whole name of any entry of its own, if it has others too.
     ``unfinished`` is the whole name of an entry that is being written, ``marks`` are files in it,
     or beside it under its name, that say the same. A step with one of ``signs`` is this trainer's,
@@ -231,7 +231,7 @@ TRAINERS = (
     Trainer(
         "fairseq",
         "fairseq 0.12, checkpoint_utils.py",
-        step=r"checkpoint(?:_(?P<epoch>\d+)_(?P<step>\d+)|(?P<bare>\d+))\.pt",
+        step=r"checkpoint(?:_(?P<epoch>\d+)_(?P<step>\d+)|(?P<bare>\d+))(?:-shard(?P<rank>\d+))?\.pt",
         spared=r"checkpoint_(?:best|last).*\.pt",
         tells=False,
     ),
@@ -254,6 +254,30 @@ TRAINERS = (
         step=r"(?P<part>(?:trunk|embedder|(?:[a-z]+_)?classifier(?:_\d+)?|generator"
         r"|(?:metric|classifier|synth|g_adv)_loss)"
         r"(?:_optimizer|_scheduler_by_(?:iteration|epoch|plateau))?)_(?:best)?(?P<bare>\d+)\.pth",
+        tells=False,
+    ),
+    Trainer(
+        "AReaL",
+        "AReaL 5dbc86d, utils/saver.py; the optimizer is in recover_checkpoint alone",
+        step=r"epoch(?P<epoch>\d+)epochstep(?P<bare>\d+)globalstep(?P<step>\d+)",
+    ),
+    Trainer(
+        "FunASR",
+        "FunASR 1.4, train_utils/trainer_ds.py",
+        step=r"model\.pt\.ep(?P<epoch>\d+)(?:\.(?P<step>\d+))?",
+        spared=r"model\.pt\.(?:best|avg\d+)",
+    ),
+    Trainer(
+        "OneTrainer",
+        "OneTrainer, modules/trainer/GenericTrainer.py: models in save, for use",
+        step=r"(?:.*[-_])?(?P<date>\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)-(?:backup|save)"
+        r"-(?P<step>\d+)-(?P<epoch>\d+)-(?P<bare>\d+)(?:\.safetensors)?",
+        exports=r".*\d-save-\d+-\d+-\d+(?:\.safetensors)?",
+    ),
+    Trainer(
+        "PhysicsNeMo",
+        "PhysicsNeMo 2.2, utils/checkpoint.py: each model, and the state of training, by itself",
+        step=r"(?P<part>checkpoint|[A-Z]\w*)\.(?P<rank>\d+)\.(?P<bare>\d+)\.pt",
         tells=False,
     ),
     Trainer(
