@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
@@ -351,23 +351,15 @@ def _candidates(
             covered.add(folder)
         if row is not None:
             yield Candidate(path / folder, inner, row)
-    for name in _names_of_single_files(source, covered):
-        file = _try_detect(path / name, partial(_single_file, path, source, name, has_set), failed)
-        if file is not None and not holds_counts_alone(source, name, larger):
-            yield file
-
-
-def _names_of_single_files(source: Files, covered: Set[str]) -> Iterator[str]:
-    """Yield the files that may be a checkpoint each: outside of folders that are one already."""
     suffixes = (ARCHIVE, *single_file_suffixes())
     for name in source.files:
         # by the name first: beside a run may lie a hundred thousand pictures
-        has_suffix = name.endswith(suffixes)
-        if not (has_suffix or has_no_suffix(name)) or lies_in(name, covered):
-            continue
-        is_side = name.endswith(EXTRA) and name.removesuffix(EXTRA) + ".safetensors" in source.files
-        if not is_side and (has_suffix or is_unnamed_torch(source, name)):
-            yield name
+        may_be = name.endswith(suffixes) or has_no_suffix(name)
+        if may_be and not lies_in(name, covered):
+            of_one = partial(_single_file, path, source, name, has_set)
+            file = _try_detect(path / name, of_one, failed)
+            if file is not None and not holds_counts_alone(source, name, larger):
+                yield file
 
 
 def _detect_alone(source: Files, name: str, has_set: Callable[[Format], bool]) -> Format | None:
@@ -380,6 +372,9 @@ def _detect_alone(source: Files, name: str, has_set: Callable[[Format], bool]) -
 def _single_file(
     path: Location, source: Files, name: str, has_set: Callable[[str, Format], bool]
 ) -> Candidate | None:
+    is_side = name.endswith(EXTRA) and name.removesuffix(EXTRA) + ".safetensors" in source.files
+    if is_side or (has_no_suffix(name) and not is_unnamed_torch(source, name)):
+        return None
     file = source.alone(name)
     archive = archive_in(file, path / name)
     if archive is not None:
