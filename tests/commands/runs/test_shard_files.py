@@ -49,3 +49,17 @@ def test_a_rank_s_file_of_an_earlier_step(old: int, file: str, tmp_path: Path) -
 def test_rows_of_an_embedding_alone(tmp_path: Path) -> None:
     """The last rank has rows that stand still, and else what is frozen."""
     assert reasons(train(tmp_path / "run", trained=("embed",))) == {}
+
+
+def test_tables_whose_last_rows_are_seldom_trained(tmp_path: Path) -> None:
+    """Of the last rank's rows, only the last one of each table is used in the last step."""
+    torch.manual_seed(0)
+    tables = {f"tables.{n}.weight": torch.randn(256, 16) for n in range(6)}
+    for step in range(1, 5):
+        for table in tables.values():
+            table[:128] += 0.01 * torch.randn(128, 16)
+            table[255] += 1
+        torch.save({"model": tables, "step": step}, tmp_path / "saved.pt")
+        target = tmp_path / "run" / f"step_{step}"
+        ckptool.reshard(tmp_path / "saved.pt", target, mesh="2", to="dcp", fsync=False)
+    assert reasons(tmp_path / "run") == {}

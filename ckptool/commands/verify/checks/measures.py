@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
+from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
 from ckptool.engine.check.pairs import PairSource, PairTile, TensorPair, pair_jobs, same_bits
 from ckptool.engine.read.tensors import TensorSource, TensorTile, tensor_job
@@ -79,12 +80,16 @@ def _sizes(tile: TensorTile, entry: TensorEntry) -> Array:
 
 
 def are_equal(
-    one: TensorEntry, other: TensorEntry, source: Files, other_source: Files | None = None
+    one: TensorEntry,
+    other: TensorEntry,
+    source: Files,
+    other_source: Files | None = None,
+    boxes: tuple[Box, ...] = (),
 ) -> bool:
     """Return whether two tensors of one type and shape can be read and have the same bits.
 
-    The other may be in ``other_source``. Reading ends at the first difference: most weights differ
-    in their first bytes.
+    The other may be in ``other_source``; only ``boxes`` are compared, if any. Reading ends at the
+    first difference: most weights differ in their first bytes.
     """
     equal: list[bool] = []
 
@@ -94,7 +99,7 @@ def are_equal(
         except CkptoolError:
             equal.append(False)
 
-    elements, jobs = TensorSource(source), pair_jobs([TensorPair(one, other)])
+    elements, jobs = TensorSource(source), pair_jobs([TensorPair(one, other, boxes=boxes)])
     sides = PairSource(elements, elements if other_source is None else TensorSource(other_source))
     read_tiles(sides, jobs, compare, source.policy.workers)
     return all(equal)
