@@ -29,7 +29,8 @@ _NOT_WHOLE = frozenset(
 """Codes of a file that is not all there; what else is in it is its trainer's own."""
 _ANOTHER = frozenset(
     "weights-differ-from-masters moments-negative moments-zero moments-copied counts-differ"
-    " optimizer-incomplete optimizer-extra optimizer-shape weight-zero".split()
+    " optimizer-incomplete optimizer-extra optimizer-shape weight-zero zeros-at-end"
+    " zeros-inside".split()
 )
 """The warnings after which a resume would go on with something else than what was trained."""
 _NOT_FINITE = "not-finite"

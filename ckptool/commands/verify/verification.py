@@ -28,7 +28,6 @@ from ckptool.commands.verify.checks.content import (
     located,
     scattered_not_finite,
     unchecked_problems,
-    unwritten_ends,
 )
 from ckptool.commands.verify.checks.elements import Content, Elements
 from ckptool.commands.verify.checks.files import FileCheck, name_problems, newer_than_metadata
@@ -42,6 +41,7 @@ from ckptool.commands.verify.checks.pickles import odd_values
 from ckptool.commands.verify.checks.recorded_hashes import SHA256, hash_problems, recorded_hashes
 from ckptool.commands.verify.checks.sample import DataPart, DataSample
 from ckptool.commands.verify.checks.training import differing_step_values, optimizer_problems
+from ckptool.commands.verify.checks.unwritten import unwritten_problems
 from ckptool.commands.verify.codes import is_error, require_codes
 from ckptool.commands.verify.findings import DAMAGE, Findings, VerifyReport, summarize
 from ckptool.core.catalog import Catalog, TensorEntry
@@ -219,8 +219,9 @@ class Verification:
         """Note oddities in the elements that were read, or are read again."""
         content, source = self.content, self.surveyed.source
         spans, names = content.spans, content.read.not_finite
-        if written := self._sample.whole_files(content.read.written):
-            self._problems += unwritten_ends(spans, written, source.files)
+        written, holes = self._sample.whole_files(content.read.written), content.read.holes
+        if written or holes:
+            self._problems += unwritten_problems(spans, written, holes, source.files)
         if self._sample.leaves_none:
             names |= self._read_again()
         names -= packed_names(self._catalog) if names and self._catalog else set()

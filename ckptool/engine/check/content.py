@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from operator import eq
+from typing import NamedTuple
 
 from msgspec import Struct, field
 
@@ -28,18 +29,31 @@ from ckptool.engine.read.tiles import read_tiles
 from ckptool.errors import CkptoolError, Problem
 from ckptool.storage.files import Files, ReadSpan
 
+PAGE = 4096
+"""Bytes; what a file system did not write starts at a multiple of it, and ends at one."""
+
+
+class Hole(NamedTuple):
+    """Zeros of a file from ``start`` to ``stop``, both page boundaries beside other values."""
+
+    file: str
+    start: int
+    stop: int
+
 
 class ContentReport(Struct):
     """``problems`` of the bytes, and the tensors with a value that is NaN or infinite.
 
     ``written`` is, for each file with bytes that no checksum covers, the end of the last nonzero
-    one; ``digests`` is the SHA-256 (hex) of each file that was read completely; ``nbytes`` were
-    read in all.
+    one; ``holes`` are zeros between other bytes of such files, from one page boundary to another;
+    ``digests`` is the SHA-256 (hex) of each file that was read completely; ``nbytes`` were read in
+    all.
     """
 
     problems: list[Problem] = field(default_factory=list)
     not_finite: set[str] = field(default_factory=set)
     written: dict[str, int] = field(default_factory=dict)
+    holes: list[Hole] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
     nbytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -47,6 +61,7 @@ class ContentReport(Struct):
     def add(self, other: ContentReport) -> None:
         """Add the results of other spans."""
         self.problems += other.problems
+        self.holes += other.holes
         self.not_finite |= other.not_finite
         self.digests |= other.digests
         self.nbytes += other.nbytes
@@ -135,6 +150,7 @@ def _check_tile(
         pieces.append((tile.start, tile.nbytes, crc32(tile.data)))
     elif span.packing is None:
         report.note_written(span.file, _written_end(span, tile))
+        report.holes += _holes(span, tile)
 
 
 def _is_of_one_type(span: ByteSpan) -> bool:
@@ -151,6 +167,25 @@ def _written_end(span: ByteSpan, tile: SpanTile) -> int:
     data = tile.data
     nbytes = len(data) if data[-1] else len(bytes(data).rstrip(b"\0"))
     return span.offset + tile.start + nbytes if nbytes else 0
+
+
+def _holes(span: ByteSpan, tile: SpanTile) -> Iterator[Hole]:
+    """Yield the pages of zeros in a tile that have other values just before and after them."""
+    at, data = span.offset + tile.start, tile.data
+    first = -at % PAGE
+    pages = (len(data) - first) // PAGE
+    if pages < 1 or not span.views:
+        return
+    import numpy as np
+
+    words = np.frombuffer(data, "u8", pages * PAGE // 8, first).reshape(pages, -1)
+    empty = words[:, 0] == 0
+    empty[empty] = ~words[empty].any(axis=1)
+    size = span.views[0].dtype.itemsize
+    for start, stop in np.flatnonzero(np.diff(empty, prepend=0, append=0)).reshape(-1, 2) * PAGE:
+        start, stop = first + int(start), first + int(stop)
+        if any(data[max(0, start - size) : start]) and any(data[stop : stop + size]):
+            yield Hole(span.file, at + start, at + stop)
 
 
 def _crc_problem(span: ByteSpan, pieces: list[CrcPiece]) -> Problem | None:

@@ -372,3 +372,17 @@ def test_a_model_that_has_grown_since_the_first_step(tmp_path: Path) -> None:
         change_all(run, {"embed.weight": weights_of(run, step)["embed.weight"][:40]}, step)
     change_all(run, {UP: weights_of(run, 50)[UP]}, step=70)
     assert reasons(run)["checkpoint-70"].startswith(f"counts-differ: {UP}: as in checkpoint-50")
+
+
+@pytest.mark.parametrize("code", ["zeros-at-end", "zeros-inside"])
+def test_zeros_that_a_crash_left(code: str, tmp_path: Path) -> None:
+    run = train(tmp_path)
+    file = run / "checkpoint-50/model.safetensors"
+    data = bytearray(file.read_bytes())
+    stop = len(data) if code == "zeros-at-end" else 12 << 10
+    data[8 << 10 : stop] = bytes(stop - (8 << 10))
+    file.write_bytes(data)
+    why = reasons(run)["checkpoint-50"]
+    assert why.startswith(f"{code}: model.safetensors: ")
+    assert why.endswith(f"(--ignore {code} counts it as good)")
+    assert reasons(run, ignore=(code, "counts-differ", "weight-zero", "weights-unrelated")) == {}

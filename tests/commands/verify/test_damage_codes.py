@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -321,3 +322,36 @@ def test_zeros_from_a_page_to_the_end(
     path.write_bytes(data[:start] + bytes(len(data) - start))
     assert codes(checked(path)) == found
     assert codes(checked(path, sample=0.5)) == set()
+
+
+def with_zeros(path: Path, tensors: dict[str, Any], *pages: int) -> Path:
+    """Save tensors, and clear pages of the file."""
+    data = bytearray(safetensors.numpy.save(tensors))
+    for page in pages:
+        data[page * 4096 : (page + 1) * 4096] = bytes(4096)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("pages", [(4,), (4, 5), (16,), (3, 20, 27)])
+def test_pages_of_zeros(pages: tuple[int, ...], tmp_path: Path) -> None:
+    """As a crash leaves those that were not written, also from one tensor to the next."""
+    path = with_zeros(tmp_path / "model.safetensors", weights(64), *pages)
+    assert codes(checked(path)) == {"zeros-inside"}
+    first = next(f for f in checked(path).findings if f.code == "zeros-inside").message
+    assert f" zeros from byte {pages[0] * 4096:,} on, from one page boundary to another" in first
+
+
+@pytest.mark.parametrize("width", [1024, 4096])
+def test_zeros_of_rows_and_of_blocks_are_no_pages(width: int, tmp_path: Path) -> None:
+    """Where rows lie on pages: rows never trained, and a block of a sparse matrix."""
+    table = np.random.default_rng(1).standard_normal((64, width), np.float32)
+    if width == 1024:
+        table[[3, 4, 30]] = 0
+    else:
+        table[:32, 1024:2048] = 0
+    item = {"dtype": "F32", "shape": table.shape, "data_offsets": [0, table.nbytes]}
+    header = json.dumps({"a": item}).encode().ljust(4096 - 8)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + table.tobytes())
+    assert codes(checked(path)) == set()

@@ -274,39 +274,3 @@ def unchecked_problems(files: Sequence[str]) -> list[Problem]:
     """Return one remark on all files whose values no checksum covers."""
     message = f"{list_some(files, 1)}: no checksum stored; changed values cannot be detected"
     return [Problem(message, "no-checksum", file=files[0])]
-
-
-_PAGE = 4096
-"""Bytes; what a file system did not write starts at a multiple of it."""
-
-
-def unwritten_ends(
-    spans: Iterable[ByteSpan], written: Mapping[str, int], sizes: Mapping[str, int]
-) -> Iterator[Problem]:
-    """Yield a problem for each file that ends in zeros starting at a page boundary in a tensor.
-
-    ``written`` is the end of the last nonzero byte in files without checksums. Zeros that start
-    with a tensor, or a row of one, are ordinary values.
-    """
-    last = {span.file: span for span in sorted(spans, key=lambda span: span.end)}
-    by_file: dict[str, list[ByteSpan]] = {file: [] for file in written}
-    for span in spans:
-        by_file.get(span.file, []).append(span)
-    for file, end in written.items():
-        start = -(-end // _PAGE) * _PAGE
-        if sizes[file] - start < _PAGE or last[file].end != sizes[file]:
-            continue
-        view = next((v for span in by_file[file] for v in _cut_views(span, start, end)), None)
-        if view is not None:
-            message = f"{file}: {sizes[file] - start:,} zeros from byte {start:,} to the end,"
-            message += f" beginning at a page boundary inside {view.tensor}"
-            yield Problem(message, "zeros-at-end", file=file)
-
-
-def _cut_views(span: ByteSpan, start: int, end: int) -> Iterator[View]:
-    """Yield the views of a span that ``start`` cuts within a row, just after a value."""
-    for view in span.views:
-        nbytes = start - view.start
-        inside = 0 < nbytes < view.nbytes and (not view.row or nbytes % view.row)
-        if inside and start - end < view.dtype.itemsize:
-            yield view
