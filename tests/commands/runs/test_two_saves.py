@@ -354,3 +354,15 @@ def test_one_of_two_optimizers_is_emptied(which: str, tmp_path: Path) -> None:
     assert reasons(tmp_path)["step_30"].startswith(f"optimizer-incomplete: {which}.state.0, ")
     save_optimizers(tmp_path, 30, **both(10, **{which: {0, 1, 2}}))  # both were begun again
     assert reasons(tmp_path) == {}
+
+
+@pytest.mark.parametrize("file", ["optimizer.bin", "optimizer.pt"])
+def test_the_optimizer_of_a_later_step(file: str, tmp_path: Path) -> None:
+    """The later step has both of its own, as the steps show that the optimizer has taken."""
+    run = train(tmp_path, file=file)
+    shutil.copy(run / "checkpoint-8" / file, run / "checkpoint-6")
+    message = "counts-differ: its optimizer is that of checkpoint-8, which is newer, but not its"
+    found = reasons(run)
+    assert [*found] == ["checkpoint-6"]
+    assert found["checkpoint-6"].startswith(f"{message} weights: they are of two saves")
+    assert fates(pruned(run, keep_last=1))["checkpoint-8"] == "keep"

@@ -50,6 +50,8 @@ class History:
         self._compared = deque[dict[Location, Mapping[PurePath, Save]]](maxlen=_BY_TURNS)
         self._recorded = defaultdict[object, set[int]](set)
         """The numbers in the names of each series' later steps that these steps also record."""
+        self._lent: dict[tuple[Location, PurePath], str] = {}
+        """The names of later saves, by those before them that have their optimizers."""
 
     def problems(
         self, step: Step, checkpoints: Iterable[StepSurvey], earlier: Sequence[Step]
@@ -77,6 +79,12 @@ class History:
             predecessors = [old[place] for old in olds]
             if not predecessors:
                 continue
+            for old in predecessors:
+                if _has_lent_state(save, old, predecessors):
+                    self._lent[old.step.path, place] = save.name
+            if newer_name := self._lent.get((step.path, place)):
+                message = f"its optimizer is that of {newer_name}, which is newer, but not its"
+                yield Problem(f"{message} weights: they are of two saves", _DIFFER)
             if save.inside:
                 own = _left_behind(save, place, [saves, *olds])
             else:
@@ -122,7 +130,9 @@ def _save_problems(
     """
     yield from _copies(save, predecessors[:_BEFORE], newer)
     for predecessor in predecessors:
-        cause = _scheduler_reset(save, predecessor) or _mixed_with(save, predecessor)
+        cause = _scheduler_reset(save, predecessor)
+        if cause is None and not _has_lent_state(save, predecessor, predecessors):
+            cause = _mixed_with(save, predecessor)
         yield from [Problem(cause, _DIFFER)] if cause else []
         yield from _lost_state(save, predecessor) if predecessor.step is last else ()
     yield from _zero_momentum(save, predecessors)
@@ -241,6 +251,23 @@ def _mixed_with(save: Save, predecessor: Save) -> str | None:
     else:
         return None
     return f"{cause}: they are of two saves"
+
+
+def _has_lent_state(save: Save, old: Save, predecessors: Sequence[Save]) -> bool:
+    """Return whether an earlier save has this one's optimizer, by the steps that it has taken.
+
+    They lie as far from the number in this one's name as those of the other predecessors do.
+    """
+    offsets = {_steps_before(other) for other in predecessors if other is not old}
+    is_own = offsets == {_steps_before(save)} != {_steps_before(old)}
+    state, old_state = save.state, old.state
+    return is_own and state.looks == old_state.looks and state.are_equal_to(old_state)
+
+
+def _steps_before(save: Save) -> float | None:
+    """Return how many more steps the name counts than an optimizer has taken; None if either."""
+    number, taken = save.step.number, save.most_steps_taken
+    return number - taken if number is not None and taken else None
 
 
 def _more_steps(save: Save, predecessor: Save) -> str | None:
