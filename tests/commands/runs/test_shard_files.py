@@ -51,15 +51,29 @@ def test_rows_of_an_embedding_alone(tmp_path: Path) -> None:
     assert reasons(train(tmp_path / "run", trained=("embed",))) == {}
 
 
-def test_tables_whose_last_rows_are_seldom_trained(tmp_path: Path) -> None:
-    """Of the last rank's rows, only the last one of each table is used in the last step."""
+@pytest.mark.parametrize("name", ["tables.{}.weight", "experts.{}.w1"])
+def test_rows_that_were_not_looked_up(name: str, tmp_path: Path) -> None:
+    """As of rare words in several tables, which lie in the files of the last rank."""
     torch.manual_seed(0)
-    tables = {f"tables.{n}.weight": torch.randn(256, 16) for n in range(6)}
+    weights = {name.format(n): torch.randn(64, 32) for n in range(6)}
     for step in range(1, 5):
-        for table in tables.values():
-            table[:128] += 0.01 * torch.randn(128, 16)
-            table[255] += 1
-        torch.save({"model": tables, "step": step}, tmp_path / "saved.pt")
+        for table in weights.values():
+            table[:32] += 0.01 * torch.randn(32, 32)
+        torch.save({"model": weights}, tmp_path / f"{step}.pt")
+        target = tmp_path / f"run/step_{step}"
+        ckptool.reshard(tmp_path / f"{step}.pt", target, mesh="2", to="dcp", fsync=False)
+    assert reasons(tmp_path / "run") == {}
+
+
+def test_rows_that_are_seldom_looked_up(tmp_path: Path) -> None:
+    """Of the last rank's rows, only the last but one of each matrix is used in the last step."""
+    torch.manual_seed(0)
+    weights = {f"users.{n}.weight": torch.randn(512, 16) for n in range(6)}
+    for step in range(1, 5):
+        for rows in weights.values():
+            rows[:256] += 0.01 * torch.randn(256, 16)
+            rows[330] += 1
+        torch.save({"model": weights, "step": step}, tmp_path / "saved.pt")
         target = tmp_path / "run" / f"step_{step}"
         ckptool.reshard(tmp_path / "saved.pt", target, mesh="2", to="dcp", fsync=False)
     assert reasons(tmp_path / "run") == {}

@@ -1,12 +1,13 @@
 """Whether a file with shards of matrices is of another save than the files with the other shards.
 
 Training moves all of a matrix. So if the shards that one file has of all matrices are those of an
-earlier save, and the other shards of these matrices are not, the file is of that save. Rows that
-are never trained stand still in an embedding, and experts that are never chosen, not in all.
+earlier save, and the other shards of these matrices are not, the file is of that save. Tables whose
+rows are looked up are not compared, nor experts: those that were not chosen stand still.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -35,8 +36,11 @@ _LEAST = 4
 """Matrices whose shards in one file do not all stand still by chance."""
 _TRAINED = 0.25
 """The share of elements that move if a matrix is trained, and not only rounded otherwise."""
+_PLACES = 3
+"""Places of a shard that are looked at: its first elements, and those further on."""
 _FEW = 2
-_EXPERT = "expert"
+_CHOSEN = re.compile(r"(?i)expert|emb|wte|table|lookup|codebook|memory")
+"""In the names of tensors of which training may move only some rows."""
 
 
 class _Shard(NamedTuple):
@@ -65,31 +69,37 @@ def shard_file_problems(save: Save, predecessors: Sequence[Save]) -> Iterator[Pr
 
 
 def _shards_of(matrices: Matrices) -> list[_Shard]:
-    """Return a place in each shard of some matrices that are cut into several files."""
+    """Return places in the shards of some matrices that are cut into several files."""
     entries = {
         name: entry
         for name, entry in matrices.entries.items()
-        if len(entry.chunks) > 1 and _EXPERT not in name.lower()
+        if len(entry.chunks) > 1 and not _CHOSEN.search(name)
     }
     source = matrices.survey.source
     most = _MOST_ASKED if source.policy.by_request else _MOST
     names = [*entries][:: max(1, -(-len(entries) // most))]
-    shards: dict[tuple[str, str], _Shard] = {}
+    first: dict[tuple[str, str], Box] = {}
     for name, entry in locate_whole(matrices.survey, names).items() if names else ():
         for chunk in entry.chunks:
-            shard = _Shard(name, chunk.at.file, _begin(chunk.box))
-            if shard.box.volume >= _ENOUGH:
-                shards.setdefault(shard[:2], shard)
-    return [*shards.values()]
+            first.setdefault((name, chunk.at.file), chunk.box)
+    return [
+        _Shard(name, file, box)
+        for (name, file), whole in first.items()
+        for box in dict.fromkeys(_places_in(whole))
+        if box.volume >= _ENOUGH
+    ]
 
 
-def _begin(box: Box) -> Box:
-    """Return the first elements of a box."""
+def _places_in(box: Box) -> Iterator[Box]:
+    """Yield boxes of a few elements, from the first ones of a box to the last."""
     sizes, longest = [1] * len(box.shape), _LONGEST
     for dim in reversed(range(len(box.shape))):
         sizes[dim] = max(1, min(box.shape[dim], longest))
         longest //= sizes[dim]
-    return Box.at(box.lo, sizes)
+    spare = [whole - size for whole, size in zip(box.shape, sizes, strict=True)]
+    for at in range(_PLACES):
+        shift = [size * at // (_PLACES - 1) for size in spare]
+        yield Box.at([low + by for low, by in zip(box.lo, shift, strict=True)], sizes)
 
 
 def _read(matrices: Matrices, shards: Sequence[_Shard]) -> dict[_Shard, Array]:
@@ -150,7 +160,8 @@ def _files_of(now: dict[_Shard, Array], old: dict[_Shard, Array]) -> list[str]:
     for shard, bits in now.items():
         other = old.get(shard)
         if other is not None and other.dtype == bits.dtype:
-            moved[shard.file][shard.name] = np.count_nonzero(bits != other) / bits.size
+            share = float(np.count_nonzero(bits != other)) / bits.size
+            moved[shard.file][shard.name] = max(share, moved[shard.file].get(shard.name, 0.0))
     still = [file for file, shares in moved.items() if not any(shares.values())]
     most: dict[str, float] = defaultdict(float)
     for shares in moved.values():
