@@ -29,6 +29,7 @@ _STEPS = (
     "train.global_step",
     "train.step",
     "state.global_step",
+    "progress.step",  # PRIME-RL
     "meta.global_step",
     "meta.step",
     "global_step",
@@ -46,6 +47,8 @@ _EPOCHS = (
     *("epoch", "meta.epoch", "trainer.epoch", "train_state.epoch", "state.epoch", "cur_epoch"),
     *("start_epoch", "last_epoch", "extra_state.train_iterator.epoch"),  # YOLOX, RT-DETR, fairseq
 )
+_HEADS = ("", "app.")
+"""Where values are: as the top of a checkpoint, or in the AppState of torch's recipe of DCP."""
 _BEST = re.compile(r"(?:.*\.)?(?:best_model_path|best_model_checkpoint)")
 """The best checkpoint according to Lightning's ModelCheckpoint and transformers' Trainer."""
 
@@ -185,7 +188,9 @@ class Contents(Struct, frozen=True):
 
 
 def _count(catalog: Catalog, names: tuple[str, ...]) -> int | None:
-    values = (catalog.objects[name].value for name in names if name in catalog.objects)
+    objects = catalog.objects
+    paths = (head + name for name in names for head in _HEADS)
+    values = (objects[path].value for path in paths if path in objects)
     return next((value for value in values if type(value) is int and value >= 0), None)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import ckptool
 
@@ -219,6 +220,17 @@ def test_one_of_schedulers_that_counts_epochs_of_the_step_before(tmp_path: Path)
     change(run, lr_sched=torch.load(run / "ckpt_30.pt")["lr_sched"])
     why = "counts-differ: lr_sched.0.last_epoch is 3, as in ckpt_30.pt, but the"
     assert reasons(run)["ckpt_40.pt"].startswith(why)
+
+
+def test_a_copy_of_an_older_step_in_the_state_of_an_application(tmp_path: Path) -> None:
+    """torch's recipe of DCP, with the counter of PRIME-RL."""
+    for step, model, optimizer in train():
+        state = {"model": model, "optimizers": optimizer, "progress": {"step": step}}
+        dcp.save({"app": state}, checkpoint_id=tmp_path / f"step_{step}", no_dist=True)
+    assert reasons(tmp_path) == {}
+    shutil.copy(tmp_path / "step_30" / "__0_0.distcp", tmp_path / "step_40")
+    why = "counts-differ: its weights, its optimizer and what it counts are those of step_30"
+    assert reasons(tmp_path)["step_40"].startswith(f"{why}: it is a copy")
 
 
 @pytest.mark.parametrize("count", ["global_step", "epoch"])
