@@ -166,7 +166,7 @@ def _steps_in_whole(place: Location, inner: Sequence[Location]) -> list[Location
     steps = [path for path in inner if _is_step(path, place, files)]
     positions = {_position_of(path) for path in steps} - {Position()}
     saves = [path for path in inner if path in steps or _position_of(path) in positions]
-    return [path for path in inner if path in saves or (saves and _is_spared_rank(path))]
+    return [p for p in inner if p in saves or (saves and (_is_spared_rank(p) or p.parent != place))]
 
 
 def _is_spared_rank(path: Location) -> bool:

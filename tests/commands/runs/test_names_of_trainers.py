@@ -87,3 +87,19 @@ def test_files_that_count_behind_their_suffix(tmp_path: Path) -> None:
     assert listed(tmp_path)[0][0] == "model.pt.ep10"
     assert removed(tmp_path) == {"model.pt.ep1"}
     assert ckptool.open(tmp_path / "model.pt.ep10").tensors["model.w"].shape == (4,)
+
+
+def test_models_that_are_saved_to_be_evaluated_below_files_of_ranks(tmp_path: Path) -> None:
+    """DINOv2, which has the teacher of each evaluation in a folder of its own."""
+    for step in (99, 199):
+        for rank in (0, 1):
+            torch.save(BOTH, file := tmp_path / f"model_{step:07d}.rank_{rank}.pth")
+            age(file, step)
+        write(tmp_path / f"eval/training_{step}", {"teacher_checkpoint.pth": saved({"w": WEIGHT})})
+        age(tmp_path / f"eval/training_{step}", step)
+    report = ckptool.verify_run(tmp_path, every=True)
+    assert report.latest_good is not None
+    assert report.latest_good.path.name == "model_0000199.rank_0.pth"
+    assert [step.path.name for step in report.steps if step.export] == [
+        "teacher_checkpoint.pth"
+    ] * 2
