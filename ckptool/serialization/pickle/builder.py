@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,6 +104,8 @@ _TEXT, _RECORD, _INTEGER = {str}, {Call}, {int}
 _WIDEST_KEY = 1 << 64
 _LONGEST_INTEGER = 1024
 """Bytes of an integer: numpy's random states have some of up to 256 bits."""
+_DECIMAL = re.compile(rb"0|-?[1-9][0-9]*")
+_FLOAT = re.compile(rb"-?(?:[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|inf|nan)")
 _MOST_DIGITS = 3 * _LONGEST_INTEGER
 """A byte has up to 2.4 digits; Python converts no more than 4,300, to save time."""
 _LARGEST_KEY = 10_000
@@ -139,12 +143,28 @@ class Builder(Stack):
 
     def _text_int(self) -> None:
         line = self._line()
-        if len(line) > _MOST_DIGITS:
-            raise self.malformed(f"an integer of {len(line):,} digits")
         if line in (b"00", b"01"):
             self._push(line == b"01")
         else:
-            self._push(int(line.rstrip(b"L"), 10))
+            self._push(self._decimal(line))
+
+    def _text_long(self) -> None:
+        self._push(self._decimal(self._line().removesuffix(b"L")))
+
+    def _decimal(self, digits: bytes) -> int:
+        """Return an integer in decimal digits: Python takes others for octal, or refuses them."""
+        if len(digits) > _MOST_DIGITS:
+            raise self.malformed(f"an integer of {len(digits):,} digits")
+        if not _DECIMAL.fullmatch(digits):
+            raise self.malformed("an integer that is not written as Python writes it")
+        return int(digits)
+
+    def _text_float(self) -> None:
+        line = self._line()
+        value = float(line) if _FLOAT.fullmatch(line) else math.nan
+        if not math.isfinite(value) and line.lstrip(b"-") not in (b"inf", b"nan"):
+            raise self.malformed("a float that is not written as Python writes it")
+        self._push(value)
 
     def _long(self, size: int) -> None:
         count = self._uint(size)

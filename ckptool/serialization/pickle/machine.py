@@ -145,7 +145,8 @@ class Machine(Builder):
         rows = reader.read_rows(pos, self._frame_end, is_dict=is_dict)
         if rows is None:
             return pos
-        runs, end, self._frame_end = rows
+        runs, end, frame_end = rows
+        self._begin_frame(frame_end)
         self.pos = pos
         (self._set_items if is_dict else self._extend)(self._pop_mark())
         if isinstance(target, dict):
@@ -160,7 +161,14 @@ class Machine(Builder):
     def _frame(self) -> None:
         """Note where a frame ends: the next one may begin inside an instance."""
         size = self._uint(8)
-        self._frame_end = self.pos + size
+        self._begin_frame(self.pos + size)
+
+    def _begin_frame(self, end: int) -> None:
+        """Note where a frame ends; IndexError if beyond the program, as Python reads it whole."""
+        if end > len(self._data):
+            self.pos = len(self._data)
+            raise IndexError
+        self._frame_end = end
 
     def _name_global(self, module: PickleValue, name: PickleValue, at: int) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -284,11 +292,11 @@ _HANDLERS: dict[bytes, Callable[[Machine], object]] = {
     pickle.POP: lambda m: m._stack.pop(),
     pickle.POP_MARK: Machine._pop_mark,
     pickle.DUP: lambda m: m._push(m._top()),
-    pickle.FLOAT: lambda m: m._push(float(m._line())),
+    pickle.FLOAT: Machine._text_float,
     pickle.INT: Machine._text_int,
     pickle.BININT: lambda m: m._push(struct.unpack("<i", m._take(4))[0]),
     pickle.BININT1: lambda m: m._push(m._uint(1)),
-    pickle.LONG: Machine._text_int,
+    pickle.LONG: Machine._text_long,
     pickle.BININT2: lambda m: m._push(m._uint(2)),
     pickle.NONE: lambda m: m._push(None),
     pickle.PERSID: lambda m: m._refer(m._line().decode()),

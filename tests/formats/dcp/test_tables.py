@@ -193,7 +193,7 @@ def test_of_two_items_of_a_quantized_tensor_none_is_taken(ranks: int) -> None:
     data = make([(2, 3)], ranks, [])
     assert parse(data, ".metadata").tensors
     with pytest.raises(Damaged, match=r"layers\.0\.weight: two items for a value"):
-        parse(data.replace(b"\x07float32", b"\x06quint8"), ".metadata")
+        parse(data.replace(b"\x07float32", b"\x08quint4x2"), ".metadata")
 
 
 def test_what_is_not_a_row_is_bounded_however_large_the_pickle(

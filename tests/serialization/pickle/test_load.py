@@ -316,7 +316,7 @@ def test_any_change_is_a_value_or_an_error_of_ours(value: Any, data: st.DataObje
         (b"}]Ns.", "as a key"),
         (b"h\x07.", "memo 7"),
         (b"t.", "no mark"),
-        (b"L" + b"1" * 4000 + b"L\n.", "an integer of 4,001 digits"),
+        (b"L" + b"1" * 4000 + b"L\n.", "an integer of 4,000 digits"),
         (b"I" + b"1" * 4000 + b"\n.", "an integer of 4,000 digits"),
     ],
 )
