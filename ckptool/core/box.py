@@ -230,6 +230,14 @@ def row_major_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def is_countable(shape: Sequence[int], itemsize: int) -> bool:
+    """Return whether torch and numpy can count the bytes of a shape, with 63 bits.
+
+    Even if it has none, they multiply the sizes of its other dims.
+    """
+    return math.prod([max(size, 1) for size in shape]) * itemsize < 1 << 63
+
+
 @lru_cache(maxsize=1024)
 def contiguous(strides: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> bool:
     """Return whether a box of ``shape`` with these byte strides is one C-ordered run of bytes.

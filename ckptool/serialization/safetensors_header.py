@@ -17,7 +17,7 @@ from typing import Any, cast
 import msgspec
 from msgspec import Struct
 
-from ckptool.core.box import Box, row_major_strides
+from ckptool.core.box import Box, is_countable, row_major_strides
 from ckptool.core.catalog import Extent
 from ckptool.core.chunks import WholeTensor
 from ckptool.core.dtype import BY_SAFETENSORS, DType
@@ -258,6 +258,8 @@ def _kind_of(file: str, name: str, dtype_name: object, shape: tuple[int, ...]) -
         message = f"{file}: {name} has the unknown element type {shown}"
         raise Damaged(message, "safetensors-dtype", tensor=name)
     sizes = _torch_shape(file, name, dtype, shape)
+    if not is_countable(sizes, dtype.itemsize):
+        raise Damaged(f"{file}: {name} has too many elements to be counted: {list(shape)}")
     nbytes = math.prod(sizes) * dtype.itemsize
     strides = row_major_strides(sizes, dtype.itemsize)
     return _Kind(dtype, sizes, nbytes, strides, (Box.whole(sizes),))

@@ -19,6 +19,8 @@ from ckptool.serialization.source import NearReads, edge_spans
 STORED, DEFLATED = 0, 8
 STREAMED = 8
 """The flag of a record that has a descriptor after its bytes."""
+_UNREADABLE = 0x2061
+"""The flags of encrypted records, masked headers and patches, which torch does not read."""
 IN_EXTRA = 0xFFFFFFFF
 """Means that a size or offset is in the zip64 extra field."""
 
@@ -183,16 +185,18 @@ def find_directory(region: Region) -> tuple[int, int, int]:
     """Return offset, size in bytes and number of entries of the central directory."""
     end = find_end(region)
     fields = END.unpack(region.read(end, END.size))
-    count, size, start = fields[4:7]
+    disks, (count, size, start) = fields[1:3], fields[4:7]
     if end >= LOCATOR64.size:
         locator = region.read(end - LOCATOR64.size, LOCATOR64.size)
         if locator[:4] == b"PK\x06\x07":
-            where = LOCATOR64.unpack(locator)[2]
+            _, _, where, parts = LOCATOR64.unpack(locator)
             end64 = END64.unpack(region.read(where, END64.size))
             if end64[0] != b"PK\x06\x06":
                 raise Damaged(f"{region.what}: the zip64 end record is damaged")
-            count, size, start = end64[7:10]
+            disks, (count, size, start) = (*end64[4:6], parts - 1), end64[7:10]
             _require_same_end(region, fields[3:7], end64[6:10])
+    if any(disks):
+        raise Damaged(f"{region.what}: a zip on several disks, or one whose end record is damaged")
     if start + size > end or count * CENTRAL.size > size:
         raise Damaged(
             f"{region.what}: the zip directory ({count:,} records, {size:,} bytes at {start:,})"
@@ -236,6 +240,10 @@ def _central_entry(region: Region, data: bytes, start: int, position: int) -> tu
     if IN_EXTRA in (size, stored, header):
         extra = data[at + name_length : at + name_length + extra_length]
         size, stored, header = _zip64(extra, size, stored, header)
+    if fields[3] & _UNREADABLE:
+        raise Damaged(f"{region.what}: record {name!r} is encrypted, or a patch of another")
+    if fields[13]:
+        raise Damaged(f"{region.what}: record {name!r} is on disk {fields[13]} of several")
     if method not in (STORED, DEFLATED):
         raise Damaged(f"{region.what}: record {name!r} is compressed with method {method}")
     if fields[15] & _IS_FOLDER and not name.endswith("/"):

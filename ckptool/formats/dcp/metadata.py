@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ckptool.core.box import Box
+from ckptool.core.box import Box, is_countable
 from ckptool.core.catalog import Container, Index, Path
 from ckptool.core.chunks import ChunkTable
 from ckptool.core.dtype import DType
@@ -154,6 +154,8 @@ def _tensor(
     fields = entry.fields
     try:
         dtype, shape = read_dtype(_dtype(entry)), read_sizes(fields["size"])
+        if not is_countable(shape, dtype.itemsize):
+            raise Damaged(f"a shape of too many elements to be counted: {list(shape)}")
         table = tables.take(name, shape, fields["chunks"]) if tables else None
         if table is not None:
             return TensorMetadata(dtype, shape, table.boxes, table)

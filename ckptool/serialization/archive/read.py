@@ -185,6 +185,7 @@ class OpenArchive:
             return replace(template.file, what=what, storages=self.storages(), meshes={})
         loaded = _unpickle(self.pickle, f"{what} (data.pkl)")
         _require_in_value(loaded)
+        _require_one_type(loaded, what)
         order, hostile = self.byteorder(), loaded.hostile
         file = TorchFile(what, loaded.value, self.storages(), order, loaded.end, hostile)
         if not hostile and is_compared(self._at("data.pkl")):
@@ -237,6 +238,23 @@ def _require_in_value(loaded: Loaded) -> None:
         require_harmless({g: why for g, why in loaded.hostile.items() if g not in names})
 
 
+def _require_one_type(loaded: Loaded, what: str) -> None:
+    """Raise Damaged if a storage has two types: torch takes the first for all its tensors."""
+    first: dict[str, tuple[Global, int]] = {}
+    for item in loaded.persistent:
+        value = item.value
+        if not isinstance(value, tuple) or len(value) < 5:
+            continue
+        cls, key, numel = value[1], value[2], value[4]
+        if not (isinstance(cls, Global) and isinstance(key, str | int) and type(numel) is int):
+            continue
+        known = first.setdefault(str(key), (cls, numel))
+        if known != (cls, numel) and numel:
+            require_harmless(loaded.hostile)
+            message = f"{what}: storage {key!r} is {known[0]} of {known[1]:,} to one tensor"
+            raise Damaged(f"{message}, {cls} of {numel:,} to another", "storage-mismatch")
+
+
 def _folder(region: Region, records: Mapping[str, ZipRecord]) -> str:
     """Return the folder of an archive's records, with a slash; CkptoolError if not torch.save's.
 
@@ -254,7 +272,18 @@ def _folder(region: Region, records: Mapping[str, ZipRecord]) -> str:
         raise Damaged(message, "save-incomplete", file=region.file, hint="use another checkpoint")
     if len(folders) != 1:
         raise unrecognized_zip(records, region.what)
+    _require_no_twins(region, records, folders[0])
     return folders[0]
+
+
+def _require_no_twins(region: Region, records: Iterable[str], folder: str) -> None:
+    """Raise Damaged if torch, to which upper and lower case are one, may take another record."""
+    by_name = {f"{folder}{name}".lower(): f"{folder}{name}" for name in ("byteorder", "version")}
+    for name in records:
+        twin = by_name.setdefault(name.lower(), name)
+        if twin != name:
+            message = f"{region.what}: torch may read record {name!r} in place of {twin!r}"
+            raise Damaged(message)
 
 
 def record_bytes(region: Region, record: ZipRecord, has_crc: bool) -> bytes:
@@ -303,6 +332,7 @@ def _read_legacy(source: Source, file: str) -> TorchFile:
     magic, version, system, value, keys = (pickle.value for pickle in loaded)
     if magic != LEGACY_MAGIC or version != 1001 or not isinstance(system, dict):
         raise Damaged(f"{file}: not a legacy torch.save file of version 1001")
+    _require_one_type(content, file)
     try:
         sizes = {s.key: s.itemsize for s in map(read_storage, content.persistent)}
     except Damaged:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from ckptool.core.box import row_major_strides
+from ckptool.core.box import is_countable, row_major_strides
 from ckptool.core.catalog import EncodedBlob, Extent, Place, Record
 from ckptool.core.dtype import BY_NAME, BY_STORAGE, DType
 from ckptool.errors import Damaged, coded
@@ -242,6 +242,8 @@ def _strided_tensor(args: tuple[Any, ...], function: str) -> StoredTensor | None
     dtype = read_dtype(args[6]) if function.endswith("_v3") else storage.dtype
     if dtype is None:
         raise Damaged(f"a tensor in storage {storage.key!r} has no element type")
+    if not is_countable(shape, dtype.itemsize):
+        raise Damaged(f"a tensor of {list(shape)}, which has too many elements to be counted")
     metadata = args[count] if len(args) > count else None
     flags = metadata if isinstance(metadata, dict) else {}
     ops = tuple(op for op in ("conj", "neg") if flags.get(op))
