@@ -20,7 +20,7 @@ Index = Box | IndexItem | tuple[IndexItem, ...]
 def parse_index(entry: TensorEntry, index: Index | None) -> list[Pick]:
     """Return what an index means in each dim; UsageError if it is outside the tensor."""
     if isinstance(index, Box):
-        is_within = len(index.lo) == len(entry.shape) and Box.whole(entry.shape).contains(index)
+        is_within = Box.whole(entry.shape).contains(index)
         if not is_within or any(map(int.__lt__, index.hi, index.lo)):
             raise UsageError(f"{entry.name}: box {index} does not fit shape {list(entry.shape)}")
         return [Pick(range(lo, hi)) for lo, hi in zip(index.lo, index.hi, strict=True)]

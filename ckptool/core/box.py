@@ -50,8 +50,12 @@ class Box(NamedTuple):
         return Box(lo, hi) if all(map(lt, lo, hi)) else None
 
     def contains(self, other: Box) -> bool:
-        """Return whether every corner of ``other`` lies in this box, or on its edge if empty."""
-        return all(map(le, self.lo, other.lo)) and all(map(ge, self.hi, other.hi))
+        """Return whether every corner of ``other`` lies in this box, or on its edge if empty.
+
+        Not if it has another number of dims.
+        """
+        is_inside = all(map(le, self.lo, other.lo)) and all(map(ge, self.hi, other.hi))
+        return is_inside and len(self.lo) == len(other.lo)
 
     def relative_to(self, origin: Sequence[int]) -> Box:
         """Return the same box in coordinates whose zero is ``origin``."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import attack_build as b
 import pytest
-from attack_harness import attack
+from attack_harness import VERIFY, attack
 from dcp_records import BOMB, Make, chunk, number, size, text
 from honest_files import require_honest
 
@@ -303,3 +303,21 @@ def test_a_link_to_a_file_outside_is_followed(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     outcome = attack(DCP["link to a file outside"](tmp_path / "src" / "ck"), to=("safetensors",))
     assert outcome.kind == "ok", str(outcome)
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3, 1), (1, 3), (2, 2), ()])
+def test_verify_says_that_a_chunk_is_outside_of_any_tensor(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Checks of what weights and moments hold look at no such chunk."""
+    (tmp_path / "src").mkdir()
+    meta, zeros = b.tensor_meta(size(*shape), WHOLE), b.item(storages={"0": bytes(24)})
+    names = "w", "m.0.weight", "optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq"
+    spots = [b.where(text(f"__{n}_0.distcp"), number(0), number(len(zeros))) for n in range(4)]
+    entries = [(text(name), meta) for name in names]
+    items = [(b.index(text(n), size(0, 0)), spot) for n, spot in zip(names, spots, strict=True)]
+    source = b.dcp(tmp_path / "src" / "ck", zeros, b.metadata(entries, items))
+    for rank in range(1, 4):
+        (source / f"__{rank}_0.distcp").write_bytes(zeros)
+    outcome = attack(source, to=(VERIFY,))
+    assert (outcome.kind, "chunk-outside" in outcome.message) == ("reported", True), outcome

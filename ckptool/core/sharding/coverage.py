@@ -71,7 +71,7 @@ def _tiling_problem(entry: TensorEntry, boxes: Sequence[Box]) -> Problem | None:
     """Return why boxes that form no grid do not tile the tensor; None if they do."""
     whole = Box.whole(entry.shape)
     for box in boxes:
-        if len(box.lo) != len(entry.shape) or not whole.contains(box):
+        if not whole.contains(box):
             message = f"{entry.name}: chunk {box} is outside shape {list(entry.shape)}"
             return Problem(message, "chunk-outside", tensor=entry.name)
     pair = overlapping_pair(boxes)

@@ -169,7 +169,8 @@ class Views(Struct):
         if filled is None:
             return False
         row = shape[-1] * dtype.itemsize if len(shape) > 1 else 0
-        part = Part(entry.shape, box, dtype) if probe and shape and filled.by_rows else None
+        is_part = probe and shape and filled.by_rows and Box.whole(entry.shape).contains(box)
+        part = Part(entry.shape, box, dtype) if is_part else None
         self.runs[where].append(View(start, filled.nbytes, dtype, entry.name, row, part, probe))
         return True
 
