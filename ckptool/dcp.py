@@ -33,13 +33,13 @@ from ckptool.api.arguments import AnyPath, Keywords, location, with_keywords
 from ckptool.api.checkpoint import Checkpoint, checkpoint_at, open
 from ckptool.api.keywords import OpenKeywords
 from ckptool.api.load import Target, cast_hint, dtype_of, fill_targets
-from ckptool.api.state_dict import keys_differ, match_names
+from ckptool.api.state_dict import flattened, keys_differ, match_names
 from ckptool.api.tensors import torch_dtype, why_not_filled
 from ckptool.api.values import archive
 from ckptool.commands.detect import holds_checkpoint
 from ckptool.commands.open import no_collecting
 from ckptool.core.box import Box
-from ckptool.core.catalog import Index, Path, TensorEntry
+from ckptool.core.catalog import Catalog, Index, Path, TensorEntry
 from ckptool.core.selection import drop_names, empty_dicts, with_loadable_paths
 from ckptool.errors import Unsupported
 
@@ -71,6 +71,7 @@ class CheckpointReader(StorageReader):
         self._workers = workers
         self._options = options
         self._checkpoint: Checkpoint | None = None
+        self._flattened: Catalog | None = None
         self._path: AnyPath = str(path.path) if isinstance(path, Checkpoint) else path
         if isinstance(path, Checkpoint):
             self._checkpoint = checkpoint_at(path, **options)
@@ -81,6 +82,14 @@ class CheckpointReader(StorageReader):
         if self._checkpoint is None:
             self._checkpoint = open(self._path, **self._options)
         return self._checkpoint
+
+    @property
+    def _catalog(self) -> Catalog:
+        """Return what is in the checkpoint, as torch flattens it."""
+        if self._flattened is None:
+            catalog = flattened(self.checkpoint)
+            self._flattened = with_loadable_paths(drop_names(catalog, empty_dicts(catalog)))
+        return self._flattened
 
     @property
     def checkpoint_id(self) -> AnyPath:
@@ -95,15 +104,14 @@ class CheckpointReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start over, with another path if one is given."""
         if checkpoint_id is not None and os.fspath(checkpoint_id) != os.fspath(self._path):
-            self._path, self._checkpoint = checkpoint_id, None
+            self._path, self._checkpoint, self._flattened = checkpoint_id, None, None
 
     def read_metadata(self, *args: Any, **ignored: Any) -> Metadata:
         """Describe the checkpoint to torch's planners; no tensor byte is read.
 
         torch 2.13 asks again for the metadata of one rank if there is a parameter ``kwargs``.
         """
-        catalog = with_loadable_paths(self.checkpoint.catalog)
-        catalog = drop_names(catalog, empty_dicts(catalog))
+        catalog = self._catalog
         entries = _Entries({n: _describe(entry) for n, entry in catalog.tensors.items()})
         entries |= {name: BytesStorageMetadata() for name in catalog.objects}
         entries.checkpoint = self.checkpoint
@@ -132,7 +140,7 @@ class CheckpointReader(StorageReader):
         """
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        objects = self.checkpoint.catalog.objects
+        objects = self._catalog.objects
         archives = [(item, archive(objects[item.storage_index.fqn])) for item in values]
         self._read_tensors(tensors, planner)
         for item, data in archives:

@@ -16,6 +16,7 @@ from ckptool.api.keywords import OpenKeywords
 from ckptool.api.state_dict import (
     NameMatch,
     StateLeaf,
+    flattened,
     keys_differ,
     leaves_of,
     match_names,
@@ -93,8 +94,9 @@ def load(
         matched = _with_tied(match_names(checkpoint, leaves), leaves)
         if strict and (matched.missing or matched.unexpected):
             raise keys_differ(checkpoint, matched)
-        leaves = {name: leaves[name] for name in matched.both if checkpoint.has(name)}
-        objects = checkpoint.catalog.objects
+        objects = flattened(checkpoint, leaves).objects
+        stored = (name for name in matched.both if name in objects or checkpoint.has(name))
+        leaves = {name: leaves[name] for name in stored}
         values = {name: rebuild(entry) for name, entry in objects.items() if name in leaves}
         entries = {
             name: checkpoint.entry(name, dtype_of(leaf.value) if cast else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptool.api.arguments import AnyPath, Keywords, location, with_keywords
@@ -91,8 +92,9 @@ def _collect(tree: dict[str, Any], rank: int = 0) -> tuple[Catalog, MemoryFiles]
         if isinstance(leaf.value, torch.Tensor):
             tensors[name] = _entry(name, leaf.path, leaf.value, buffers, f"rank-{rank}")
         else:
-            _require_plain(name, leaf.value)
-            objects[name] = ObjectEntry(name, leaf.path, leaf.value)
+            value = {} if isinstance(leaf.value, Mapping) else leaf.value  # others are entered
+            _require_plain(name, value)
+            objects[name] = ObjectEntry(name, leaf.path, value)
     source = MemoryFiles(buffers)
     return Catalog("memory", tensors, objects, dict(source.files)), source
 

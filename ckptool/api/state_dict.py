@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -10,11 +10,12 @@ from msgspec import Struct
 from ckptool.api.checkpoint import Checkpoint
 from ckptool.commands.rewrite import only_model
 from ckptool.commands.verify.compare.fit import Prefix, prefix_changes
-from ckptool.core.catalog import Index, Path
+from ckptool.core.catalog import Catalog, Index, Path
 from ckptool.core.keymap.wrappers import WRAPPERS, unwrapping_rule
 from ckptool.core.selection import empty_dicts, substitution
 from ckptool.core.text import list_first
 from ckptool.errors import CkptoolError, Unsupported, UsageError
+from ckptool.serialization.state_dict.mappings import enter_mappings
 
 
 class StateLeaf(Struct, frozen=True):
@@ -91,6 +92,14 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}" + ("; give its state_dict()" if _has_state(value) else "")
 
 
+def flattened(checkpoint: Checkpoint, names: Container[str] = ()) -> Catalog:
+    """Return what is in a checkpoint under the names of a state dict with the same values.
+
+    Values with these ``names`` stay whole.
+    """
+    return enter_mappings(checkpoint.catalog, names)
+
+
 class KeysDiffer(Unsupported):
     """The names of the state dict and the checkpoint differ.
 
@@ -111,7 +120,7 @@ class NameMatch(NamedTuple):
 
 def match_names(checkpoint: Checkpoint, names: Collection[str]) -> NameMatch:
     """Compare a state dict's names with a checkpoint's; empty dicts in the latter do not count."""
-    catalog = checkpoint.catalog
+    catalog = flattened(checkpoint, names)
     catalog_names = {*catalog.tensors, *catalog.objects, *catalog.conflicts}
     return NameMatch(
         tuple(name for name in names if name in catalog_names),

@@ -1,9 +1,10 @@
 """Containers that are in a catalog but not in a DCP folder as torch writes it (2.4 to 2.15).
 
 torch does not enter tuples, nor a list that has nothing but values and such tuples: each is one
-value, with its tensors. An empty dict is nothing at all. A state dict loads only if a checkpoint
-has them alike: torch takes one that has a key for an empty dict for one that torch 2.3 wrote, and
-looks for all keys of that time.
+value, with its tensors. It enters what is a ``Mapping``, such as a scheduler's Counter of
+milestones: each key is a value of its own. An empty one is nothing at all. A state dict loads only
+if a checkpoint has them alike: torch takes one that has a key for an empty dict for one that torch
+2.3 wrote, and looks for all keys of that time.
 """
 
 from __future__ import annotations
@@ -14,20 +15,31 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, TensorEntry, flat_name
-from ckptool.core.selection import AnyEntry, drop_names, empty_dicts, entries_of, with_entries
+from ckptool.core.selection import (
+    AnyEntry,
+    drop_names,
+    empty_dicts,
+    entries_of,
+    with_entries,
+    with_loadable_paths,
+)
 from ckptool.errors import Problem
 from ckptool.formats.writing import nest_state
 from ckptool.serialization.state_dict.values import NOT_CARRIED
 
 
 def without_empty_dicts(catalog: Catalog) -> tuple[Catalog, list[str]]:
-    """Return the catalog without empty dicts, and a note on each."""
+    """Return the catalog without empty dicts, and a note on each.
+
+    A list that had one becomes a dict of indices: torch finds no value at the position that is
+    missing, and refuses to load.
+    """
     empty = empty_dicts(catalog)
     notes = [
         Problem(f"not carried: {name}: DCP does not store empty dicts", NOT_CARRIED, tensor=name)
         for name in empty
     ]
-    return drop_names(catalog, empty), [*notes]
+    return with_loadable_paths(drop_names(catalog, empty)), [*notes]
 
 
 def join_whole(catalog: Catalog) -> Catalog:

@@ -20,17 +20,19 @@ from ckptool.formats.dcp.whole import join_whole, without_empty_dicts
 from ckptool.formats.lightning import split_meta
 from ckptool.formats.writing import CARRIED, WriterAssignment, lay_out_companions, note_tied
 from ckptool.serialization.archive.write import lay_out_archive
+from ckptool.serialization.state_dict.mappings import enter_mappings
 from ckptool.serialization.state_dict.values import NUMPY, Foreign, Repeated
 
 
 def lay_out(catalog: Catalog, request: Request) -> Layout:
     """Lay out a DCP folder: cut for the request's mesh, or in the source's own chunks."""
     classes = Foreign()
-    made_of = {name: set(classes.of(entry.value)) for name, entry in catalog.objects.items()}
     objects = {n: e for n, e in catalog.objects.items() if not isinstance(e.value, Repeated)}
-    catalog = replace(catalog, objects=objects)
-    value_names = [*catalog.objects]
-    catalog, meta_files = split_meta(catalog)
+    catalog, meta_files = split_meta(replace(catalog, objects=objects))
+    in_meta = [entry for name, entry in objects.items() if name not in catalog.objects]
+    catalog = enter_mappings(catalog)
+    written = [*in_meta, *catalog.objects.values()]
+    foreign = sorted({*chain(*(classes.of(entry.value) for entry in written))} - {NUMPY})
     _require_text([*catalog.tensors, *catalog.objects])
     changed_root = root_problem(catalog)
     catalog, notes = without_empty_dicts(join_whole(with_loadable_paths(catalog)))
@@ -45,7 +47,6 @@ def lay_out(catalog: Catalog, request: Request) -> Layout:
         length = sum(part.nbytes for part in archive)
         values.append((value, WrittenAt(split.path(0), nbytes, length)))
         nbytes += length
-    foreign = sorted({*chain(*(made_of[name] for name in value_names))} - {NUMPY})
     chunks = WrittenItems(cuts, nbytes, split)
     files = sorted({*chunks.written, *([0] if values else [])}, key=split.unit)
     layouts = [*lay_out_companions(catalog), *meta_files]

@@ -184,9 +184,14 @@ def _display_name(path: Path) -> str:
 
 def _entries(value: PickleValue) -> list[tuple[Any, Any]]:
     """Return the keys and values of a dict or defaultdict; none for every other value."""
-    if isinstance(value, Call) and value.name == "collections.defaultdict":
+    if isinstance(value, Call) and _is_dict(value):
         return value.entries
     return list(value.items()) if isinstance(value, dict) else []
+
+
+def _is_dict(value: PickleValue) -> bool:
+    is_default = isinstance(value, Call) and value.name == "collections.defaultdict"
+    return is_default or isinstance(value, dict)
 
 
 def _is_entered(value: PickleValue, what: str, answers: dict[int, bool]) -> bool:
@@ -207,7 +212,7 @@ def _is_entered(value: PickleValue, what: str, answers: dict[int, bool]) -> bool
         ids.add(id(item))
         if any(is_tensor_record(inner) or module_state(inner) for inner in parts):
             return True
-        if isinstance(item, list) and any(isinstance(inner, dict) for inner in item):
+        if isinstance(item, list) and any(map(_is_dict, item)):
             return True
         stack += [(inner, depth + 1) for inner in parts]
     answers.update(dict.fromkeys(ids, False))

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from ckptool.core.catalog import Catalog, ObjectEntry
 from ckptool.errors import Unsupported
 from ckptool.serialization.pickle.records import Call, Global, Persistent
+from ckptool.serialization.state_dict.mappings import mapping_entries
 from ckptool.serialization.state_dict.values import type_name
 
 _DEEPEST = 200
@@ -189,9 +190,10 @@ def unfolded(catalog: Catalog, other: Catalog) -> Unfolded:
 
 
 def _parts(name: str, value: Any, heads: set[str]) -> Iterator[tuple[str, Any]]:
-    if name not in heads or not isinstance(value, dict | list | tuple) or not value:
+    is_listed = isinstance(value, list | tuple)
+    items = [*enumerate(value)] if is_listed else mapping_entries(value)
+    if name not in heads or not items:
         yield name, value
         return
-    items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in items:
         yield from _parts(f"{name}.{key}", inner, heads)
