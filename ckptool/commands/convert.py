@@ -136,7 +136,7 @@ def _holds_nothing(
         f"{opened.path}: {writer.name} can hold nothing of it: no tensors, but"
         f" {plural(len(names), 'value')} such as {min(names)}",
         "limit-exceeded",
-        hint="--to torch-save keeps values",
+        hint="--to dcp keeps values of any class",
     )
 
 

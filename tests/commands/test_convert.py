@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,14 @@ def test_a_tensor_of_a_kind_that_is_not_read_is_refused(tmp_path: Path) -> None:
     torch.save(torch.eye(2).to_sparse(), tmp_path / "model.pt")
     with pytest.raises(Unsupported, match="value: not a plain tensor, but sparse tensor"):
         prepare(tmp_path / "model.pt", tmp_path / "out.safetensors", ConvertOptions("safetensors"))
+
+
+def test_a_value_that_torch_save_cannot_hold_can_go_into_dcp(out: Path) -> None:
+    torch.save({"since": date(2026, 1, 1)}, out / "m.pt")
+    with pytest.raises(Unsupported, match="can hold nothing of it") as refused:
+        convert_to("torch-save", out / "m.pt", out / "n.pt")
+    assert refused.value.hint == "--to dcp keeps values of any class"
+    convert_to("dcp", out / "m.pt", out / "n")
 
 
 @pytest.mark.parametrize("to", ["safetensors", "hf"])
