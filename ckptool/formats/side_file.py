@@ -12,8 +12,9 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from ckptool.core.catalog import Catalog, TensorEntry
+from ckptool.core.catalog import Catalog, TensorEntry, flat_name
 from ckptool.core.layout import FileLayout
+from ckptool.core.selection import Entry
 from ckptool.core.text import list_some, plural
 from ckptool.errors import Damaged, Problem, damaged
 from ckptool.formats.base import ScanOptions
@@ -64,7 +65,7 @@ def _add_side(catalog: Catalog, source: Source, side: str, marks: set[str] | Non
         message = f"{side}: not the side file that was written with the files that are here"
         raise Damaged(Problem(message, "side-file-mismatch", file=side))
     content = assemble({0: leaves})
-    twice = sorted(content.tensors.keys() & catalog.tensors.keys())
+    twice = sorted((content.tensors | content.objects).keys() & catalog.tensors.keys())
     if content.problems or twice:
         problems = [*content.problems, *(f"{n}: also in the main file" for n in twice)]
         raise damaged(problems, subject=side, hint=f"{side} belongs to another checkpoint")
@@ -105,8 +106,18 @@ def split_side(
     if not (misfits or objects):
         return fitting, [], {}, notes
     partner = repr([(entry.name, entry.dtype.name, entry.shape) for entry in fitting])
-    parts, identity = lay_out_side(nest_state(misfits, objects), partner.encode())
+    state = nest_state([*map(_under_name, misfits)], [*map(_under_name, objects)])
+    parts, identity = lay_out_side(state, partner.encode())
     return fitting, [FileLayout(path, tuple(parts))], {SIDE: identity}, notes
+
+
+def _under_name(entry: Entry) -> Entry:
+    """Return an entry at the path by which its name is read again, also without those beside it.
+
+    Of several with one name, all but one have another one than their path.
+    """
+    is_named = (flat_name(entry.path) or "value") == entry.name
+    return entry if is_named else replace(entry, path=(entry.name,))
 
 
 def _is_supported(entry: TensorEntry) -> bool:

@@ -66,6 +66,21 @@ def test_it_is_read_with_its_own(form: str, tmp_path: Path) -> None:
     assert open_checkpoint(moved).catalog.objects["step"].value == 1
 
 
+@pytest.mark.parametrize("other", [5, torch.zeros(2, dtype=torch.complex128)], ids=type)
+def test_one_of_two_that_have_a_name_keeps_its_own(
+    other: object, form: str, tmp_path: Path
+) -> None:
+    place, _ = save(form, tmp_path / "a", **{"a.b": torch.ones(3), "a": {"b": other}})
+    catalog = open_checkpoint(place).catalog
+    assert catalog.tensors["a.b"].shape == (3,)
+    assert "a.b@2" in catalog.tensors | catalog.objects
+    convert_to("dcp", place, tmp_path / "dcp")
+    with ckptool.open(tmp_path / "dcp") as checkpoint:
+        assert torch.equal(checkpoint["a.b"], torch.ones(3))
+        found = checkpoint["a.b@2"]
+        assert type(found) is type(other)
+
+
 def test_another_programs_is_left_out_with_a_note(form: str, tmp_path: Path) -> None:
     place, side = save(form, tmp_path / "a")
     assert not side.exists()
