@@ -132,11 +132,12 @@ def _holds_nothing(
 ) -> Unsupported:
     """Return the error of a format that can hold nothing of a checkpoint, as of numpy's arrays."""
     names = not_carried(layout, catalog)
+    fits = "torch-save keeps empty dicts" if writer.name == "dcp" else "dcp keeps any value"
     return Unsupported(
         f"{opened.path}: {writer.name} can hold nothing of it: no tensors, but"
         f" {plural(len(names), 'value')} such as {min(names)}",
         "limit-exceeded",
-        hint="--to dcp keeps values of any class",
+        hint=f"--to {fits}",
     )
 
 

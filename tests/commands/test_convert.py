@@ -267,8 +267,12 @@ def test_a_value_that_torch_save_cannot_hold_can_go_into_dcp(out: Path) -> None:
     torch.save({"since": date(2026, 1, 1)}, out / "m.pt")
     with pytest.raises(Unsupported, match="can hold nothing of it") as refused:
         convert_to("torch-save", out / "m.pt", out / "n.pt")
-    assert refused.value.hint == "--to dcp keeps values of any class"
+    assert refused.value.hint == "--to dcp keeps any value"
     convert_to("dcp", out / "m.pt", out / "n")
+    torch.save({"since": {}}, out / "m.pt")
+    with pytest.raises(Unsupported, match="can hold nothing of it") as refused:
+        convert_to("dcp", out / "m.pt", out / "other")
+    assert refused.value.hint == "--to torch-save keeps empty dicts"
 
 
 @pytest.mark.parametrize("to", ["safetensors", "hf"])
