@@ -314,9 +314,23 @@ def with_prefix(catalog: Catalog, prefix: str) -> Catalog:
 
 
 def substitution(rule: str) -> Callable[[str], str]:
-    """Return the renaming of a ``REGEX=REPLACEMENT`` rule; UsageError if it is invalid."""
+    """Return the renaming of a ``REGEX=REPLACEMENT`` rule; UsageError if it is invalid.
+
+    Nothing is replaced where a match has just ended, as by sed: Python's ``.*`` matches there, too.
+    """
     pattern, replacement = _parse_rule(rule)
-    return lambda name: pattern.sub(replacement, name)
+
+    def change(name: str) -> str:
+        ends: set[int] = set()
+
+        def replaced(match: re.Match[str]) -> str:
+            is_rest = match.start() == match.end() and match.end() in ends
+            ends.add(match.end())
+            return "" if is_rest else match.expand(replacement)
+
+        return pattern.sub(replaced, name)
+
+    return change
 
 
 _SEARCHED = (

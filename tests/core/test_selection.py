@@ -139,7 +139,8 @@ def test_values_and_conflicts_are_selected_too() -> None:
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [("^model\\.=", ["w", "b"]), ("w$=weight", ["model.weight", "model.b"]),
-     ("(model)\\.(.)=\\2.\\1", ["w.model", "b.model"])],
+     ("(model)\\.(.)=\\2.\\1", ["w.model", "b.model"]), ("$=.x", ["model.w.x", "model.b.x"]),
+     ("(.*)=pre.\\1", ["pre.model.w", "pre.model.b"])],
 )  # fmt: skip
 def test_rename(rule: str, expected: list[str]) -> None:
     renamed = rename(catalog(("model", "w"), ("model", "b")), substitution(rule))
