@@ -183,9 +183,9 @@ def convert(
     """Write ``source`` in the format ``to`` at ``target``, complete or not at all.
 
     Without ``to`` the target's suffix decides: ``.safetensors`` or ``.pt``. ``progress`` is called
-    with the bytes written, or read from both sides to compare them, so far and in all. Raises
-    UsageError or Unsupported if it cannot be done as requested, TransferError if it fails midway:
-    ``resume=True`` then continues.
+    with the bytes written, or read from both sides to compare them, so far and in all. It works
+    alone, also in a job of torchrun: one rank may call it. Raises UsageError or Unsupported if it
+    cannot be done as requested, TransferError if it fails midway: ``resume=True`` then continues.
     """
     place, keywords = _place(source, options)
     parsed = Keywords("convert", keywords, ConvertKeywords).options(ConvertOptions, to=to)

@@ -261,7 +261,8 @@ def survey(path: Location, options: ReadOptions = AS_DETECTED) -> Survey:
     """Detect the checkpoint at ``path`` and read what is readable of it.
 
     Raises NotFound or Unrecognized if there is none, UsageError if it cannot be read as requested.
-    Damage does not raise.
+    Damage does not raise. A mesh is inferred for verify, too: chunks whose places were exchanged
+    fit none, and nothing else shows them.
     """
     candidate = detect_checkpoint(path, options.from_format)
     source = candidate.source
