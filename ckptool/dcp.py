@@ -33,14 +33,13 @@ from ckptool.api.arguments import AnyPath, Keywords, location, with_keywords
 from ckptool.api.checkpoint import Checkpoint, checkpoint_at, open
 from ckptool.api.keywords import OpenKeywords
 from ckptool.api.load import Target, cast_hint, dtype_of, fill_targets
-from ckptool.api.state_dict import flattened, keys_differ, match_names
+from ckptool.api.state_dict import keys_differ, loadable, match_names
 from ckptool.api.tensors import torch_dtype, why_not_filled
 from ckptool.api.values import archive
 from ckptool.commands.detect import holds_checkpoint
 from ckptool.commands.open import no_collecting
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, Index, Path, TensorEntry
-from ckptool.core.selection import drop_names, empty_dicts, with_loadable_paths
 from ckptool.errors import Unsupported
 
 __all__ = ["CheckpointReader"]
@@ -87,8 +86,7 @@ class CheckpointReader(StorageReader):
     def _catalog(self) -> Catalog:
         """Return what is in the checkpoint, as torch flattens it."""
         if self._flattened is None:
-            catalog = flattened(self.checkpoint)
-            self._flattened = with_loadable_paths(drop_names(catalog, empty_dicts(catalog)))
+            self._flattened = loadable(self.checkpoint)
         return self._flattened
 
     @property

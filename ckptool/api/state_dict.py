@@ -12,9 +12,10 @@ from ckptool.commands.rewrite import only_model
 from ckptool.commands.verify.compare.fit import Prefix, prefix_changes
 from ckptool.core.catalog import Catalog, Index, Path
 from ckptool.core.keymap.wrappers import WRAPPERS, unwrapping_rule
-from ckptool.core.selection import empty_dicts, substitution
+from ckptool.core.selection import drop_names, substitution
 from ckptool.core.text import list_first
 from ckptool.errors import CkptoolError, Unsupported, UsageError
+from ckptool.serialization.state_dict.loadable import empty_dicts, with_loadable_paths
 from ckptool.serialization.state_dict.mappings import enter_mappings
 
 
@@ -98,6 +99,12 @@ def flattened(checkpoint: Checkpoint, names: Container[str] = ()) -> Catalog:
     Values with these ``names`` stay whole.
     """
     return enter_mappings(checkpoint.catalog, names)
+
+
+def loadable(checkpoint: Checkpoint) -> Catalog:
+    """Return what is in a checkpoint as torch's DCP flattens it, which stores no empty dicts."""
+    catalog = flattened(checkpoint)
+    return with_loadable_paths(drop_names(catalog, empty_dicts(catalog)))
 
 
 class KeysDiffer(Unsupported):

@@ -29,7 +29,6 @@ from ckptool.core.selection import (
     split_stacked,
     strip_prefix,
     substitution,
-    with_loadable_paths,
     with_prefix,
 )
 from ckptool.core.sharding.coverage import coverage_problem
@@ -174,16 +173,6 @@ def test_prefixes() -> None:
     assert list(with_prefix(whole, "x").tensors) == ["x.model.w", "x.other"]
     with pytest.raises(UsageError, match="no name begins"):
         strip_prefix(whole, "mod")
-
-
-def test_a_list_with_holes_becomes_names() -> None:
-    whole = (("a", Index(0)), ("a", Index(1)))
-    holed = (("b", Index(1), "w"), ("b", Index(2), "w"))
-    found = with_loadable_paths(catalog(*whole, *holed, values=(("b", Index(3)),)))
-    paths = [entry.path for entry in found.tensors.values()]
-    paths += [entry.path for entry in found.objects.values()]
-    assert paths == [*whole, ("b", "1", "w"), ("b", "2", "w"), ("b", "3")]
-    assert list(found.tensors) == list(map(flat_name, (*whole, *holed)))
 
 
 def of_entries(*entries: TensorEntry) -> Catalog:

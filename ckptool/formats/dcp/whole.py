@@ -18,13 +18,12 @@ from ckptool.core.catalog import Catalog, Index, ObjectEntry, Path, TensorEntry,
 from ckptool.core.selection import (
     AnyEntry,
     drop_names,
-    empty_dicts,
     entries_of,
     with_entries,
-    with_loadable_paths,
 )
 from ckptool.errors import Problem
 from ckptool.formats.writing import nest_state
+from ckptool.serialization.state_dict.loadable import empty_dicts, with_loadable_paths
 from ckptool.serialization.state_dict.values import NOT_CARRIED
 
 

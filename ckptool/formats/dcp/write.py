@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from ckptool.core.box import Box
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.layout import Data, Layout, Part
-from ckptool.core.selection import root_problem, with_loadable_paths
 from ckptool.errors import Unsupported
 from ckptool.formats.base import Request
 from ckptool.formats.dcp.cuts import FileSplit, ItemBoxes, ItemFile, WrittenItems
@@ -20,6 +19,7 @@ from ckptool.formats.dcp.whole import join_whole, without_empty_dicts
 from ckptool.formats.lightning import split_meta
 from ckptool.formats.writing import CARRIED, WriterAssignment, lay_out_companions, note_tied
 from ckptool.serialization.archive.write import lay_out_archive
+from ckptool.serialization.state_dict.loadable import root_problem, with_loadable_paths
 from ckptool.serialization.state_dict.mappings import enter_mappings
 from ckptool.serialization.state_dict.values import NUMPY, Foreign, Repeated
 

@@ -20,7 +20,7 @@ from ckptool.core.casts import can_cast, stored_tensors
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.dtype import short_name
 from ckptool.core.quantization.names import is_plain
-from ckptool.core.selection import empty_dicts, keep_names, meant_by, names_of
+from ckptool.core.selection import keep_names, meant_by, names_of
 from ckptool.core.sharding.coverage import coverage_problem
 from ckptool.core.state_category import state_category, state_category_of_name, weights
 from ckptool.core.text import plural
@@ -31,6 +31,7 @@ from ckptool.errors import CkptoolError, Damaged, Hostile, Problem, Unsupported
 from ckptool.formats import FORMATS
 from ckptool.formats.companions import companion_targets
 from ckptool.serialization.safetensors_metadata import texts_of
+from ckptool.serialization.state_dict.loadable import empty_dicts
 from ckptool.serialization.state_dict.values import Repeated
 from ckptool.storage.files import Files
 
