@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator
@@ -300,3 +301,21 @@ def test_half_of_a_gan_of_the_step_before(which: str, every: int, tmp_path: Path
     shutil.copy(tmp_path / f"{which}_30.pth", tmp_path / f"{which}_40.pth")
     (why,) = reasons(tmp_path).values()
     assert f"iteration is {3 * every}, as in G_30.pth, but" in why
+
+
+def test_the_model_and_the_optimizer_of_the_step_before_in_torchtitan_s_save(
+    tmp_path: Path,
+) -> None:
+    """It skips no steps, and counts those that its optimizer takes."""
+    for step, model, optimizer in train():
+        if step <= _LAST:
+            old = copy.deepcopy((model, optimizer))
+        moments = {f"state.{n}.{k}": v for n, s in old[1]["state"].items() for k, v in s.items()}
+        state: dict[str, Any] = {**old[0], "optimizer": moments}
+        state |= {"train_state": {"step": step, "ntokens_seen": 64 * step}}
+        state |= {"lr_scheduler": {"last_epoch": step}, "dataloader": {"dp_rank_0": b"seen"}}
+        dcp.save(state, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
+    why = "counts-differ: its weights and its optimizer are those of step-30, but train_state.step"
+    found = reasons(tmp_path)
+    assert [*found] == ["step-40"]
+    assert found["step-40"].startswith(f"{why} counts 10 steps more: they are of two saves")

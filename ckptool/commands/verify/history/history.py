@@ -271,15 +271,17 @@ def _steps_before(save: Save) -> float | None:
 
 
 def _more_steps(save: Save, predecessor: Save) -> str | None:
-    """Return which count is higher than a predecessor's, if its trainer also counts skipped steps.
+    """Return which count is higher than a predecessor's, if its trainer counts the steps taken.
 
-    Other trainers may have taken none since, as loss scaling skips all that are not finite. An
-    optimizer that has taken more trains what is no matrix, such as biases.
+    Those that it skips are counted, too, or there are none. Other trainers may have taken none
+    since, as loss scaling skips all that are not finite. An optimizer that has taken more trains
+    what is no matrix, such as biases.
     """
     if save.most_steps_taken > predecessor.most_steps_taken:
         return None
     for trainer in TRAINERS:
         more = save.counts.get(trainer.step, 0) - predecessor.counts.get(trainer.step, 0)
-        if trainer.skipped and trainer.step in predecessor.counts and more > 0:
+        counts_taken = trainer.skipped or trainer.stepped == trainer.step
+        if counts_taken and trainer.step in predecessor.counts and more > 0:
             return f"{trainer.step} counts {more:,} steps more"
     return None
