@@ -13,7 +13,12 @@ from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.assessment import Assessor, StepReport
 from ckptool.commands.runs.exports import is_export
 from ckptool.commands.runs.order import open_run, written_after
-from ckptool.commands.runs.pointers.pointers import find_pointers, is_pointer, latest_source
+from ckptool.commands.runs.pointers.pointers import (
+    dangling_pointers,
+    find_pointers,
+    is_pointer,
+    latest_source,
+)
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.steps import Run, Step
 from ckptool.commands.verify.codes import require_codes
@@ -106,6 +111,9 @@ def _describe_choice(run: Run, step: Step) -> str:
     later_step = written_after(run, step)
     doubt = "" if later_step is None else f"; {later_step.path.name} was written later"
     doubt += "".join(f"; {source} names {other}" for source, other in _other_latest(run, step))
+    with suppress(TransferError):
+        lost = dangling_pointers(run)
+        doubt += "".join(f"; {source} names {other}, which is not there" for source, other in lost)
     return f"{step.placed or 'as the only step'}{doubt}"
 
 

@@ -18,9 +18,11 @@ from store_server import S3, s3, server
 from trainer_runs import TRAINERS, run_of
 
 from ckptool.commands.options.prune import PruneOptions
+from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.pointers.pointers import find_pointers
 from ckptool.commands.runs.prune.prune import prune
 from ckptool.commands.runs.search import find_run
+from ckptool.commands.runs.verify import verify_run
 from ckptool.errors import NoAnswer, TransferError
 from ckptool.storage.url import location
 
@@ -270,3 +272,25 @@ def test_a_long_text_in_a_state_takes_no_more_memory_than_the_state(
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 32 << 20
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "lost"),
+    [
+        ("latest", "step-3", True),
+        ("latest_checkpointed_iteration.txt", "3\n", True),
+        ("last_checkpoint", "/gpfs/a/run/step-3", True),
+        ("latest", "step-1", False),
+        ("latest_checkpointed_iteration.txt", "2", False),
+        ("latest", "see the notes", False),
+        ("notes.txt", "step-3", False),
+    ],
+)
+def test_a_pointer_to_a_step_that_is_not_there(
+    file: str, text: str, lost: bool, tmp_path: Path
+) -> None:
+    run = steps(tmp_path / "run", "step-1", "step-2")
+    (run / file).write_text(text)
+    chosen = verify_run(run, VerifyOptions(), every=False).chosen
+    assert chosen.endswith(f"; {file} names {text.strip()}, which is not there") == lost
+    assert ("is not there" in chosen) == lost

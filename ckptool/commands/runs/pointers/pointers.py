@@ -75,6 +75,21 @@ def is_pointer(run: Run, source: str) -> bool:
     return is_link or bool(re.fullmatch(POINTERS, name) or MUST_NAME.fullmatch(name))
 
 
+def dangling_pointers(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield the files by which trainers resume that name no step of the run, and what they name.
+
+    Raises TransferError if one cannot be read.
+    """
+    names = StepNames(run)
+    for file, size in _pointer_files(run):
+        folder, _, name = file.rpartition("/")
+        is_text = not name.endswith(tuple(single_file_suffixes()))
+        if is_text and re.fullmatch(POINTERS, name) and _LATEST.fullmatch(name):
+            words = (decode(_read(run.path / file, size)) or "").split()
+            if len(words) == 1 and not any(True for _ in names.in_text(words[0], folder)):
+                yield file, words[0]
+
+
 def _named_by_files(run: Run, names: StepNames) -> Iterator[tuple[str, Step]]:
     for file, size in _pointer_files(run):
         data = _read(run.path / file, size)
