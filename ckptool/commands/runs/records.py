@@ -60,9 +60,10 @@ def recorded_step(catalog: Catalog) -> int | None:
     return int(recorded) if value is None and recorded.isdecimal() else value
 
 
-def recorded_epoch(catalog: Catalog) -> int | None:
-    """Return the epoch that a value of a checkpoint records."""
-    return _count(catalog, _EPOCHS)
+def recorded_counts(catalog: Catalog) -> frozenset[int]:
+    """Return the steps and the epoch that values of a checkpoint record, by any of their names."""
+    counts = recorded_step(catalog), _count(catalog, _MORE_STEPS), _count(catalog, _EPOCHS)
+    return frozenset(count for count in counts if count is not None)
 
 
 def recorded_best(step: Step, options: ReadOptions) -> Iterator[str]:
@@ -83,7 +84,7 @@ def recorded_position(step: Step, options: ReadOptions = AS_DETECTED) -> Positio
     steps = recorded_step(survey.catalog)
     steps = _count(survey.catalog, _MORE_STEPS) if steps is None else steps
     steps = _step_of_trainer(survey) if steps is None else steps
-    return Position(epoch=recorded_epoch(survey.catalog), step=steps)
+    return Position(epoch=_count(survey.catalog, _EPOCHS), step=steps)
 
 
 def read_alone(part: Location, step: Step, options: ReadOptions) -> ReadOptions:

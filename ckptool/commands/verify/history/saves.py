@@ -16,7 +16,7 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.contents import AT_ONCE
 from ckptool.commands.runs.models import StepSurvey
 from ckptool.commands.runs.names import parse_name
-from ckptool.commands.runs.records import recorded_epoch, recorded_step
+from ckptool.commands.runs.records import recorded_counts
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.content import locate_numbers, locate_whole
 from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED, steps_of_each
@@ -174,8 +174,7 @@ class Save(Struct, frozen=True, dict=True):
     def recorded(self) -> frozenset[int]:
         """The steps that its values and its trainer's record count, and the epoch."""
         catalog = self.survey.catalog
-        values = (recorded_step(catalog), recorded_epoch(catalog)) if catalog else ()
-        return frozenset([*self.counts.values(), *(value for value in values if value is not None)])
+        return frozenset(self.counts.values()) | (recorded_counts(catalog) if catalog else set())
 
     @cached_property
     def steps_taken(self) -> Mapping[str, float]:
