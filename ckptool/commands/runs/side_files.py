@@ -37,6 +37,8 @@ _NOT_FINITE = "not-finite"
 _SQUARES = frozenset(["exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf"])
 """Kinds of state that are a mean of squares, or a largest one, which a step divides by."""
 _LARGEST = 64 << 20
+_SMALL = 1 << 20
+"""Bytes of a file in JSON that is no record: a tokenizer has many more, and is read by no other."""
 
 
 def damaged_side_files(
@@ -45,8 +47,9 @@ def damaged_side_files(
     """Yield why files beside a step's checkpoints are not whole: an optimizer's, random states.
 
     Also records in JSON, of what was trained or what a trainer writes last: if one is cut off, the
-    save was. Files that the ``examined`` checkpoints are read from are verified with these. An
-    optimizer must have taken the steps that the checkpoints count. Raises NoAnswer.
+    save was. So it was if another small file in JSON ends too early. Files that the ``examined``
+    checkpoints are read from are verified with these. An optimizer must have taken the steps that
+    the checkpoints count. Raises NoAnswer.
     """
     read: set[Location] = set()
     for survey in (verification.surveyed for verification in examined):
@@ -59,6 +62,8 @@ def damaged_side_files(
                 continue
             if _is_record(name):
                 yield from _broken_record(file, size, name)
+            elif name.endswith(".json") and 0 < size <= _SMALL:
+                yield from _cut_off(file, name)
             elif name.endswith(_OF_TORCH) and role_of(name) not in (None, "model"):
                 neighbours = [v for v in examined if v.surveyed.path == file.parent]
                 yield from _broken_archive(file, name, neighbours, options)
@@ -127,6 +132,23 @@ def _ends_training(affected: Affected) -> bool:
     if not counts or StateName.of(affected.tensor or "").kind not in _SQUARES:
         return False
     return not (counts["nan"] or counts["below_zero"])
+
+
+def _cut_off(file: Location, name: str) -> Iterator[str]:
+    """Yield why a file in JSON is not whole, whatever is in it: it ends inside of something.
+
+    Some are not quite JSON, such as lines of it, or have comments.
+    """
+    try:
+        text = file.read_bytes().decode().rstrip()
+        json.loads(text)
+    except NoAnswer:
+        raise
+    except json.JSONDecodeError as error:
+        if text and (error.pos >= len(text) or error.msg.startswith("Unterminated")):
+            yield f"metadata-unreadable: {name}: ends too early for JSON; it is cut off"
+    except (CkptoolError, OSError, RecursionError, ValueError):
+        return
 
 
 def _broken_record(file: Location, size: int, name: str) -> Iterator[str]:

@@ -269,6 +269,31 @@ def test_a_record_of_training_that_is_cut_off(left: str, tmp_path: Path) -> None
     assert "training_state.json: " in newest.reasons[0]
 
 
+@pytest.mark.parametrize(
+    ("left", "is_whole"),
+    [
+        ('{"groups": [{"lr": 0.1}', False),
+        ('{"groups": [{"l', False),
+        ('{"groups": [], // one by one\n}', True),
+        ('{"step": 1}\n{"step": 2}\n', True),
+        ("", True),
+    ],
+)
+def test_any_file_in_json_that_ends_too_early(left: str, is_whole: bool, tmp_path: Path) -> None:
+    """LeRobot's groups of the optimizer; comments and lines of JSON are their writer's own."""
+    for step in (1, 2):
+        (folder := tmp_path / f"checkpoint-{step}").mkdir()
+        torch.save({"model": {"w": WEIGHT + step}, "optimizer": OPTIMIZER}, folder / "state.pt")
+        (folder / "training_state").mkdir()
+        (file := folder / "training_state" / "groups.json").write_text('{"groups": []}')
+    assert checked(tmp_path).ok
+    file.write_text(left)
+    newest, before = checked(tmp_path).steps
+    assert before.ok
+    assert newest.ok == is_whole
+    assert all("groups.json: ends too early" in reason for reason in newest.reasons)
+
+
 def test_shards_lack_the_index_by_which_they_are_loaded(tmp_path: Path) -> None:
     """Without it transformers finds no model; torch's own writer of shards writes none."""
     shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
