@@ -12,6 +12,7 @@ made of them; whatever does not match is left to the opcodes.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -156,7 +157,7 @@ class InstanceReader:
         return classes
 
     def read(self, pos: int, end: int, most: int) -> tuple[int, int]:
-        """Read up to ``most`` instances that begin from ``pos`` to ``end``.
+        """Read up to ``most`` instances that are between ``pos`` and ``end``.
 
         Returns the offset after them, and the number of their dicts and lists.
         """
@@ -165,9 +166,9 @@ class InstanceReader:
         self._forget_changes()
         while pos < end and not self._memo.sparse and len(stack) - depth < most:
             pattern = patterns.get(data[pos : pos + _KEY])
-            match = pattern.expression.match(data, pos) if pattern else None
+            match = pattern.expression.match(data, pos, end) if pattern else None
             if pattern is None or match is None:
-                if not self._add_pattern(pos):
+                if not self._add_pattern(pos, end):
                     break
                 continue
             instance = self._instances.get(match[0])
@@ -222,9 +223,9 @@ class InstanceReader:
                 note += noted[piece]
         return record
 
-    def _add_pattern(self, pos: int) -> bool:
-        """Use the instance at ``pos`` as the pattern of its class; False if there is none."""
-        match = _any(_INSTANCE).match(self._data, pos) if self._patterns_left else None
+    def _add_pattern(self, pos: int, end: int = sys.maxsize) -> bool:
+        """Use the instance at ``pos`` as its class's pattern; False if none ends by ``end``."""
+        match = _any(_INSTANCE).match(self._data, pos, end) if self._patterns_left else None
         if match is None:
             return False
         self._patterns_left -= 1

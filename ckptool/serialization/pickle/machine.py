@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle  # the names of its opcodes
 import struct
+import sys
 from collections.abc import Callable
 
 from ckptool.errors import Damaged, Problem
@@ -36,6 +37,9 @@ _GETS = _BINGET, _LONG_BINGET
 _LEAST_REPEATED = 1 << 14
 """Bytes of a pickle that is searched for repeated instances; a smaller one takes a millisecond."""
 _UINT4 = struct.Struct("<I").unpack_from
+_FRAME = pickle.FRAME[0]
+_NO_FRAME = sys.maxsize
+"""Where a frame ends if there is none."""
 
 
 class Machine(Builder):
@@ -50,7 +54,7 @@ class Machine(Builder):
         super().__init__(data, start, what)
         self._has_rows = rows
         self._end = start + MOST_SINGLE
-        self._frame_end = 0
+        self._frame_end = _NO_FRAME
         is_large = len(data) - start >= _LEAST_REPEATED
         self._reader = InstanceReader(data, self._stack, self._memo) if is_large else None
         self.globals: dict[Global, int] = {}
@@ -68,7 +72,7 @@ class Machine(Builder):
         """Run the program and return its result. Millions of opcodes are handled here."""
         data, table, stack, pos = self._data, _TABLE, self._stack, self.pos
         memo, sparse = self._memo.dense, self._memo.sparse
-        last, plain, hidden = min(len(data) - 8, self._end), self._memo.plain, self._memo.hidden
+        last, plain, hidden = self._last(), self._memo.plain, self._memo.hidden
         reader = self._reader
         while True:
             opcode = data[pos]
@@ -81,7 +85,7 @@ class Machine(Builder):
                             end = self._instances(reader, pos)
                             if end > pos:
                                 pos, plain, hidden = end, self._memo.plain, self._memo.hidden
-                                last = min(len(data) - 8, self._end)
+                                last = self._last()
                                 continue
                         stack.append(memo[index] if index < plain else self._memo[index])
                         pos = following
@@ -102,14 +106,44 @@ class Machine(Builder):
                     pos += 3
                     continue
             self.pos = pos + 1
-            if opcode == _STOP:
+            if opcode == _STOP and pos <= self._frame_end:
                 value: PickleValue = self._pop()
                 return value
             handler = table.get(opcode)
-            if handler is None or pos > self._end:
-                raise self._explain_stop(opcode)
+            if handler is None or pos >= self._frame_end or pos > self._end:
+                self._pass_edge(pos, opcode)
+                pos, last = self.pos, self._last()
+                continue
             handler(self)
             pos = self.pos
+
+    def _last(self) -> int:
+        """Return up to where opcodes of a few bytes may be read without a further check."""
+        return min(len(self._data) - 8, self._end, self._frame_end)
+
+    def _pass_edge(self, pos: int, opcode: int) -> None:
+        """End a frame at ``pos``, or begin one; Damaged if that is not possible there.
+
+        Of an opcode across the end of a frame Python skips the bytes inside, if it reads a file.
+        """
+        if pos > self._frame_end:
+            raise self.malformed("a frame that ends inside an opcode")
+        if pos == self._frame_end:
+            self.pos, self._frame_end = pos, _NO_FRAME
+        elif opcode != _FRAME:
+            raise self._explain_stop(opcode)
+        elif self._frame_end != _NO_FRAME:
+            raise self.malformed("a frame inside another")
+        else:
+            size = self._uint(8)
+            self._begin_frame(self.pos + size)
+
+    def _begin_frame(self, end: int) -> None:
+        """Note where a frame ends; IndexError if beyond the program, as Python reads it whole."""
+        if end > len(self._data):
+            self.pos = len(self._data)
+            raise IndexError
+        self._frame_end = end
 
     def _explain_stop(self, opcode: int) -> Damaged:
         """Return why an opcode is not followed: it is unknown, or there were too many."""
@@ -126,7 +160,7 @@ class Machine(Builder):
                 return end
             most = LEAST if is_key else 1
         noted = len(self._memo)
-        end, instances = reader.read(pos, self._end, most)
+        end, instances = reader.read(pos, min(self._end, self._frame_end), most)
         self._containers -= instances
         self._require_containers()
         self.charge(len(self._memo) - noted)
@@ -146,7 +180,8 @@ class Machine(Builder):
         if rows is None:
             return pos
         runs, end, frame_end = rows
-        self._begin_frame(frame_end)
+        if frame_end != self._frame_end:
+            self._begin_frame(frame_end)
         self.pos = pos
         (self._set_items if is_dict else self._extend)(self._pop_mark())
         if isinstance(target, dict):
@@ -157,18 +192,6 @@ class Machine(Builder):
         self._mark()
         self._end += end - pos
         return end
-
-    def _frame(self) -> None:
-        """Note where a frame ends: the next one may begin inside an instance."""
-        size = self._uint(8)
-        self._begin_frame(self.pos + size)
-
-    def _begin_frame(self, end: int) -> None:
-        """Note where a frame ends; IndexError if beyond the program, as Python reads it whole."""
-        if end > len(self._data):
-            self.pos = len(self._data)
-            raise IndexError
-        self._frame_end = end
 
     def _name_global(self, module: PickleValue, name: PickleValue, at: int) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -348,7 +371,6 @@ _HANDLERS: dict[bytes, Callable[[Machine], object]] = {
     pickle.NEWOBJ_EX: Machine._new_object_ex,
     pickle.STACK_GLOBAL: Machine._stack_global,
     pickle.MEMOIZE: Machine._memoize,
-    pickle.FRAME: Machine._frame,
     pickle.BYTEARRAY8: lambda m: m._push(bytearray(m._take(m._uint(8)))),
 }
 _TABLE = {opcode[0]: handler for opcode, handler in _HANDLERS.items()}

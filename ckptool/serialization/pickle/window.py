@@ -2,7 +2,7 @@
 
 From protocol 4 on, writers cut the opcodes into frames of about 64 KiB, wherever an object begins
 (CPython 3.4 to 3.14: ``FRAME``, then its length in 8 bytes). So one of a thousand records has a
-frame's beginning inside. Frames mean nothing to the machine; in a window there are none.
+frame's beginning inside. Frames mean no value to the machine; in a window there are none.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class Window:
             at = frame_end + _HEADER
             frame_end = at + int.from_bytes(pickled[frame_end + 1 : at], "little")
             self._ends.append(frame_end)
+        if at <= frame_end:
+            stop = min(stop, frame_end)
         pieces.append(pickled[at:stop])
         self.last = sum(map(len, pieces))
         self.data = b"".join([*pieces, bytes(_PADDING)])

@@ -329,10 +329,9 @@ def test_equal_instances_with_lists_are_made_once() -> None:
 
 @pytest.mark.parametrize("change", [b"Nb", b"(h\x06Nu"])
 def test_an_instance_that_others_share_is_never_changed(change: bytes) -> None:
-    last = alike(9).rindex(b"e.")
-    data = alike(9)[:last] + change + alike(9)[last:]
+    opcodes = alike(9)[11:].removesuffix(b"e.") + change + b"e."
     with pytest.raises(Damaged, match="many instances that is changed"):
-        read_pickle(data, what="p")
+        read_pickle(b"\x80\4" + framed(opcodes, len(opcodes)), what="p")
 
 
 def test_what_reads_instances_goes_with_its_last_user() -> None:
