@@ -88,6 +88,11 @@ class CommandGroup(TyperGroup):
         with answering(ctx):
             return super().parse_args(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that is named; UsageError if none is."""
+        with answering(ctx):
+            return super().invoke(ctx)
+
 
 def _is_place(word: str) -> bool:
     """Return whether a word is a path or a URL, existing or not, and not a misspelled command."""

@@ -11,6 +11,7 @@ WRONG_USAGES: dict[str, tuple[str, ...]] = {
         "inpsect dcp_base",
         "show dcp_base",
         "dcp_bsae",
+        "--plugins",
         "convert dcp_base",
         "convert dcp_base out.pt more.pt",
         "merge",
