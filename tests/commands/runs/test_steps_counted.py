@@ -319,3 +319,21 @@ def test_the_model_and_the_optimizer_of_the_step_before_in_torchtitan_s_save(
     found = reasons(tmp_path)
     assert [*found] == ["step-40"]
     assert found["step-40"].startswith(f"{why} counts 10 steps more: they are of two saves")
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_state_that_a_flat_optimizer_has_lost(lost: int, tmp_path: Path) -> None:
+    for step, model, optimizer in train():
+        names, kept = [*model], 4 - lost if step > _LAST else 4
+        flat = {f"param_groups.{name}.lr": 1e-3 for name in names}
+        flat |= {
+            f"state.{names[at]}.{kind}": value
+            for at, state in [*optimizer["state"].items()][:kept]
+            for kind, value in state.items()
+        }
+        state = {**model, "optimizer": flat}
+        dcp.save(state, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
+    found = reasons(tmp_path)
+    assert [*found] == ["step-40"]
+    assert found["step-40"].startswith("optimizer-incomplete: optimizer.state.1.")
+    assert ": without optimizer state, which step-30 has" in found["step-40"]

@@ -93,3 +93,19 @@ def groups_of(catalog: Catalog) -> Iterator[Group]:
         if match and isinstance(entry.value, list):
             head = f"{optimizer}{_GROUPS}{match[1]}".removeprefix(".")
             yield Group(optimizer.removeprefix("."), head, entry.value)
+
+
+def flat_groups_of(catalog: Catalog) -> Iterator[Group]:
+    """Yield a group of all parameters whose options have the parameter's name instead of a list.
+
+    As torch flattens an optimizer's state dict; one that has a list has numbers.
+    """
+    parameters: dict[str, dict[str, None]] = {}
+    for name in catalog.objects:
+        optimizer, _, rest = f".{name}".partition(_GROUPS)
+        parameter = rest.rpartition(".")[0]
+        if parameter and not parameter.isdecimal():
+            parameters.setdefault(optimizer.removeprefix("."), {})[parameter] = None
+    for optimizer, names in parameters.items():
+        head = f"{optimizer}{_GROUPS}{next(iter(names))}".removeprefix(".")
+        yield Group(optimizer, head, [*names])

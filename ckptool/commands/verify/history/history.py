@@ -19,7 +19,7 @@ from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.runs.models import StepSurvey, survey_models
 from ckptool.commands.runs.steps import Step
 from ckptool.commands.verify.checks.meaning.trainer_counts import TRAINERS, number_in
-from ckptool.commands.verify.checks.optimizer_names import Group, groups_of
+from ckptool.commands.verify.checks.optimizer_names import Group, flat_groups_of, groups_of
 from ckptool.commands.verify.history.counted import old_counts
 from ckptool.commands.verify.history.matrices import ADAPTER
 from ckptool.commands.verify.history.saves import Save, saves_in
@@ -188,7 +188,8 @@ def _lost_state(save: Save, predecessor: Save) -> Iterator[Problem]:
 def _states_by_group(optimizer: Catalog) -> Mapping[Group, set[str]]:
     """Return which parameters of each group have state, by the beginning of the state's names."""
     heads = {name.rpartition(".")[0] for name in optimizer.tensors}
-    groups = (g._replace(parameters=(*map(str, g.parameters),)) for g in groups_of(optimizer))
+    found = chain(groups_of(optimizer), flat_groups_of(optimizer))
+    groups = (group._replace(parameters=(*map(str, group.parameters),)) for group in found)
     return {group: heads.intersection(map(group.state_of, group.parameters)) for group in groups}
 
 
