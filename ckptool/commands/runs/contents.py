@@ -15,13 +15,18 @@ from ckptool.commands.runs.steps import Run, Step, says_another
 from ckptool.commands.runs.trainers import unfinished_mark, unwritten_last
 from ckptool.errors import Damaged, NotFound
 from ckptool.formats import latest_markers
-from ckptool.serialization.file_roles import is_of_training, may_be_empty, role_of
+from ckptool.serialization.file_roles import (
+    is_beside_model,
+    is_of_training,
+    may_be_empty,
+    role_of,
+)
 from ckptool.serialization.source import are_of_a_node, missing_files
 from ckptool.storage.url import Location, within
 
 _STATE = re.compile(
     r"(?i).+\.(?:pt|py?th|th|bin|pkl|pickle|ckpt|safetensors|npz|npy|msgpack|distcp|tar|joblib|state)"
-    r"|\.metadata|(?:.*_)?(?:state|progress|meta|metadata|ckpt)\.(?:json|ya?ml|txt)"
+    r"|\.metadata|(?:.*_)?(?:states?|progress|meta|metadata|ckpt)(?:_\d+)?\.(?:json|ya?ml|txt)"
     r"|adapter_config\.json"  # without it PEFT loads no adapter
 )
 _DCP = re.compile(r"__(\d+)_\d+\.distcp|\.metadata")
@@ -67,7 +72,8 @@ def _key(file: str, number: int | None) -> str | None:
     What names the latest inside a step, as DeepSpeed's ``latest``, says what to resume from.
     """
     folder, _, name = file.rpartition("/")
-    is_needed = _STATE.fullmatch(name) is not None or name in latest_markers()
+    is_record = name.endswith(".json") and any(map(_is_of_training, (name, *folder.split("/"))))
+    is_needed = is_record or _STATE.fullmatch(name) is not None or name in latest_markers()
     if not is_needed or (name.startswith(".") and name != ".metadata"):
         return None
     if _DCP.fullmatch(name):
@@ -78,6 +84,11 @@ def _key(file: str, number: int | None) -> str | None:
     path = path.replace("pytorch_model", "model")
     names = ((part, parse_name(part, is_folder=True)) for part in path.split("/"))
     return "/".join(n.kind if n.position.number == number is not None else p for p, n in names)
+
+
+def _is_of_training(name: str) -> bool:
+    """Return whether a name says state of training: LeRobot's ``training_state/training_step``."""
+    return is_of_training(name) or (role_of(name) == "record" and is_beside_model(name))
 
 
 def kind_of(part: Location, step: Step, run: Run) -> Sequence[str]:

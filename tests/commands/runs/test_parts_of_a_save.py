@@ -294,6 +294,32 @@ def test_any_file_in_json_that_ends_too_early(left: str, is_whole: bool, tmp_pat
     assert all("groups.json: ends too early" in reason for reason in newest.reasons)
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        "training_state/training_step.json",
+        "optimizer_param_groups.json",
+        "train_state_00001.json",
+        "running_states.json",
+    ],
+)
+def test_a_record_in_json_that_each_earlier_step_has(record: str, tmp_path: Path) -> None:
+    """LeRobot, lingua and Open-Sora cannot go on without it."""
+    for step in (1, 2, 3):
+        (folder := tmp_path / f"step_{step}").mkdir()
+        torch.save({"model": {"w": WEIGHT + step}, "optimizer": OPTIMIZER}, folder / "state.pt")
+        for file in (record, record.replace("1", "0"), "eval/results.json"):
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).write_text("{}")
+    assert checked(tmp_path).ok
+    (folder / "eval" / "results.json").unlink()
+    assert checked(tmp_path).ok
+    (folder / record).unlink()
+    newest, *others = checked(tmp_path).steps
+    assert all(step.ok for step in others)
+    assert "is missing; every earlier whole step has it" in newest.reasons[0]
+
+
 def test_shards_lack_the_index_by_which_they_are_loaded(tmp_path: Path) -> None:
     """Without it transformers finds no model; torch's own writer of shards writes none."""
     shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
