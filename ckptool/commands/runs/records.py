@@ -60,10 +60,16 @@ def recorded_step(catalog: Catalog) -> int | None:
     return int(recorded) if value is None and recorded.isdecimal() else value
 
 
-def recorded_counts(catalog: Catalog) -> frozenset[int]:
-    """Return the steps and the epoch that values of a checkpoint record, by any of their names."""
-    counts = recorded_step(catalog), _count(catalog, _MORE_STEPS), _count(catalog, _EPOCHS)
-    return frozenset(count for count in counts if count is not None)
+def recorded_counts(catalog: Catalog) -> dict[str, int]:
+    """Return the whole numbers that a checkpoint records beside its optimizer, by their names.
+
+    Each trainer has a name of its own for the one that counts its steps.
+    """
+    objects = catalog.objects.items()
+    numbers = ((name, v) for name, v in objects if type(v.value) is int and v.value >= 0)
+    counts = {name: v.value for name, v in numbers if state_category(v) != "optimizer"}
+    step = recorded_step(catalog)
+    return counts if step is None else {"": step, **counts}
 
 
 def recorded_best(step: Step, options: ReadOptions) -> Iterator[str]:

@@ -234,7 +234,7 @@ def test_a_copy_of_an_older_step_in_the_state_of_an_application(tmp_path: Path) 
     assert reasons(tmp_path)["step_40"].startswith(f"{why}: it is a copy")
 
 
-@pytest.mark.parametrize("count", ["global_step", "epoch", "iter"])
+@pytest.mark.parametrize("count", ["global_step", "epoch", "iter", "update"])
 def test_a_copy_of_an_older_step_under_a_newer_name(count: str, tmp_path: Path) -> None:
     run = plain_run(tmp_path, **{count: 1})
     shutil.copy(run / "ckpt_30.pt", run / "ckpt_40.pt")

@@ -68,7 +68,7 @@ class History:
         saves = self._saves_of(step, checkpoints)
         number, recorded = step.number or 0, self._recorded[step.series]
         newer = {other for other in recorded if other > number}
-        recorded.update({number} & frozenset[int]().union(*(s.recorded for s in saves.values())))
+        recorded.update(n for s in saves.values() for n in s.recorded.values() if n == number)
         chosen = [*earlier[:-_BEFORE][:1], *earlier[-_BEFORE:]]
         past = {old.path: self._saves_of(old, survey_models(old, self._options)) for old in chosen}
         self._compared.append(past)
@@ -145,16 +145,17 @@ def _copies(save: Save, predecessors: Sequence[Save], newer: Collection[int]) ->
     All predecessors record those in their names, as other steps do, or these may count something
     else. A loop may save its end once more, under a number that is next to it, and may go on later.
     """
-    recorded = (old.step.number for old in predecessors if old.step.number in old.recorded)
-    numbers = sorted({number for number in recorded if number is not None})
-    number, counts = save.step.number, save.recorded
-    if number is None or number in counts or len(numbers) < len(predecessors):
+    number, olds = save.step.number, [(old.step.number, old) for old in predecessors]
+    numbers = sorted({n for n, _ in olds if n is not None})
+    names = [c for c in save.recorded if all(n == old.recorded.get(c, -1) for n, old in olds)]
+    counts = {save.recorded[name] for name in names}
+    if number is None or number in counts or not counts:
         return
     spaced = numbers if len(numbers) > 1 else sorted({*numbers, *newer})
     least = 1 if newer else 2
     if len(spaced) < 2 or number - numbers[-1] < max(least, spaced[-1] - spaced[-2]):
         return
-    for old in (old for old in predecessors if old.step.number in counts):
+    for old in (old for n, old in olds if n in counts):
         pairs = [(save.weights, old.weights), (save.state, old.state)]
         are_same = all(now.looks == then.looks for now, then in pairs)
         if are_same and all(now.are_equal_to(then) for now, then in pairs):

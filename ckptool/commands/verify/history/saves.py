@@ -171,10 +171,10 @@ class Save(Struct, frozen=True, dict=True):
         return {name: count for name, count in counts.items() if count < UNCOUNTED}
 
     @cached_property
-    def recorded(self) -> frozenset[int]:
-        """The steps that its values and its trainer's record count, and the epoch."""
+    def recorded(self) -> Mapping[str, int]:
+        """What its values and its trainer's record count, by names."""
         catalog = self.survey.catalog
-        return frozenset(self.counts.values()) | (recorded_counts(catalog) if catalog else set())
+        return {**(recorded_counts(catalog) if catalog else {}), **self.counts}
 
     @cached_property
     def steps_taken(self) -> Mapping[str, float]:
