@@ -17,8 +17,10 @@ from ckptool.commands.runs.steps import Step
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.state_category import state_category, state_category_of_name, weights
 from ckptool.errors import CkptoolError
+from ckptool.formats import single_file_suffixes
 from ckptool.formats.base import DELTA
-from ckptool.formats.companions import TRAINER_STATE, read_json_object, trainer_optimizer
+from ckptool.formats.companions import TRAINER_STATE, read_json_object
+from ckptool.serialization.file_roles import role_of
 from ckptool.storage.url import Location
 
 _STEPS = (
@@ -113,12 +115,18 @@ def has_optimizer(survey: Survey) -> bool:
 
 
 def _has_unread_optimizer(survey: Survey) -> bool:
-    """Return whether an optimizer is in a file of its own, or an object of a class not loaded."""
+    """Return whether an optimizer is in a file of its own, or an object of a class not loaded.
+
+    As ``optimizer.pt`` of transformers' Trainer, or ``optim_world_size_2_rank_0.pt`` of AReaL.
+    """
     if survey.catalog is None:
         return False
+    sizes, files = survey.source.files, survey.catalog.files
+    unread = (name for name in sizes if "/" not in name and name not in files and sizes[name])
     objects = (p.tensor for p in survey.problems if p.code == "tensor-unsupported" and p.tensor)
     is_object = any(state_category_of_name(name, ()) == "optimizer" for name in objects)
-    return is_object or trainer_optimizer(survey.source.files, survey.catalog.files) is not None
+    suffixes = tuple(single_file_suffixes())
+    return is_object or any(n.endswith(suffixes) and role_of(n) == "optimizer" for n in unread)
 
 
 def _of_optimizer(survey: Survey) -> Iterator[tuple[list[str], Any]]:

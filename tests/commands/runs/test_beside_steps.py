@@ -160,6 +160,22 @@ def test_a_model_is_no_step_above_the_folder_of_others(tmp_path: Path) -> None:
     assert [step.path.name for step in checked(tmp_path).steps if step.export] == ["best_model"]
 
 
+def test_a_folder_of_a_model_with_an_optimizer_of_each_rank_is_gone_on_from(tmp_path: Path) -> None:
+    """AReaL, which keeps the optimizer in its latest save alone."""
+    names = [f"epoch0epochstep{step}globalstep{step}" for step in (1, 2)]
+    for name in (*names, "recover_checkpoint"):
+        (folder := tmp_path / name).mkdir()
+        save_file({"w": WEIGHT}, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text("{}")
+    for rank in (0, 1):
+        torch.save(OPTIMIZER, folder / f"optim_world_size_2_rank_{rank}.pt")
+    report = checked(tmp_path)
+    assert report.ok
+    assert report.latest_good is not None
+    assert report.latest_good.path == folder
+    assert {step.path.name for step in report.steps if step.export} == {*names}
+
+
 def test_a_copy_above_the_folder_of_what_it_is_a_copy_of(tmp_path: Path) -> None:
     """xtuner, which names its newest copy by a link."""
     for step in (1, 2):
