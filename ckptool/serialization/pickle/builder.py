@@ -104,6 +104,7 @@ _TEXT, _RECORD, _INTEGER = {str}, {Call}, {int}
 _WIDEST_KEY = 1 << 64
 _LONGEST_INTEGER = 1024
 """Bytes of an integer: numpy's random states have some of up to 256 bits."""
+_ESCAPE = re.compile(rb"\\(?:[\\'\"nrt]|x[0-9a-fA-F]{2})")
 _DECIMAL = re.compile(rb"0|-?[1-9][0-9]*")
 _FLOAT = re.compile(rb"-?(?:[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|inf|nan)")
 _MOST_DIGITS = 3 * _LONGEST_INTEGER
@@ -176,12 +177,18 @@ class Builder(Stack):
         self._push(self._take(self._uint(size)).decode("utf-8", "surrogatepass"))
 
     def _old_string(self, raw: bytes) -> None:
-        self._push(raw.decode("latin-1"))
+        """Push text of Python 2, which torch.load takes for UTF-8; where asked to, for Latin-1."""
+        try:
+            self._push(raw.decode())
+        except UnicodeDecodeError:
+            self._push(raw.decode("latin-1"))
 
     def _quoted(self) -> None:
-        line = self._line().strip()
+        line = self._line()
         if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
             raise self.malformed("a STRING without quotes")
+        if b"\\" in _ESCAPE.sub(b"", line):
+            raise self.malformed("a STRING with an escape that Python 2 does not write")
         self._old_string(line[1:-1].decode("unicode_escape").encode("latin-1"))
 
     def _container(self, empty: PickleValue) -> None:

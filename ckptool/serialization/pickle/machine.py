@@ -253,6 +253,8 @@ class Machine(Builder):
         """Return a plain value if the call would make one, else the call as a record."""
         if not isinstance(args, tuple):
             raise self.malformed("a call without a tuple of arguments")
+        if not isinstance(function, Global | Call):
+            raise self.malformed(f"a call of what is a {type(function).__name__}")
         if isinstance(function, Global):
             if function.name == "getattr" and function.module in ("builtins", "__builtin__"):
                 return self._get_attribute(args)

@@ -41,6 +41,22 @@ def test_numbers_and_frames(data: bytes) -> None:
             assert repr(read_pickle(data, what="test").value) == repr(expected)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [b"U\2\xc3\xa9.", b"T\2\0\0\0\xc3\xa9.", b"S'\\xc3\\xa9'\n.", b"S'\\t\\\\u\\''\n."],
+)
+def test_texts_of_python_2_are_utf_8_as_to_torch(data: bytes) -> None:
+    assert read_pickle(data, what="test").value == pickle.loads(data, encoding="utf-8")
+
+
+@pytest.mark.parametrize("data", [b"S 'a'\n.", b"S'a' \n.", b"S'a\n.", b"K\1)R.", b"})\x81."])
+def test_what_python_refuses(data: bytes) -> None:
+    with pytest.raises((pickle.UnpicklingError, TypeError)):
+        pickle.loads(data)
+    with pytest.raises(Damaged):
+        read_pickle(data, what="test")
+
+
 @pytest.mark.parametrize("data", [b"I-5\n.", b"L5L\n.", b"L5\n.", b"F-1e-05\n.", b"F-inf\n."])
 def test_numbers_as_python_writes_them(data: bytes) -> None:
     assert read_pickle(data, what="test").value == pickle.loads(data)
