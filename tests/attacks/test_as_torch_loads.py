@@ -61,6 +61,12 @@ def divided(mark: bytes, at: int, number: int) -> bytes:
     return bytes(data)
 
 
+def rebuilt(*extra: bytes, requires_grad: bytes = b"\x89") -> bytes:
+    """A tensor of which the last arguments are others than torch writes."""
+    body = b.tensor(extra=extra).replace(b"\x89", requires_grad)
+    return b.torch_zip(b.program(b.dct(w=body)))
+
+
 FILES: dict[str, Callable[[], bytes]] = {
     "a storage of floats and integers": lambda: two_types("IntStorage", 6),
     "a storage of floats and twice as many halves": lambda: two_types("HalfStorage", 12),
@@ -74,6 +80,10 @@ FILES: dict[str, Callable[[], bytes]] = {
     "byte order twice": lambda: with_records("archive/ByteOrder"),
     "a storage's record twice": lambda: with_records("archive/DATA/0"),
     "the pickle's record twice": lambda: with_records("archive/DATA.pkl"),
+    "requires_grad a number": lambda: rebuilt(requires_grad=b"K\1"),
+    "requires_grad None": lambda: rebuilt(requires_grad=b"N"),
+    "metadata a text": lambda: rebuilt(b.text("conj")),
+    "an argument too many": lambda: rebuilt(b"}", b"}"),
     "a record on another disk": partial(divided, b"PK\1\2", 34, 1),
     "an end on another disk": partial(divided, b"PK\6\6", 16, 1),
     "a directory on another disk": partial(divided, b"PK\6\6", 20, 1),
@@ -95,6 +105,13 @@ def written(folder: Path, data: bytes) -> Path:
     path.parent.mkdir()
     path.write_bytes(data)
     return path
+
+
+@pytest.mark.parametrize("extra", [b"N", b"}"])
+def test_metadata_of_nothing(extra: bytes, tmp_path: Path) -> None:
+    path = written(tmp_path, rebuilt(extra))
+    assert torch.load(path)["w"].numpy().tobytes() == b.WEIGHT
+    assert attack(path, to=("safetensors", VERIFY)).kind == "ok"
 
 
 @pytest.mark.parametrize("flag", [0x2, 0x4, 0x800])

@@ -65,11 +65,11 @@ torchao 0.9 to 0.18 cast it only for a product, or when FSDP gathers it: the fir
 of these, ``ScaledGroupedMMTensor`` in 0.12 to 0.16, the last two since 0.17.
 """
 _ARGUMENTS = {
-    "torch._utils._rebuild_tensor": 4,
-    "torch._utils._rebuild_tensor_v2": 6,
-    "torch._utils._rebuild_tensor_v3": 7,
+    "torch._utils._rebuild_tensor": (4, 4),
+    "torch._utils._rebuild_tensor_v2": (6, 7),
+    "torch._utils._rebuild_tensor_v3": (7, 8),
 }
-"""The functions that rebuild a strided tensor, and the number of arguments of each."""
+"""The functions that rebuild a strided tensor, and the least and most arguments of each."""
 
 
 class Storage(Struct, frozen=True):
@@ -229,10 +229,9 @@ def _read_unwrapped(value: PickleValue, depth: int) -> StoredTensor | None:
 
 
 def _strided_tensor(args: tuple[Any, ...], function: str) -> StoredTensor | None:
-    count = _ARGUMENTS[function]
-    if len(args) < count:
-        name = function.rpartition(".")[2]
-        raise Damaged(f"{name} with {len(args)} of its {count} arguments")
+    least, most = _ARGUMENTS[function]
+    if not least <= len(args) <= most:
+        raise Damaged(f"{function} with {len(args)} of its {least} arguments")
     item, offset, shape, strides = args[0], args[1], read_sizes(args[2]), read_sizes(args[3])
     if len(shape) != len(strides):
         raise Damaged(f"a tensor of {len(shape)} dims with {len(strides)} strides")
@@ -244,8 +243,9 @@ def _strided_tensor(args: tuple[Any, ...], function: str) -> StoredTensor | None
         raise Damaged(f"a tensor in storage {storage.key!r} has no element type")
     if not is_countable(shape, dtype.itemsize):
         raise Damaged(f"a tensor of {list(shape)}, which has too many elements to be counted")
-    metadata = args[count] if len(args) > count else None
-    flags = metadata if isinstance(metadata, dict) else {}
+    flags = (args[least] if len(args) > least else None) or {}
+    if not isinstance(flags, dict) or (least > 4 and not isinstance(args[4], bool)):
+        raise Damaged("a tensor whose requires_grad or metadata is not as torch writes it")
     ops = tuple(op for op in ("conj", "neg") if flags.get(op))
     return StoredTensor(storage, dtype, shape, strides, read_natural(offset), ops)
 
