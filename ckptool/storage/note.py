@@ -59,9 +59,10 @@ def read_note(path: Path, *, owner: int | None = None, mark: bytes = b"") -> byt
     Also if it neither begins with a ``mark`` nor ends within it, as a write that was cut off.
     """
     with open(open_note(path, os.O_RDONLY, owner=owner), "rb") as stream:
-        if os.fstat(stream.fileno()).st_size > LARGEST:
+        nbytes = os.fstat(stream.fileno()).st_size
+        if nbytes > LARGEST:
             raise not_a_note(path, f"it has more than {LARGEST:,} bytes")
-        data = stream.read(LARGEST)
+        data = stream.read(nbytes)  # which takes memory for as many, whatever there is
     if not mark.startswith(data[: len(mark)]):
         raise in_the_way(path)
     return data
