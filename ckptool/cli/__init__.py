@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from typing import NoReturn
 
 from ckptool.cli.process import known_error, set_up
@@ -32,6 +33,8 @@ def main() -> NoReturn:
         code = _show_interruption(128 + signal.SIGINT, error)
     except BrokenPipeError:
         os._exit(_PIPE_CLOSED)
+    except OSError as error:
+        code = _show_failure(error)
     except SystemExit as done:
         if done.code not in _INTERRUPTED:
             os._exit(_PIPE_CLOSED)
@@ -85,7 +88,8 @@ def _show_failure(error: Exception) -> int:
     except BrokenPipeError:
         raise
     except Exception:  # noqa: BLE001 (no memory or no stack for more than plain text)
-        os.write(2, f"error: {ascii(str(failure.message))[1:-1]}\n".encode())
+        with suppress(OSError):  # nothing can be said; the exit code still tells
+            os.write(2, f"error: {ascii(str(failure.message))[1:-1]}\n".encode())
     return failure.exit_code
 
 
@@ -120,7 +124,8 @@ def _show_interruption(code: int, error: BaseException | None) -> int:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             notes = getattr(error, "__notes__", [])
         error = error.__cause__ or error.__context__
-    show_interrupted(notes)
+    with suppress(OSError):  # nothing can be said; the exit code still tells
+        show_interrupted(notes)
     return code
 
 

@@ -50,6 +50,14 @@ def test_nobody_reads(said: str) -> None:
     assert done.returncode == 141
 
 
+@pytest.mark.parametrize("full", [">/dev/full", ">/dev/full 2>/dev/full"])
+@pytest.mark.parametrize(("path", "code"), [(str(DCP), 5), ("nowhere", 3)])
+def test_a_report_that_finds_no_room_is_no_answer(path: str, code: int, full: str) -> None:
+    """Else exit code 1 would say that something is wrong with a sound checkpoint."""
+    line = ["sh", "-c", f'exec "$0" -m ckptool verify "$1" {full}', sys.executable, path]
+    assert subprocess.run(line, stderr=subprocess.DEVNULL, check=False).returncode == code
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize(("path", "code"), [(str(DCP), 0), ("nowhere", 3)])
 def test_closed_streams_change_no_answer(path: str, code: int, closed: str) -> None:
