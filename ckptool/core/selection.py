@@ -273,17 +273,11 @@ def substitution(rule: str) -> Callable[[str], str]:
 
     Nothing is replaced where a match has just ended, as by sed: Python's ``.*`` matches there, too.
     """
-    pattern, replacement = _parse_rule(rule)
+    pattern, new = _parse_rule(rule)
 
     def change(name: str) -> str:
-        ends: set[int] = set()
-
-        def replaced(match: re.Match[str]) -> str:
-            is_rest = match.start() == match.end() and match.end() in ends
-            ends.add(match.end())
-            return "" if is_rest else match.expand(replacement)
-
-        return pattern.sub(replaced, name)
+        ends = {match.end() for match in pattern.finditer(name) if match[0]}
+        return pattern.sub(lambda m: m.expand(new) if m[0] or m.end() not in ends else "", name)
 
     return change
 
