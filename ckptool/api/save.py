@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -88,11 +89,12 @@ def _collect(tree: dict[str, Any], rank: int = 0) -> tuple[Catalog, MemoryFiles]
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ObjectEntry] = {}
     buffers: dict[str, memoryview] = {}
-    for name, leaf in leaves_of(tree, empty=True).items():
+    for name, leaf in leaves_of(tree, saved=True).items():
         if isinstance(leaf.value, torch.Tensor):
             tensors[name] = _entry(name, leaf.path, leaf.value, buffers, f"rank-{rank}")
         else:
-            value = {} if isinstance(leaf.value, Mapping) else leaf.value  # others are entered
+            is_empty = isinstance(leaf.value, Mapping) and not leaf.value
+            value = {} if is_empty else leaf.value
             _require_plain(name, value)
             objects[name] = ObjectEntry(name, leaf.path, value)
     source = MemoryFiles(buffers)
@@ -154,7 +156,7 @@ def _place(part: torch.Tensor, itemsize: int, buffers: dict[str, memoryview], he
 def _require_plain(name: str, value: object) -> None:
     """Raise Unsupported if ``torch.load(weights_only=True)`` would not load a value."""
     inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    if isinstance(inner, list | tuple | set) and type(value) in (dict, list, tuple, set):
+    if isinstance(inner, list | tuple | set) and type(value) in (dict, Counter, list, tuple, set):
         for part in inner:
             _require_plain(name, part)
     elif type(value) not in SIMPLE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -37,24 +38,25 @@ class StateLeaf(Struct, frozen=True):
         self.container[self.key] = value
 
 
-def leaves_of(state_dict: dict[str, Any], *, empty: bool = False) -> dict[str, StateLeaf]:
+def leaves_of(state_dict: dict[str, Any], *, saved: bool = False) -> dict[str, StateLeaf]:
     """Return every leaf by the name of its catalog entry: its keys joined by dots.
 
     Flattens as DCP does (torch 2.4 to 2.13): dicts are entered, lists if they contain a dict or a
-    tensor; and, as in catalogs, tuples if they contain a tensor. ``empty`` dicts are leaves if
-    asked. Raises TypeError for anything but a dict and for a module or optimizer in it, UsageError
-    if two leaves have the same name, or if it has no end.
+    tensor; and, as in catalogs, tuples if they contain a tensor. If it is to be ``saved``, empty
+    dicts are leaves, and Counters, whose class is kept. Raises TypeError for anything but a dict
+    and for a module or optimizer in it, UsageError if two leaves have the same name, or if it has
+    no end.
     """
     if not isinstance(state_dict, dict):
         raise TypeError(f"a state dict is a dict, not {_kind(state_dict)}")
     try:
-        found = list(_leaves((), state_dict))
+        found = list(_leaves((), state_dict, Counter if saved else ()))
     except RecursionError:
         raise UsageError("the state dict contains itself, or is nested too deeply") from None
     leaves: dict[str, StateLeaf] = {}
     for leaf in found:
         name = ".".join(map(str, leaf.path))
-        if not empty and isinstance(leaf.value, Mapping):
+        if not saved and isinstance(leaf.value, Mapping):
             continue
         if name in leaves:
             raise UsageError(f"two values of the state dict are named {name!r}, joined by dots")
@@ -64,12 +66,14 @@ def leaves_of(state_dict: dict[str, Any], *, empty: bool = False) -> dict[str, S
     return leaves
 
 
-def _leaves(head: Path, container: Any) -> Iterator[StateLeaf]:
+def _leaves(head: Path, container: Any, whole: Any) -> Iterator[StateLeaf]:
+    """Yield the leaves of a container at a path; objects of the classes ``whole`` are such."""
     is_mapping, kind = isinstance(container, Mapping), type(container).__name__
     for key, value in container.items() if is_mapping else enumerate(container):
         path = (*head, key if is_mapping else Index(key, kind))
-        if (isinstance(value, Mapping) and value) or _is_entered(value):
-            yield from _leaves(path, value)
+        is_filled = isinstance(value, Mapping) and bool(value) and not isinstance(value, whole)
+        if is_filled or _is_entered(value):
+            yield from _leaves(path, value, whole)
         else:
             yield StateLeaf(container, key, value, path)
 

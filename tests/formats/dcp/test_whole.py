@@ -141,11 +141,12 @@ def test_a_scheduler_with_milestones_loads(write: Any) -> None:
 
 
 def test_milestones_stay_a_counter_and_load_from_a_file(tmp_path: Path) -> None:
-    torch.save(scheduled(), tmp_path / "m.pt")
+    ckptool.save(scheduled(), tmp_path / "m.pt", fsync=False)
     ckptool.convert(tmp_path / "m.pt", tmp_path / "copy.pt", fsync=False)
-    milestones = torch.load(tmp_path / "copy.pt")["schedule"]["milestones"]
-    assert type(milestones) is Counter
-    assert milestones == {3: 1, 5: 1}
+    for name in ("m.pt", "copy.pt"):
+        milestones = torch.load(tmp_path / name)["schedule"]["milestones"]
+        assert type(milestones) is Counter
+        assert milestones == {3: 1, 5: 1}
     loaded = scheduled()
     loaded["schedule"]["milestones"] = Counter({3: 7, 5: 7})
     ckptool.load(tmp_path / "m.pt", loaded)
