@@ -194,10 +194,19 @@ class Store:
                     return infos
             except Unaccepted:
                 raise
-            except Denied:  # S3's answer for a missing key if one may not list
-                pass
+            except Denied:  # S3's answer for a missing key if one may not list all of a bucket
+                if self._is_listed(key):
+                    raise
         infos = self._list(key, what)
         return infos if infos or is_named or not in_bucket else self._file_at(key)
+
+    def _is_listed(self, key: str) -> bool:
+        """Return whether the folder of a file that is denied shows it; False if that is, too."""
+        client, policy = self.client, self.policy.of_listings()
+        with suppress(Denied):
+            if isinstance(client, ObstoreClient):
+                return self.ask(self.url(key), lambda: client.is_listed(key), policy)
+        return False
 
     def _file_at(self, key: str) -> dict[str, ObjectInfo]:
         """Return the file of this key, if there is one."""

@@ -35,6 +35,7 @@ from store_server import QUICK, S3, s3, server
 from test_s3 import big, files_of, resharded
 from typer.testing import CliRunner
 
+import ckptool
 from ckptool.cli.app import app
 from ckptool.cli.process import known_error
 from ckptool.commands.convert import prepare
@@ -293,6 +294,20 @@ def test_a_metadata_file_that_is_named_needs_no_listing(
     code, told = ended("inspect", url)
     assert code == 5
     assert f"{url}/.metadata" in told
+
+
+def test_a_file_that_is_listed_and_denied_is_not_missing(s3: S3, out: Path) -> None:
+    """Of one that is not listed the same answer says that one may list a part of a bucket only."""
+    torch.save({"w": torch.ones(2), "step": 3}, out / "m.pt")
+    ckptool.convert(out / "m.pt", out / "m.safetensors")
+    for name in ("m.safetensors", "m.extra.pt"):
+        s3.put(out / name, f"run/{name}")
+    save_file({"w": torch.ones(2)}, out / "alone.safetensors")
+    s3.put(out / "alone.safetensors", "run/alone.safetensors")
+    s3.fail(DENIED, "HeadObject", "GetObject", key="*.extra.pt")
+    with pytest.raises(Denied, match=r"m\.extra\.pt: nothing says whether it is there"):
+        ckptool.convert(s3.url("run/m.safetensors"), out / "copy.pt")
+    assert ckptool.convert(s3.url("run/alone.safetensors"), out / "copy.pt").notes == ()
 
 
 # Answers that were lost

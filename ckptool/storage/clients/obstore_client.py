@@ -55,6 +55,10 @@ class ObstoreClient:
         """Return the store's current information on a file."""
         return info_of(self._ask(key, _head))
 
+    def is_listed(self, key: str) -> bool:
+        """Return whether a listing shows a file, whatever the store says of the file itself."""
+        return self._ask(key, _is_listed)
+
     def get(self, key: str) -> memoryview:
         """Return all of a small file."""
         return self._ask(key, lambda obstore, store, name: _bytes(obstore.get(store, name)))
@@ -178,6 +182,12 @@ def _list(obstore: Any, store: Any, key: str) -> dict[str, Mapping[str, Any]]:
                 files.pop(path, None)
         paths.add(path)
     return files
+
+
+def _is_listed(obstore: Any, store: Any, key: str) -> bool:
+    folder = key.rpartition("/")[0]
+    pages = obstore.list(store, folder or None, offset=key[:-1], chunk_size=_PAGE)
+    return any(entry["path"] == key for page in pages for entry in page)
 
 
 def _has_parts(upload: Upload, meta: _Meta) -> bool:
