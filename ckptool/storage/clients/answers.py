@@ -117,6 +117,7 @@ def _answer(text: str, status: int, reason: str) -> Exception:
 
 
 def _unnamable(key: str, error: Exception) -> Unsupported:
-    reason = str(error).partition("\n")[0]
-    message = f"{key}: there are keys with empty or dotted segments, which are not read ({reason})"
+    reason = str(error).partition("\n\n")[0]
+    kinds = "with empty or dotted segments or control characters"
+    message = f"{key}: there are keys {kinds}, which are not read ({reason})"
     return Unsupported(message, hint="copy the checkpoint to a plain key, such as run/step-100")
