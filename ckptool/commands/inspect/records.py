@@ -99,6 +99,17 @@ def content_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     return (call.args, fields) if call.args or fields else None
 
 
+def parts_of(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments and attributes of an object, or what a node of omegaconf holds by name.
+
+    A value that is no object has none.
+    """
+    content = unwrap(value)
+    if isinstance(content, Call):
+        return ((), {}) if simple_value(content) is not None else content_of(content) or ((), {})
+    return (), content if content is not value and isinstance(content, dict) else {}
+
+
 def unwrap(value: Any) -> Any:
     """Return what a node of omegaconf (2.0 to 2.4) holds beside its metadata and its parent.
 

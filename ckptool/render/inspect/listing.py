@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckptool.commands.inspect.fold import TensorLine
-from ckptool.commands.inspect.records import content_of, simple_value, unwrap
+from ckptool.commands.inspect.records import parts_of, unwrap
 from ckptool.commands.inspect.views import in_order
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.chunks import chunks_of
@@ -21,7 +21,6 @@ from ckptool.core.selection import tensors_named
 from ckptool.core.text import list_some, natural_key, plural, ranges, visible
 from ckptool.render.inspect.values import preview
 from ckptool.render.text import Cell, cell_width, columns
-from ckptool.serialization.pickle.records import Call
 from ckptool.serialization.state_dict.values import type_name
 
 if TYPE_CHECKING:
@@ -105,11 +104,8 @@ def _value_rows(
     ids = set() if ids is None else ids
     content = unwrap(value)
     is_node = content is not value
-    fields: Any = content if is_node and isinstance(content, dict) else {}
-    if isinstance(content, Call) and simple_value(content) is None:
-        arguments, fields = content_of(content) or ((), {})
-        fields = fields if not arguments else {}
-    fields = {} if id(content) in ids else fields
+    arguments, fields = parts_of(value)
+    fields = {} if arguments or id(content) in ids else fields
     ids.add(id(content))
     shown = plural(len(fields), "attribute") if fields else preview(content, _LONGEST_VALUE)
     yield name, value, shown

@@ -8,7 +8,7 @@ from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
-from ckptool.commands.inspect.records import content_of, simple_value, unwrap
+from ckptool.commands.inspect.records import content_of, parts_of, simple_value, unwrap
 from ckptool.core.catalog import ObjectEntry
 from ckptool.core.state_category import state_category
 from ckptool.core.text import visible
@@ -132,10 +132,7 @@ def notable_values(entries: Iterable[ObjectEntry], most: int = 8) -> list[tuple[
 
 def _attributes(entry: ObjectEntry) -> Iterator[tuple[int, int, str, Any]]:
     """Yield the attributes of an object that are looked for, as ``notable_values`` sorts them."""
-    content = unwrap(entry.value)
-    fields: Any = content if content is not entry.value and isinstance(content, dict) else {}
-    if isinstance(content, Call) and simple_value(content) is None:
-        fields = (content_of(content) or ((), {}))[1]
+    _, fields = parts_of(entry.value)
     for key, inner in fields.items():
         value = unwrap(inner)
         if isinstance(value, int | float | str) and (rank := _rank(str(key))) < _ORDINARY:
