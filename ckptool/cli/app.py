@@ -38,7 +38,7 @@ SUMMARIES = {
 MODULES = {"convert": "transfer", "reshard": "transfer", "merge": "transfer", "maps": "formats"}
 """Commands whose modules have a different name."""
 
-OTHERS_WORDS = {
+OTHERS_COMMANDS = {
     "inspect": "show info list ls print view stat head summary tree keys",
     "verify": "check validate test audit fsck doctor",
     "diff": "compare cmp",
@@ -101,7 +101,7 @@ def _is_place(word: str) -> bool:
 
 def _command_meant(word: str, commands: Iterable[str]) -> str | None:
     """Return the hint with what a word that is no command stands for: a command, or a file here."""
-    for ours, theirs in OTHERS_WORDS.items():
+    for ours, theirs in OTHERS_COMMANDS.items():
         if word in theirs.split():
             return f"did you mean {ours}?"
     files = (name for name in os.listdir() if not name.startswith("."))

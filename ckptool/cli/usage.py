@@ -19,8 +19,8 @@ from ckptool.core.text import list_some
 from ckptool.errors import UsageError
 
 RENAMED = {"--map": "--shards", "--ranks": "--rank-bytes", "--junit": "--format junit"}
-"""New names of options by former ones, which other commands still have."""
-OTHERS_WORDS = {
+"""New names of options by former ones, of which other commands still have some."""
+OTHERS_OPTIONS = {
     "--out": "--output --output-dir --output-path --save -o",
     "--to": "--format --target-format --output-format --out-format --type",
     "--format": "--output-format",
@@ -263,7 +263,7 @@ def _hint_for(wrong: str, called: str, usage: str, ctx: Any) -> str:
 
 def _called_by_others(wrong: str) -> list[str]:
     """Return what a word of other tools may be here."""
-    return [ours for ours, theirs in OTHERS_WORDS.items() if wrong in theirs.split()]
+    return [ours for ours, theirs in OTHERS_OPTIONS.items() if wrong in theirs.split()]
 
 
 def _commands_with(word: str, ctx: Any) -> str:

@@ -31,7 +31,8 @@ _RANK_BAR = 32
 ROOMY = 110
 _ROOM_FOR_BARS = 76
 _MOST_TEXTS = 8
-_ROWS = ("framework", "version", "parallelism", "step", "arguments")
+_SHOWN_APART = ("framework", "version", "parallelism", "step", "arguments")
+"""Facts that have lines of their own; all others are the writer's."""
 
 
 def overview(report: InspectReport, screen: Console, sort: str = "name") -> list[Text]:
@@ -67,7 +68,7 @@ def _header(report: InspectReport, screen: Console) -> list[Text]:
 
 
 def _writer(info: dict[str, str]) -> str:
-    rest = [f"{key} {value}" for key, value in info.items() if key not in ("writer", *_ROWS)]
+    rest = [f"{key} {value}" for key, value in info.items() if key not in ("writer", *_SHOWN_APART)]
     keys = ("writer",) if "framework" in info else ("writer", "version")
     writer = " ".join(info[key] for key in keys if key in info)
     return ", ".join(filter(None, [writer, *rest]))
