@@ -337,3 +337,20 @@ def test_state_that_a_flat_optimizer_has_lost(lost: int, tmp_path: Path) -> None
     assert [*found] == ["step-40"]
     assert found["step-40"].startswith("optimizer-incomplete: optimizer.state.1.")
     assert ": without optimizer state, which step-30 has" in found["step-40"]
+
+
+@pytest.mark.parametrize("older", [10, 30])
+def test_exchanged_steps(older: int, tmp_path: Path) -> None:
+    for step, model, optimizer in train():
+        state = {"model": model, "optimizer": optimizer, "step": step}
+        torch.save(state, tmp_path / f"step_{step}.pt")
+    assert reasons(tmp_path) == {}
+    shutil.move(tmp_path / "step_40.pt", tmp_path / "40")
+    shutil.move(tmp_path / f"step_{older}.pt", tmp_path / "step_40.pt")
+    shutil.move(tmp_path / "40", tmp_path / f"step_{older}.pt")
+    found = reasons(tmp_path)
+    why = f"counts-differ: it counts {older}, and step_{older}.pt counts 40: they were exchanged"
+    assert found["step_40.pt"].startswith(why)
+    if older != 10:  # of the first step nothing before it tells
+        why = "counts-differ: it counts 40, and step_40.pt counts 30: they were exchanged"
+        assert found[f"step_{older}.pt"].startswith(why)

@@ -34,6 +34,7 @@ _BEFORE = 3
 _BY_TURNS = 2
 """How many series have the saves in memory that their steps are compared with."""
 _FEW = 2
+_EXCHANGED = "it counts {:,}, and {} counts {:,}: they were exchanged"
 _COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
 """What accelerate saves of a scheduler."""
 
@@ -50,8 +51,8 @@ class History:
         self._compared = deque[dict[Location, Mapping[PurePath, Save]]](maxlen=_BY_TURNS)
         self._recorded = defaultdict[object, set[int]](set)
         """The numbers in the names of each series' later steps that these steps also record."""
-        self._lent: dict[tuple[Location, PurePath], str] = {}
-        """The names of later saves, by those before them that have their optimizers."""
+        self._told: dict[tuple[Location, PurePath], str] = {}
+        """What is wrong with earlier saves, as later ones tell."""
 
     def problems(
         self, step: Step, checkpoints: Iterable[StepSurvey], earlier: Sequence[Step]
@@ -79,12 +80,8 @@ class History:
             predecessors = [old[place] for old in olds]
             if not predecessors:
                 continue
-            for old in predecessors:
-                if _has_lent_state(save, old, predecessors):
-                    self._lent[old.step.path, place] = save.name
-            if newer_name := self._lent.get((step.path, place)):
-                message = f"its optimizer is that of {newer_name}, which is newer, but not its"
-                yield Problem(f"{message} weights: they are of two saves", _DIFFER)
+            crossed = self._crossed(save, place, predecessors)
+            yield from (Problem(message, _DIFFER) for message in crossed[:1])
             if save.inside:
                 own = _left_behind(save, place, [saves, *olds])
             else:
@@ -92,6 +89,21 @@ class History:
             moved = movement_problems(save, predecessors)
             for problem in chain(own, shard_file_problems(save, predecessors), moved):
                 yield Problem(f"{save.part}: {problem}", problem.code) if save.part else problem
+
+    def _crossed(self, save: Save, place: PurePath, predecessors: Sequence[Save]) -> Sequence[str]:
+        """Return how a save was mixed up with one before or after it, and remember it of these."""
+        key = save.step.path, place
+        found = [self._told[key]] if key in self._told else []
+        for old in predecessors:
+            old_key = old.step.path, place
+            if _has_lent_state(save, old, predecessors):
+                message = f"its optimizer is that of {save.name}, which is newer, but not its"
+                self._told[old_key] = f"{message} weights: they are of two saves"
+            elif _are_exchanged(save, old):
+                number, old_number = save.step.number, old.step.number
+                found.append(_EXCHANGED.format(old_number, old.name, number))
+                self._told[old_key] = _EXCHANGED.format(number, save.name, old_number)
+        return found
 
     def _saves_of(self, step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath, Save]:
         """Return the saves of a step, those of its checkpoints unless it is remembered."""
@@ -264,6 +276,14 @@ def _has_lent_state(save: Save, old: Save, predecessors: Sequence[Save]) -> bool
     is_own = offsets == {_steps_before(save)} != {_steps_before(old)}
     state, old_state = save.state, old.state
     return is_own and state.looks == old_state.looks and state.are_equal_to(old_state)
+
+
+def _are_exchanged(save: Save, old: Save) -> bool:
+    """Return whether each of two saves records the number in the other one's name, not its own."""
+    number, old_number = save.step.number, old.step.number
+    return (number in old.recorded and number not in save.recorded) and (
+        old_number in save.recorded and old_number not in old.recorded
+    )
 
 
 def _steps_before(save: Save) -> float | None:
