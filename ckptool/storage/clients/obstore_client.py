@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -187,7 +188,8 @@ def _list(obstore: Any, store: Any, key: str) -> dict[str, Mapping[str, Any]]:
 def _is_listed(obstore: Any, store: Any, key: str) -> bool:
     folder = key.rpartition("/")[0]
     pages = obstore.list(store, folder or None, offset=key[:-1], chunk_size=_PAGE)
-    return any(entry["path"] == key for page in pages for entry in page)
+    paths = (entry["path"] for page in pages for entry in page)  # in order, in these stores
+    return key in takewhile(lambda path: path <= key, paths)
 
 
 def _has_parts(upload: Upload, meta: _Meta) -> bool:
