@@ -279,11 +279,11 @@ def _has_lent_state(save: Save, old: Save, predecessors: Sequence[Save]) -> bool
 
 
 def _are_exchanged(save: Save, old: Save) -> bool:
-    """Return whether each of two saves records the number in the other one's name, not its own."""
-    number, old_number = save.step.number, old.step.number
-    return (number in old.recorded and number not in save.recorded) and (
-        old_number in save.recorded and old_number not in old.recorded
-    )
+    """Return whether each of two saves counts the number in the other one's name, not its own."""
+    numbers = save.step.number, old.step.number
+    if numbers[0] in save.recorded.values() or numbers[1] in old.recorded.values():
+        return False
+    return any((old.recorded.get(name), n) == numbers for name, n in save.recorded.items())
 
 
 def _steps_before(save: Save) -> float | None:
