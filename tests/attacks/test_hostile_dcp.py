@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -321,3 +322,17 @@ def test_verify_says_that_a_chunk_is_outside_of_any_tensor(
         (source / f"__{rank}_0.distcp").write_bytes(zeros)
     outcome = attack(source, to=(VERIFY,))
     assert (outcome.kind, "chunk-outside" in outcome.message) == ("reported", True), outcome
+
+
+@pytest.mark.parametrize(("name", "path"), [("w", ("x",)), ("x", ("w",)), ("x", ("x", 3))])
+def test_verify_names_what_has_another_path(
+    name: str, path: tuple[str | int, ...], tmp_path: Path
+) -> None:
+    """Of a value, too: torch's converter to one file puts it there, or finds no such key."""
+    pytest.importorskip("torch")
+    source = b.value_dcp(tmp_path / "src" / "ck", b.program(number(7)))
+    metadata = pickle.loads((source / ".metadata").read_bytes())
+    metadata.planner_data = {"w": ("w",), "x": ("x",), name: path}
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    outcome = attack(source, to=(VERIFY,))
+    assert (outcome.kind, "name-mismatch" in outcome.message) == ("reported", True), outcome

@@ -32,8 +32,9 @@ def catalog_problems(catalog: Catalog) -> Iterator[Problem]:
     yield from conflict_problems(catalog)
     if gaps := list(filter(None, map(coverage_problem, entries))):
         yield from filter(None, [lone_rank_problem(entries, gaps), *gaps])
-    inner = (entry for entry in entries if entry.path)  # a file may be one tensor, without a path
-    for name, path in ((entry.name, flat_name(entry.path)) for entry in inner):
+    # a file may be one tensor, without a path
+    named = [(name, e.path) for name, e in (catalog.tensors | catalog.objects).items() if e.path]
+    for name, path in ((name, flat_name(path)) for name, path in named):
         if path != name:
             yield Problem(f"{name}: its path is {path!r}", "name-mismatch", tensor=name)
     _, unwritten = select_plain(catalog)
