@@ -6,7 +6,8 @@ Counter of milestones, a trainer's own class for its settings.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from msgspec.structs import replace
@@ -20,15 +21,15 @@ _DEEPEST = 100
 
 
 def enter_mappings(catalog: Catalog, whole: Container[str] = ()) -> Catalog:
-    """Return the catalog with one value for each key of a value that is a ``Mapping``.
+    """Return the catalog with one value for each key of a value of a class that is a ``Mapping``.
 
-    An empty one becomes an empty dict. What a tuple holds stays as it is, and so do values with
-    the names ``whole``.
+    An empty one becomes an empty dict. What a tuple holds stays as it is, a dict that is one value
+    in its format, and values with the names ``whole``.
     """
     values: list[ObjectEntry] = []
     names = {*catalog.tensors, *catalog.objects}
     for entry in catalog.objects.values():
-        is_whole = entry.name in whole or _items(entry.value) is None or _is_in_tuple(entry)
+        is_whole = entry.name in whole or not _has_class(entry.value) or _is_in_tuple(entry)
         for path, value in [] if is_whole else _enter(entry, ()):
             name = entry.name + flat_name(path)[len(flat_name(entry.path)) :]
             if name != entry.name and name in names:
@@ -58,16 +59,23 @@ def _enter(entry: ObjectEntry, inside: tuple[int, ...]) -> Iterator[tuple[Path, 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
     """Return what is in a value that torch enters, by the steps to it; None of every other one."""
-    if isinstance(value, list) and _holds_mapping(value):
+    if isinstance(value, list) and _holds(value, lambda item: mapping_entries(item) is not None):
         return [(Index(position), item) for position, item in enumerate(value)]
     return mapping_entries(value)
 
 
-def _holds_mapping(value: list[Any]) -> bool:
+def _has_class(value: Any) -> bool:
+    """Return whether a value is a ``Mapping`` of another class than dict, or a list with one."""
+    if isinstance(value, list):
+        return _holds(value, _has_class)
+    return isinstance(value, Call | Counter) and mapping_entries(value) is not None
+
+
+def _holds(value: list[Any], is_meant: Callable[[Any], bool]) -> bool:
     stack, ids = [value], set[int]()
     while stack:
         items = stack.pop()
-        if any(mapping_entries(item) is not None for item in items):
+        if any(is_meant(item) for item in items if not isinstance(item, list)):
             return True
         ids.add(id(items))
         stack += [item for item in items if isinstance(item, list) and id(item) not in ids]
