@@ -296,7 +296,7 @@ def test_how_it_was_chosen_is_said_on_stderr(tmp_path: Path) -> None:
         ("step-2.pt", ""),
         ("step-1.pt", "; latest names step-1.pt"),
         ("step-3.pt", "; latest names step-3.pt"),  # which is not good
-        ("step-9.pt", ""),
+        ("step-9.pt", "; latest names step-9.pt, which is not there"),
     ],
 )
 def test_a_step_is_said_that_a_trainer_would_resume_from(
