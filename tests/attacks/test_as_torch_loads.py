@@ -129,3 +129,15 @@ def test_an_empty_storage_of_two_types(tmp_path: Path) -> None:
     path.parent.mkdir()
     torch.save({"x": nothing, "y": nothing.view(torch.int32), "w": torch.ones(2)}, path)
     assert attack(path, to=("safetensors", VERIFY)).kind == "ok"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_bytes_of_a_type_without_a_storage(order: int, tmp_path: Path) -> None:
+    """torch saves float8 in a storage without a type, and a view of its bytes in one of bytes."""
+    weight = torch.arange(8).to(torch.float8_e4m3fn)
+    state = dict([("w", weight), ("raw", weight.view(torch.uint8))][::order])
+    path = tmp_path / "src" / "x.pt"
+    path.parent.mkdir()
+    torch.save(state, path)
+    assert torch.load(path)["w"].view(torch.uint8).equal(state["raw"])
+    assert attack(path, to=("safetensors", VERIFY)).kind == "ok"

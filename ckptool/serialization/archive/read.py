@@ -49,6 +49,8 @@ _LEGACY_HEAD = re.compile(
 )
 """The magic number as the pickle protocols 2 to 5 write it, the later ones in a frame."""
 
+_UNTYPED, _OF_BYTES = Global("torch.storage", "UntypedStorage"), Global("torch", "ByteStorage")
+
 _SMALL = 4096
 """Bytes of a pickle that is remembered: those of a DCP folder's items are a few that repeat."""
 _PIECE = 1 << 16
@@ -239,7 +241,10 @@ def _require_in_value(loaded: Loaded) -> None:
 
 
 def _require_one_type(loaded: Loaded, what: str) -> None:
-    """Raise Damaged if a storage has two types: torch takes the first for all its tensors."""
+    """Raise Damaged if a storage has two types: torch takes the first for all its tensors.
+
+    It takes a storage without a type for one of bytes, as it saves float8 and a view of its bytes.
+    """
     first: dict[str, tuple[Global, int]] = {}
     for item in loaded.persistent:
         value = item.value
@@ -248,6 +253,7 @@ def _require_one_type(loaded: Loaded, what: str) -> None:
         cls, key, numel = value[1], value[2], value[4]
         if not (isinstance(cls, Global) and isinstance(key, str | int) and type(numel) is int):
             continue
+        cls = _OF_BYTES if cls == _UNTYPED else cls
         known = first.setdefault(str(key), (cls, numel))
         if known != (cls, numel) and numel:
             require_harmless(loaded.hostile)
