@@ -354,3 +354,13 @@ def test_exchanged_steps(older: int, tmp_path: Path) -> None:
     if older != 10:  # of the first step nothing before it tells
         why = "counts-differ: it counts 40, and step_40.pt counts 30: they were exchanged"
         assert found[f"step_{older}.pt"].startswith(why)
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_a_count_of_the_steps_that_are_left(has_optimizer: bool, tmp_path: Path) -> None:
+    """It is the number of another step, and is in the name of the step that has its own."""
+    for step, model, optimizer in train():
+        state = {"model": model, "steps_remaining": 50 - step}
+        state |= {"optimizer": optimizer} if has_optimizer else {}
+        torch.save(state, tmp_path / f"step_{step}.pt")
+    assert reasons(tmp_path) == {}

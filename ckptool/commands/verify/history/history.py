@@ -37,6 +37,8 @@ _FEW = 2
 _EXCHANGED = "it counts {:,}, and {} counts {:,}: they were exchanged"
 _COUNT = re.compile(r"scheduler(?:_\d+)?\.last_epoch")
 """What accelerate saves of a scheduler."""
+_LEFT = re.compile(r"(?i)remain|left|until|patience|cooldown|countdown")
+"""In the names of what counts down."""
 
 
 class History:
@@ -279,11 +281,17 @@ def _has_lent_state(save: Save, old: Save, predecessors: Sequence[Save]) -> bool
 
 
 def _are_exchanged(save: Save, old: Save) -> bool:
-    """Return whether each of two saves counts the number in the other one's name, not its own."""
+    """Return whether each of two saves counts the number in the other one's name, not its own.
+
+    If the later one's optimizer has taken more steps, they are in order: what counts down is meant.
+    """
     numbers = save.step.number, old.step.number
     if numbers[0] in save.recorded.values() or numbers[1] in old.recorded.values():
         return False
-    return any((old.recorded.get(name), n) == numbers for name, n in save.recorded.items())
+    if save.most_steps_taken > old.most_steps_taken > 0:
+        return False
+    counts = ((name, n) for name, n in save.recorded.items() if not _LEFT.search(name))
+    return any((old.recorded.get(name), n) == numbers for name, n in counts)
 
 
 def _steps_before(save: Save) -> float | None:
