@@ -344,14 +344,15 @@ def test_pages_of_zeros(pages: tuple[int, ...], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [1024, 4096])
 def test_zeros_of_rows_and_of_blocks_are_no_pages(width: int, tmp_path: Path) -> None:
-    """Where rows lie on pages: rows never trained, and a block of a sparse matrix."""
+    """Where rows lie on pages, also of what was made flat: some never trained, or a block."""
     table = np.random.default_rng(1).standard_normal((64, width), np.float32)
     if width == 1024:
         table[[3, 4, 30]] = 0
     else:
         table[:32, 1024:2048] = 0
-    item = {"dtype": "F32", "shape": table.shape, "data_offsets": [0, table.nbytes]}
-    header = json.dumps({"a": item}).encode().ljust(4096 - 8)
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + table.tobytes())
-    assert codes(checked(path)) == set()
+    for shape in (table.shape, (table.size,)):
+        item = {"dtype": "F32", "shape": shape, "data_offsets": [0, table.nbytes]}
+        header = json.dumps({"a": item}).encode().ljust(4096 - 8)
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(len(header).to_bytes(8, "little") + header + table.tobytes())
+        assert codes(checked(path)) == set()

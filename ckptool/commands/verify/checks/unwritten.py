@@ -1,7 +1,7 @@
 """Zeros from a page boundary on, as a crash leaves where a file was sized and never written.
 
-Zeros that start with a tensor, or a row of one, are ordinary values. Only files without checksums
-are looked at.
+Zeros that start with a tensor, or a row of one, are ordinary values; so are a flat tensor's that
+starts at such a boundary, as what it was made of may. Only files without checksums are looked at.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Rows:
         at = bisect_left(spans, place, key=attrgetter("end"))
         for view in spans[at].views if at < len(spans) else ():
             nbytes = place - view.start
-            if 0 < nbytes < view.nbytes and (not view.row or nbytes % view.row):
+            if 0 < nbytes < view.nbytes and nbytes % (view.row or PAGE):
                 return view
         return None
 
