@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ckptool
+from ckptool.commands.verify.checks.content import locate_whole
+from ckptool.commands.verify.history import shard_files
 
 
 def train(run: Path, *, trained: tuple[str, ...] = ("layers", "embed"), last: int = 4) -> Path:
@@ -44,6 +48,23 @@ def test_a_rank_s_file_of_an_earlier_step(old: int, file: str, tmp_path: Path) -
         "step_4": f"counts-differ: {file}: the shards in it are those of step_{old}, but those in"
         " the other files are not: they are of two saves (--ignore counts-differ counts it as good)"
     }
+
+
+def test_a_file_of_very_many_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer matrices tell then, whose shards are read."""
+    monkeypatch.setattr(shard_files, "_MOST_SHARDS", 1)
+    monkeypatch.setattr(shard_files, "_MOST_ASKED", 4)
+    asked: list[set[str]] = []
+
+    def located(survey: Any, names: Iterable[str]) -> Any:
+        asked.append({*names})
+        return locate_whole(survey, asked[-1])
+
+    monkeypatch.setattr(shard_files, "locate_whole", located)
+    run = train(tmp_path / "run")
+    shutil.copy(run / "step_3" / "__1_0.distcp", run / "step_4")
+    assert [*reasons(run)] == ["step_4"]
+    assert max(map(len, asked)) <= 4
 
 
 def test_rows_of_an_embedding_alone(tmp_path: Path) -> None:

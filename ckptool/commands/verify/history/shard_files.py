@@ -30,6 +30,8 @@ from ckptool.errors import CkptoolError, Problem
 
 _MOST, _MOST_ASKED = 1 << 6, 1 << 3
 """Matrices of which shards are compared: on a disk, and in a store."""
+_MOST_SHARDS = 1 << 13
+"""Shards that are compared in all, so that thousands of ranks take neither minutes nor memory."""
 _LONGEST, _ENOUGH = 1 << 10, 1 << 6
 """Elements that are compared of a shard, and how many are not equal by chance."""
 _LEAST = 4
@@ -77,6 +79,8 @@ def _shards_of(matrices: Matrices) -> list[_Shard]:
     }
     source = matrices.survey.source
     most = _MOST_ASKED if source.policy.by_request else _MOST
+    cuts = max((len(entry.chunks) for entry in entries.values()), default=1)
+    most = max(_MOST_ASKED, min(most, _MOST_SHARDS // cuts))
     names = [*entries][:: max(1, -(-len(entries) // most))]
     first: dict[tuple[str, str], Box] = {}
     for name, entry in locate_whole(matrices.survey, names).items() if names else ():
