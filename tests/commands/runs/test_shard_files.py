@@ -72,7 +72,7 @@ def test_rows_of_an_embedding_alone(tmp_path: Path) -> None:
     assert reasons(train(tmp_path / "run", trained=("embed",))) == {}
 
 
-@pytest.mark.parametrize("name", ["tables.{}.weight", "experts.{}.w1"])
+@pytest.mark.parametrize("name", ["tables.{}.weight", "experts.{}.w1", "layers.{}.moe_layer.fc1_w"])
 def test_rows_that_were_not_looked_up(name: str, tmp_path: Path) -> None:
     """As of rare words in several tables, which lie in the files of the last rank."""
     torch.manual_seed(0)

@@ -41,7 +41,7 @@ _TRAINED = 0.25
 _PLACES = 3
 """Places of a shard that are looked at: its first elements, and those further on."""
 _FEW = 2
-_CHOSEN = re.compile(r"(?i)expert|emb|wte|table|lookup|codebook|memory")
+_CHOSEN = re.compile(r"(?i)expert|moe|emb|wte|table|lookup|codebook|memory")
 """In the names of tensors of which training may move only some rows."""
 
 
