@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -38,8 +38,8 @@ _LEAST = 4
 """Matrices whose shards in one file do not all stand still by chance."""
 _TRAINED = 0.25
 """The share of elements that move if a matrix is trained, and not only rounded otherwise."""
-_PLACES = 3
-"""Places of a shard that are looked at: its first elements, and those further on."""
+_GLANCE = 2
+"""Shards of a file that are read first: if one of them moved, the others need not be."""
 _FEW = 2
 _CHOSEN = re.compile(r"(?i)expert|moe|emb|wte|table|lookup|codebook|memory")
 """In the names of tensors of which training may move only some rows."""
@@ -60,9 +60,11 @@ def shard_file_problems(save: Save, predecessors: Sequence[Save]) -> Iterator[Pr
         (save.state, [old.state for old in predecessors]),
     ):
         shards = _shards_of(now)
-        values = _read(now, shards) if shards else {}
-        for old, predecessor in zip(olds, predecessors, strict=True) if values else ():
-            files = _files_of(values, _read(old, [*values]))
+        first = _read(now, _first_of_each(shards)) if shards else {}
+        for old, predecessor in zip(olds, predecessors, strict=True) if first else ():
+            if not _still(_moved(first, _read(old, [*first]))):
+                continue
+            files = _files_of(_moved(_read(now, shards), _read(old, shards)))
             if files := [file for file in files if _are_equal_in(file, shards, now, old)]:
                 message = f"{list_some(files, _FEW)}: the shards in it are those of"
                 message += f" {predecessor.name}, but those in the other files are not"
@@ -71,7 +73,7 @@ def shard_file_problems(save: Save, predecessors: Sequence[Save]) -> Iterator[Pr
 
 
 def _shards_of(matrices: Matrices) -> list[_Shard]:
-    """Return places in the shards of some matrices that are cut into several files."""
+    """Return the beginning of each shard of some matrices that are cut into several files."""
     entries = {
         name: entry
         for name, entry in matrices.entries.items()
@@ -82,28 +84,29 @@ def _shards_of(matrices: Matrices) -> list[_Shard]:
     cuts = max((len(entry.chunks) for entry in entries.values()), default=1)
     most = max(_MOST_ASKED, min(most, _MOST_SHARDS // cuts))
     names = [*entries][:: max(1, -(-len(entries) // most))]
-    first: dict[tuple[str, str], Box] = {}
+    shards: dict[tuple[str, str], _Shard] = {}
     for name, entry in locate_whole(matrices.survey, names).items() if names else ():
         for chunk in entry.chunks:
-            first.setdefault((name, chunk.at.file), chunk.box)
-    return [
-        _Shard(name, file, box)
-        for (name, file), whole in first.items()
-        for box in dict.fromkeys(_places_in(whole))
-        if box.volume >= _ENOUGH
-    ]
+            shard = _Shard(name, chunk.at.file, _begin(chunk.box))
+            if shard.box.volume >= _ENOUGH:
+                shards.setdefault(shard[:2], shard)
+    return [*shards.values()]
 
 
-def _places_in(box: Box) -> Iterator[Box]:
-    """Yield boxes of a few elements, from the first ones of a box to the last."""
+def _begin(box: Box) -> Box:
+    """Return the first elements of a box."""
     sizes, longest = [1] * len(box.shape), _LONGEST
     for dim in reversed(range(len(box.shape))):
         sizes[dim] = max(1, min(box.shape[dim], longest))
         longest //= sizes[dim]
-    spare = [whole - size for whole, size in zip(box.shape, sizes, strict=True)]
-    for at in range(_PLACES):
-        shift = [size * at // (_PLACES - 1) for size in spare]
-        yield Box.at([low + by for low, by in zip(box.lo, shift, strict=True)], sizes)
+    return Box.at(box.lo, sizes)
+
+
+def _first_of_each(shards: Iterable[_Shard]) -> list[_Shard]:
+    by_file: dict[str, list[_Shard]] = defaultdict(list)
+    for shard in shards:
+        by_file[shard.file].append(shard)
+    return [shard for of_file in by_file.values() for shard in of_file[:_GLANCE]]
 
 
 def _read(matrices: Matrices, shards: Sequence[_Shard]) -> dict[_Shard, Array]:
@@ -158,15 +161,25 @@ def _are_equal_in(file: str, shards: Sequence[_Shard], now: Matrices, old: Matri
     return True
 
 
-def _files_of(now: dict[_Shard, Array], old: dict[_Shard, Array]) -> list[str]:
-    """Return the files whose shards all stand still, while others of these matrices moved."""
+def _moved(
+    now: Mapping[_Shard, Array], old: Mapping[_Shard, Array]
+) -> Mapping[str, Mapping[str, float]]:
+    """Return for each file the share of elements that moved of each matrix's shard in it."""
     moved: dict[str, dict[str, float]] = defaultdict(dict)
     for shard, bits in now.items():
         other = old.get(shard)
         if other is not None and other.dtype == bits.dtype:
-            share = float(np.count_nonzero(bits != other)) / bits.size
-            moved[shard.file][shard.name] = max(share, moved[shard.file].get(shard.name, 0.0))
-    still = [file for file, shares in moved.items() if not any(shares.values())]
+            moved[shard.file][shard.name] = float(np.count_nonzero(bits != other)) / bits.size
+    return moved
+
+
+def _still(moved: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the files of which nothing moved."""
+    return [file for file, shares in moved.items() if not any(shares.values())]
+
+
+def _files_of(moved: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the files whose shards all stand still, while others of these matrices moved."""
     most: dict[str, float] = defaultdict(float)
     for shares in moved.values():
         for name, share in shares.items():
@@ -174,6 +187,6 @@ def _files_of(now: dict[_Shard, Array], old: dict[_Shard, Array]) -> list[str]:
     trained = {name for name, share in most.items() if share >= _TRAINED}
     return sorted(
         file
-        for file in still
+        for file in _still(moved)
         if len(moved[file]) >= _LEAST and 2 * len(trained & moved[file].keys()) >= len(moved[file])
     )
