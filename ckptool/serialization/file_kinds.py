@@ -320,9 +320,13 @@ def is_unnamed_torch(source: Source, name: str) -> bool:
 
 
 _COUNTED_ON = re.compile(
-    r"(?i)\.(?:pt|pth|th|ckpt|bin|tar)[-_.](?:(?:ep|epoch|step|iter|avg)?[-_]?\d+(?:\.\d+)?|best|last)$"
+    r"(?i)\.(?:pt|pth|th|ckpt|bin|tar)[-_.]"
+    r"(?:(?:(?:ep|epoch|step|iter|avg)[-_]?\d+|0|[1-9]\d*)(?:\.\d+)?|best|last)$"
 )
-"""What says of which save a file is, behind its suffix; not behind one that is not finished."""
+"""What says of which save a file is, behind its suffix; not behind one that is not finished.
+
+``model.pt.00`` is the first part of a file that was split.
+"""
 _COUNTS = re.compile(
     rb"(?:(?:[\w.-]+: *)?(?:[-+]?[\d.]+(?:e[-+]?\d+)?|true|false|nan|inf)|)\s*", re.IGNORECASE
 )

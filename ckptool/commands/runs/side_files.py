@@ -137,7 +137,7 @@ def _ends_training(affected: Affected) -> bool:
 def _cut_off(file: Location, name: str) -> Iterator[str]:
     """Yield why a file in JSON is not whole, whatever is in it: it ends inside of something.
 
-    Some are not quite JSON, such as lines of it, or have comments.
+    Some are not quite JSON, such as lines of it, or have comments; a log may be a list without end.
     """
     try:
         text = file.read_bytes().decode().rstrip()
@@ -145,7 +145,8 @@ def _cut_off(file: Location, name: str) -> Iterator[str]:
     except NoAnswer:
         raise
     except json.JSONDecodeError as error:
-        if text and (error.pos >= len(text) or error.msg.startswith("Unterminated")):
+        is_cut = error.pos >= len(text) or error.msg.startswith("Unterminated")
+        if is_cut and text.startswith("{"):
             yield f"metadata-unreadable: {name}: ends too early for JSON; it is cut off"
     except (CkptoolError, OSError, RecursionError, ValueError):
         return

@@ -291,6 +291,15 @@ def test_a_memory_may_be_emptied_at_times(tmp_path: Path) -> None:
     assert reasons(run)["checkpoint-40"].startswith("weight-zero: frozen.weight: all values are")
 
 
+def test_what_was_made_zero_long_ago_is_meant(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    for step in (10, 20, 30, 40, 50):
+        (run / f"checkpoint-{step}" / "optimizer.pt").unlink()
+        if step > 10:
+            change_all(run, {"frozen.weight": torch.zeros(16, 32)}, step)
+    assert [*reasons(run)] == ["checkpoint-40", "checkpoint-30", "checkpoint-20"]
+
+
 def test_adapters_may_begin_again(tmp_path: Path) -> None:
     for step in range(10, 60, 10):
         torch.manual_seed(step // 40)

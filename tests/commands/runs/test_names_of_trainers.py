@@ -75,12 +75,12 @@ def test_shards_of_each_step_of_fairseq(tmp_path: Path) -> None:
 
 
 def test_files_that_count_behind_their_suffix(tmp_path: Path) -> None:
-    """FunASR; what was not finished, a part of an archive and a hash are no steps."""
+    """FunASR; what was not finished, a hash and parts of a file are no steps."""
     names = ["model.pt.ep1", "model.pt.ep2.500", "model.pt.ep10", "model.pt", "model.pt.best"]
     for at, name in enumerate(names):
         torch.save(BOTH, tmp_path / name)
         age(tmp_path / name, min(at, 2))
-    for other in ("model.pt.tmp", "model.pt.bak", "model.pt.ep3.md5"):
+    for other in ("model.pt.tmp", "model.pt.bak", "model.pt.ep3.md5", "model.pt.00", "model.pt.01"):
         (tmp_path / other).write_bytes((tmp_path / "model.pt").read_bytes()[:700])
     numbers = {name: number for name, number, _ in listed(tmp_path)}
     assert numbers == dict(zip(names, (1, 500, 10, None, None), strict=True))

@@ -276,11 +276,12 @@ def test_a_record_of_training_that_is_cut_off(left: str, tmp_path: Path) -> None
         ('{"groups": [{"l', False),
         ('{"groups": [], // one by one\n}', True),
         ('{"step": 1}\n{"step": 2}\n', True),
+        ('[\n{"step": 1},\n{"step": 2},\n', True),
         ("", True),
     ],
 )
 def test_any_file_in_json_that_ends_too_early(left: str, is_whole: bool, tmp_path: Path) -> None:
-    """LeRobot's groups of the optimizer; comments and lines of JSON are their writer's own."""
+    """LeRobot's groups of the optimizer; comments, lines of JSON and open lists are meant."""
     for step in (1, 2):
         (folder := tmp_path / f"checkpoint-{step}").mkdir()
         torch.save({"model": {"w": WEIGHT + step}, "optimizer": OPTIMIZER}, folder / "state.pt")

@@ -149,7 +149,7 @@ def _save_problems(
             cause = _mixed_with(save, predecessor)
         yield from [Problem(cause, _DIFFER)] if cause else []
         yield from _lost_state(save, predecessor) if predecessor.step is last else ()
-    yield from _zero_momentum(save, predecessors)
+    yield from _zero_momentum(save, predecessors[:_BEFORE])
     yield from old_counts(save, *predecessors[:2]) if len(predecessors) > 1 else ()
 
 

@@ -35,6 +35,8 @@ _LONGER = 4
 _OWN = 2
 """How many parts of a name are a layer's own: ``up_proj.weight``."""
 _FEW = 2
+_RECENT = 3
+"""Saves in which a matrix was not zero: of what was made zero long ago, that is meant."""
 
 
 def movement_problems(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem]:
@@ -46,7 +48,7 @@ def movement_problems(save: Save, predecessors: Sequence[Save]) -> Iterator[Prob
     last, *older = past
     names = [n for n in now.names if all(now.looks(n) == samples.looks(n) for samples in past)]
     moved = [n for n in names if now.count_differing(last, n) >= _MOVED]
-    yield from _check_zeros(now, past, names)
+    yield from _check_zeros(now, past[:_RECENT], names)
     yield from _check_returns(now, last, older, moved)
     have_places = now.all_names == last.all_names  # other layers may have other numbers
     yield from _check_exchanges(now, last, older, names) if have_places else ()
