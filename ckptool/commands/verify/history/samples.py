@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from ckptool.storage.files import Files
 if TYPE_CHECKING:
     from ckptool.engine.read.numbers import Array
 
+_Key = TypeVar("_Key")
 _LONGEST = 1 << 12
 """Elements of one sample: fewer if there are many."""
 _TOGETHER = 1 << 20
@@ -52,7 +54,6 @@ class Samples:
         matrices: Matrices | None = None,
     ) -> None:
         self.save = save
-        self._bits: dict[str, Array] = {}
         self._units: dict[str, Array] = {}
         matrices = save.weights if matrices is None else matrices
         survey = matrices.survey
@@ -65,15 +66,9 @@ class Samples:
         names = [n for n in self.chosen if n in self.all_names and slices.tensor(n) in opened]
         self.entries = Entries(slices, opened)
         longest = min(_LONGEST, _TOGETHER // max(1, len(self.chosen)))
-        jobs = (_job(name, self.entries[name], at, longest) for name in names)
-        read_tiles(TensorSource(survey.source), jobs, self._take, survey.source.policy.workers)
-
-    def _take(self, name: str, tiles: Iterator[TensorTile]) -> None:
-        try:
-            for tile in tiles:
-                self._bits[name] = tile.values.reshape(-1).copy()
-        except CkptoolError:
-            return  # the reader of all data reports on it
+        entries = {name: self.entries[name] for name in names}
+        boxes = {n: (entry, _box_in(entry.shape, at, longest)) for n, entry in entries.items()}
+        self._bits = read_boxes(boxes, survey.source)
 
     @property
     def names(self) -> Set[str]:
@@ -140,27 +135,48 @@ class Samples:
 def _choose(slices: Slices, tensors: Mapping[str, TensorEntry], source: Files) -> Sequence[str]:
     """Return the names of the matrices, if there are many those of some from all over the model."""
     names = [name for name in slices.names if is_matrix(slices.shape(name, tensors))]
-    most = _MOST_ASKED if source.policy.by_request else _MOST
+    return spread(names, _MOST_ASKED if source.policy.by_request else _MOST)
+
+
+def spread(names: Sequence[str], most: int) -> Sequence[str]:
+    """Return names from all over, about as many as ``most`` if there are more."""
     return names[:: max(1, -(-len(names) // most))]
 
 
-def _job(
-    name: str, entry: TensorEntry, at: int, longest: int
-) -> Job[str, TensorReader, TensorTile]:
-    """Return the job that reads a sample: the runs of a matrix from one of its eighths on."""
-    box = _box_in(entry.shape, at, longest)
+def _box_in(shape: tuple[int, ...], at: int, longest: int) -> Box:
+    """Return the box of a sample: the runs of a matrix from one of its eighths on."""
+    sizes = sizes_of_run(shape, longest)
+    low = [min(n * at // _PLACES, n - size) for n, size in zip(shape, sizes, strict=True)]
+    return Box.at(low, sizes)
+
+
+def sizes_of_run(shape: Sequence[int], longest: int) -> Sequence[int]:
+    """Return the sizes of a box of at most so many elements that adjoin each other in a tensor."""
+    sizes = [1] * len(shape)
+    for dim in reversed(range(len(shape))):
+        sizes[dim] = max(1, min(shape[dim], longest))
+        longest //= sizes[dim]
+    return sizes
+
+
+def read_boxes(boxes: Mapping[_Key, tuple[TensorEntry, Box]], source: Files) -> dict[_Key, Array]:
+    """Return the bits of a box of each tensor, by the keys of these, as far as they can be read."""
+    bits: dict[_Key, Array] = {}
+
+    def take(key: _Key, tiles: Iterator[TensorTile]) -> None:
+        with suppress(CkptoolError):  # the reader of all data reports on it
+            for tile in tiles:
+                bits[key] = tile.values.reshape(-1).copy()
+
+    jobs = (_job(key, entry, box) for key, (entry, box) in boxes.items())
+    read_tiles(TensorSource(source), jobs, take, source.policy.workers)
+    return bits
+
+
+def _job(key: _Key, entry: TensorEntry, box: Box) -> Job[_Key, TensorReader, TensorTile]:
     nbytes = box.volume * entry.source_dtype.itemsize
 
     def read(reader: TensorReader) -> Iterator[TensorTile]:
         yield TensorTile(box, reader.elements.read_stored(entry, box), nbytes)
 
-    return Job(name, read, [partial(entry_needs, entry, [box])], nbytes)
-
-
-def _box_in(shape: tuple[int, ...], at: int, longest: int) -> Box:
-    low, sizes = [0] * len(shape), [1] * len(shape)
-    for dim in reversed(range(len(shape))):
-        sizes[dim] = max(1, min(shape[dim], longest))
-        low[dim] = min(shape[dim] * at // _PLACES, shape[dim] - sizes[dim])
-        longest //= sizes[dim]
-    return Box.at(low, sizes)
+    return Job(key, read, [partial(entry_needs, entry, [box])], nbytes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,15 +17,12 @@ import numpy as np
 from ckptool.commands.verify.checks.content import locate_whole
 from ckptool.commands.verify.checks.measures import are_equal
 from ckptool.commands.verify.history.matrices import Matrices
+from ckptool.commands.verify.history.samples import read_boxes, sizes_of_run, spread
 from ckptool.commands.verify.history.saves import Save
 from ckptool.core.box import Box
-from ckptool.core.catalog import TensorEntry
 from ckptool.core.text import list_some
 from ckptool.engine.read.numbers import Array
-from ckptool.engine.read.segments import entry_needs
-from ckptool.engine.read.tensors import TensorReader, TensorSource, TensorTile
-from ckptool.engine.read.tiles import Job, read_tiles
-from ckptool.errors import CkptoolError, Problem
+from ckptool.errors import Problem
 
 _MOST, _MOST_ASKED = 1 << 6, 1 << 3
 """Matrices of which shards are compared: on a disk, and in a store."""
@@ -83,23 +79,15 @@ def _shards_of(matrices: Matrices) -> list[_Shard]:
     most = _MOST_ASKED if source.policy.by_request else _MOST
     cuts = max((len(entry.chunks) for entry in entries.values()), default=1)
     most = max(_MOST_ASKED, min(most, _MOST_SHARDS // cuts))
-    names = [*entries][:: max(1, -(-len(entries) // most))]
+    names = spread([*entries], most)
     shards: dict[tuple[str, str], _Shard] = {}
     for name, entry in locate_whole(matrices.survey, names).items() if names else ():
         for chunk in entry.chunks:
-            shard = _Shard(name, chunk.at.file, _begin(chunk.box))
+            begin = Box.at(chunk.box.lo, sizes_of_run(chunk.box.shape, _LONGEST))
+            shard = _Shard(name, chunk.at.file, begin)
             if shard.box.volume >= _ENOUGH:
                 shards.setdefault(shard[:2], shard)
     return [*shards.values()]
-
-
-def _begin(box: Box) -> Box:
-    """Return the first elements of a box."""
-    sizes, longest = [1] * len(box.shape), _LONGEST
-    for dim in reversed(range(len(box.shape))):
-        sizes[dim] = max(1, min(box.shape[dim], longest))
-        longest //= sizes[dim]
-    return Box.at(box.lo, sizes)
 
 
 def _first_of_each(shards: Iterable[_Shard]) -> list[_Shard]:
@@ -112,38 +100,9 @@ def _first_of_each(shards: Iterable[_Shard]) -> list[_Shard]:
 def _read(matrices: Matrices, shards: Sequence[_Shard]) -> dict[_Shard, Array]:
     """Return the bits of the shards that can be read in a save, however it is cut."""
     entries = locate_whole(matrices.survey, {s.name for s in shards} & matrices.entries.keys())
-    values: dict[_Shard, Array] = {}
-
-    def take(shard: _Shard, tiles: Iterator[TensorTile]) -> None:
-        try:
-            for tile in tiles:
-                values[shard] = tile.values.reshape(-1).copy()
-        except CkptoolError:
-            return  # the reader of all data reports on it
-
-    jobs = (
-        _job(shard, entry)
-        for shard in shards
-        if (entry := entries.get(shard.name)) and _fits(shard.box, entry)
-    )
-    source = matrices.survey.source
-    read_tiles(TensorSource(source), jobs, take, source.policy.workers)
-    return values
-
-
-def _fits(box: Box, entry: TensorEntry) -> bool:
-    return len(box.shape) == len(entry.shape) and all(
-        stop <= size for stop, size in zip(box.hi, entry.shape, strict=True)
-    )
-
-
-def _job(shard: _Shard, entry: TensorEntry) -> Job[_Shard, TensorReader, TensorTile]:
-    nbytes = shard.box.volume * entry.source_dtype.itemsize
-
-    def read(reader: TensorReader) -> Iterator[TensorTile]:
-        yield TensorTile(shard.box, reader.elements.read_stored(entry, shard.box), nbytes)
-
-    return Job(shard, read, [partial(entry_needs, entry, [shard.box])], nbytes)
+    places = ((shard, entries[shard.name]) for shard in shards if shard.name in entries)
+    fitting = {s: (e, s.box) for s, e in places if Box.whole(e.shape).contains(s.box)}
+    return read_boxes(fitting, matrices.survey.source)
 
 
 def _are_equal_in(file: str, shards: Sequence[_Shard], now: Matrices, old: Matrices) -> bool:
