@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from pathlib import PurePath
 
@@ -82,23 +82,30 @@ class History:
             predecessors = [old[place] for old in olds]
             if not predecessors:
                 continue
-            crossed = self._crossed(save, place, predecessors)
+            have_state = (o for o in predecessors if _has_lent_state(save, o, predecessors))
+            lent = {old.step.path for old in have_state}
+            crossed = self._crossed(save, place, predecessors, lent)
             yield from (Problem(message, _DIFFER) for message in crossed[:1])
             if save.inside:
                 own = _left_behind(save, place, [saves, *olds])
             else:
-                own = _save_problems(save, predecessors, earlier[-1], newer)
+                own = _save_problems(save, predecessors, lent, earlier[-1], newer)
             moved = movement_problems(save, predecessors)
             for problem in chain(own, shard_file_problems(save, predecessors), moved):
                 yield Problem(f"{save.part}: {problem}", problem.code) if save.part else problem
 
-    def _crossed(self, save: Save, place: PurePath, predecessors: Sequence[Save]) -> Sequence[str]:
-        """Return how a save was mixed up with one before or after it, and remember it of these."""
+    def _crossed(
+        self, save: Save, place: PurePath, predecessors: Sequence[Save], lent: Set[Location]
+    ) -> Sequence[str]:
+        """Return how a save was mixed up with one before or after it, and remember it of these.
+
+        Its optimizer was ``lent`` to the steps at these places.
+        """
         key = save.step.path, place
         found = [self._told[key]] if key in self._told else []
         for old in predecessors:
             old_key = old.step.path, place
-            if _has_lent_state(save, old, predecessors):
+            if old.step.path in lent:
                 message = f"its optimizer is that of {save.name}, which is newer, but not its"
                 self._told[old_key] = f"{message} weights: they are of two saves"
             elif _are_exchanged(save, old):
@@ -136,16 +143,21 @@ def _left_behind(
 
 
 def _save_problems(
-    save: Save, predecessors: Sequence[Save], last: Step, newer: Collection[int]
+    save: Save,
+    predecessors: Sequence[Save],
+    lent: Set[Location],
+    last: Step,
+    newer: Collection[int],
 ) -> Iterator[Problem]:
     """Yield what a save lacks or shares of its predecessors; of the ``last`` step, lost state.
 
-    ``newer`` steps are those after it that record the number in their name.
+    Its optimizer was ``lent`` to the steps at these places. ``newer`` steps are those after it that
+    record the number in their name.
     """
     yield from _copies(save, predecessors[:_BEFORE], newer)
     for predecessor in predecessors:
         cause = _scheduler_reset(save, predecessor)
-        if cause is None and not _has_lent_state(save, predecessor, predecessors):
+        if cause is None and predecessor.step.path not in lent:
             cause = _mixed_with(save, predecessor)
         yield from [Problem(cause, _DIFFER)] if cause else []
         yield from _lost_state(save, predecessor) if predecessor.step is last else ()
