@@ -116,15 +116,20 @@ matrix: $(READY) ## The core's tests on other Pythons; saves and loads by other 
 compatibility: $(READY) ## Read what each version of a framework writes, and resume from what is made of it .
 	@$(BIN)/python tests/compatibility $(WRITERS)
 
-package: ## Build what is published, check it, and install it where nothing else is.
+package: ## Build what is published, check it, and install it where nothing else is; also with the oldest dependencies.
 	@rm -rf dist .venv-package
-	@$(PYTHON) -m venv .venv-package/build && $(PYTHON) -m venv .venv-package/fresh
+	@for name in build fresh oldest; do $(PYTHON) -m venv .venv-package/$$name || exit 1; done
 	@.venv-package/build/bin/python -m pip -qq --disable-pip-version-check install 'build>=1.2' 'twine>=6.1'
 	@.venv-package/build/bin/python -m build
 	@.venv-package/build/bin/twine check --strict dist/*
 	@.venv-package/fresh/bin/python -m pip -qq --disable-pip-version-check install dist/*.whl
 	@test "$$(.venv-package/fresh/bin/ckptool --version | tr ' ' -)" = "$$(basename dist/*.tar.gz .tar.gz)"
 	@.venv-package/fresh/bin/ckptool --version
+	@sed -n '/^dependencies/,/^]/s/^ *"\([a-z_]*\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml > .venv-package/oldest.txt
+	@.venv-package/oldest/bin/python -m pip -qq --disable-pip-version-check install dist/*.whl -r .venv-package/oldest.txt
+	@for words in "convert --help-all" "help verify" "inspect fixtures/dcp_base/ckpt" "verify fixtures/dcp_base/ckpt" \
+		"convert fixtures/dcp_base/ckpt .venv-package/out.safetensors"; do \
+		.venv-package/oldest/bin/ckptool $$words > /dev/null || exit 1; done
 
 clean: ## Remove all that make makes.
 	@rm -rf .venv .venv-* demo bench-out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
