@@ -18,7 +18,7 @@ from ckptool.commands.rewrite import RewriteResult, rewrite
 from ckptool.commands.transfer.overwrite import when_to_open
 from ckptool.commands.transfer.report import not_carried
 from ckptool.commands.transfer.rewritten import RewrittenReport, fields_of
-from ckptool.commands.transfer.target import require_apart, resolve_target
+from ckptool.commands.transfer.target import lay_out, require_apart, resolve_target
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.catalog import Catalog
 from ckptool.core.layout import Layout
@@ -73,7 +73,8 @@ def plan_conversion(
     if writer.loading.is_model_folder and rewritten.map is not None:
         _require_models_names(rewritten.map, catalog, options)
     _require_heeded(writer, options.max_shard_size, options.rewrite.metadata)
-    layout = _lay_out(opened, rewritten, writer, target, options)
+    request = Request(target.name, options.max_shard_size, options.single_rank)
+    layout = lay_out(opened, rewritten, options.rewrite, writer, request)
     plan = Plan(catalog, layout)
     report = ConvertReport.of(
         opened,
@@ -102,29 +103,6 @@ def _require_heeded(
             f"--max-shard-size: {writer.name} has no shards of a size",
             hint="--to hf writes a folder of safetensors files of at most that size",
         )
-
-
-def _lay_out(
-    opened: OpenedCheckpoint,
-    rewritten: RewriteResult,
-    writer: Format,
-    target: Location,
-    options: ConvertOptions,
-) -> Layout:
-    """Lay the tensors and values out; for a model's folder with the other files that belong there.
-
-    Those are a subject of their own, which is imported for such a folder.
-    """
-    catalog, how = rewritten.catalog, options.rewrite
-    request = Request(target.name, options.max_shard_size, options.single_rank)
-    needs_files = how.map.assets is not None or how.selection.peft_adapter
-    if needs_files or catalog.companions or writer.loading.is_model_folder:
-        from ckptool.commands.model.folder import lay_out_folder
-
-        return lay_out_folder(opened, rewritten, how, writer, request)
-    layout = writer.lay_out(catalog, request)
-    require_own_files(opened.source, layout.files)
-    return layout
 
 
 def _holds_nothing(

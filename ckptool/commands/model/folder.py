@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import ChainMap
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -66,12 +65,12 @@ def lay_out_folder(
 def lay_out_for_mesh(
     opened: OpenedCheckpoint,
     rewritten: RewriteResult,
-    catalog: Catalog,
-    assets: Path | None,
+    options: RewriteOptions,
     writer: Format,
     request: Request,
 ) -> Layout:
-    """Lay a resharded ``catalog`` out with the other files, for the model that is recorded."""
+    """Lay a resharded model out with its other files, for the model that is recorded."""
+    catalog, assets = rewritten.catalog, options.map.assets
     configs = records(opened.source, catalog, assets) if writer.loading.is_model_folder else []
     config = ChainMap(*map(dict, configs))  # the strongest record first
     layout = writer.lay_out(catalog, replace(request, config=config))

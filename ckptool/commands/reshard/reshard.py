@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import ClassVar
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptool.commands.model.links import require_own_files
 from ckptool.commands.open import OpenedCheckpoint, no_collecting, open_checkpoint, require_writable
 from ckptool.commands.options.target import ReshardOptions
 from ckptool.commands.reshard.families import in_families
@@ -25,11 +23,10 @@ from ckptool.commands.reshard.rank_state import (
 from ckptool.commands.rewrite import RewriteResult, Selected, rewrite, select_entries
 from ckptool.commands.transfer.overwrite import when_to_open
 from ckptool.commands.transfer.rewritten import RewrittenReport, fields_of
-from ckptool.commands.transfer.target import require_apart, resolve_target
+from ckptool.commands.transfer.target import lay_out, require_apart, resolve_target
 from ckptool.commands.transfer.transfer import Transfer
 from ckptool.core.catalog import Catalog, TensorEntry
 from ckptool.core.chunks import chunks_of
-from ckptool.core.layout import Layout
 from ckptool.core.mesh import Mesh
 from ckptool.core.planning.plan import Plan
 from ckptool.core.sharding.index import ChunkIndex
@@ -184,12 +181,12 @@ def plan_reshard(
     rest, dropped = resolve_rank_state(selection.catalog, options.rank_state, same_ranks=same_ranks)
     of_ranks = rank_state_notes(dropped, rest, placer.mesh, opened.catalog)
     rewritten = _rewrite(opened, selection._replace(catalog=rest), target, options, ranks)
-    assets = options.rewrite.map.assets
     catalog = in_families(rewritten.catalog, writer.writing.families)
     holdings = hold(catalog, placer, writer)
     catalog = _with_companions(opened, catalog, writer)
     request = Request(target.name, placed=holdings.placed)
-    layout = _lay_out(opened, rewritten, catalog, assets, writer, request)
+    written = replace(rewritten, catalog=catalog)
+    layout = lay_out(opened, written, options.rewrite, writer, request)
     plan = Plan(catalog, layout)
     report = ReshardReport.of(
         opened,
@@ -246,24 +243,6 @@ def _with_companions(opened: OpenedCheckpoint, catalog: Catalog, writer: Format)
     if not writer.loading.companions_in or catalog.companions:
         return catalog
     return replace(catalog, companions=companions(opened.source))
-
-
-def _lay_out(
-    opened: OpenedCheckpoint,
-    rewritten: RewriteResult,
-    catalog: Catalog,
-    assets: Path | None,
-    writer: Format,
-    request: Request,
-) -> Layout:
-    """Lay the tensors and values out; with the other files of a model, if there are any."""
-    if assets is not None or catalog.companions or writer.loading.is_model_folder:
-        from ckptool.commands.model.folder import lay_out_for_mesh
-
-        return lay_out_for_mesh(opened, rewritten, catalog, assets, writer, request)
-    layout = writer.lay_out(catalog, request)
-    require_own_files(opened.source, layout.files)
-    return layout
 
 
 # What decides the placements
