@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ckptool.commands.open import OpenedCheckpoint, Opens
+from ckptool.commands.open import OpenedCheckpoint
 from ckptool.core.catalog import Catalog, Chunk, TensorEntry
 from ckptool.core.sharding.index import ChunkIndex
-from ckptool.errors import Unsupported
 
 if TYPE_CHECKING:
     from ckptool.engine.read.tensors import FillRequest
@@ -64,13 +63,7 @@ class Containers:
             n: replace(e, chunks=tuple(replace(c, copies=()) for c in chunks[n]))
             for n, e in tensors.items()
         }
-        catalog = self._catalog.with_tensors(entries)
-        located = self._opened.open_containers(catalog, Opens.LATE_IN_STORES).tensors
+        located = self._opened.open_tensors(self._catalog.with_tensors(entries)).tensors
         for name in entries:
-            if name not in located:
-                raise Unsupported(
-                    f"{name}: a tensor subclass that wraps others, not a plain tensor",
-                    hint="convert gives the tensors in it names of their own",
-                )
             for chunk, place in zip(chunks[name], located[name].chunks, strict=True):
                 self._located[id(chunk)] = place

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from ckptool.commands.open import (
     PART_NAMED,
     OpenedCheckpoint,
-    Opens,
     no_collecting,
     open_checkpoint,
     require_agreement,
@@ -183,14 +182,7 @@ def _take(
 ) -> Catalog:
     """Return a catalog of only the picked elements; containers without any are not opened."""
     entries = {n: without_other_chunks(catalog.tensors[n], at) for n, at in picks_of.items()}
-    part = replace(catalog, tensors=entries, objects={})
-    located = opened.open_containers(part, Opens.LATE_IN_STORES)
-    for name in picks_of:
-        if name not in located.tensors:
-            raise Unsupported(
-                f"{name}: a tensor subclass that wraps others, not a plain tensor",
-                hint="convert gives the tensors in it names of their own",
-            )
+    located = opened.open_tensors(replace(catalog, tensors=entries, objects={}))
     return located.with_tensors({n: take(located.tensors[n], at) for n, at in picks_of.items()})
 
 

@@ -109,6 +109,17 @@ class OpenedCheckpoint(Struct, frozen=True):
         defers = opens is Opens.LATE or (opens is Opens.LATE_IN_STORES and in_store)
         return run_bounded(self.path, lambda: locate(self.source, catalog, defers=defers))
 
+    def open_tensors(self, catalog: Catalog) -> Catalog:
+        """Open the containers of plain tensors, in stores late; Unsupported if one has others."""
+        located = self.open_containers(catalog, Opens.LATE_IN_STORES)
+        for name in catalog.tensors:
+            if name not in located.tensors:
+                raise Unsupported(
+                    f"{name}: a tensor subclass that wraps others, not a plain tensor",
+                    hint="convert gives the tensors in it names of their own",
+                )
+        return located
+
 
 @contextmanager
 def no_collecting() -> Iterator[None]:
