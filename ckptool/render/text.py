@@ -5,20 +5,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.markup import escape
+from rich.segment import Segment
+from rich.style import Style
 from rich.text import Span, Text
 
 from ckptool.core.text import visible
 from ckptool.render.data import stream_of
-
-if TYPE_CHECKING:
-    from rich.console import ConsoleOptions
-    from rich.segment import Segment
-    from rich.style import Style
 
 Cell = str | tuple[str, str] | Text
 """A cell: untrusted text, alone or with its style, or a finished text."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,15 +16,12 @@ from ckptool.commands.verify.history.matrices import Matrices
 from ckptool.commands.verify.history.saves import Save
 from ckptool.core.box import Box
 from ckptool.core.catalog import TensorEntry
-from ckptool.engine.read.numbers import decode
+from ckptool.engine.read.numbers import Array, decode
 from ckptool.engine.read.segments import entry_needs
 from ckptool.engine.read.tensors import TensorReader, TensorSource, TensorTile
 from ckptool.engine.read.tiles import Job, read_tiles
 from ckptool.errors import CkptoolError
 from ckptool.storage.files import Files
-
-if TYPE_CHECKING:
-    from ckptool.engine.read.numbers import Array
 
 _Key = TypeVar("_Key")
 _LONGEST = 1 << 12

@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,12 +20,10 @@ from ckptool.core.box import Box, start_of_run
 from ckptool.core.catalog import TensorEntry
 from ckptool.engine.check.fingerprint import head_in
 from ckptool.engine.check.spans import Part
+from ckptool.engine.read.numbers import Array
 from ckptool.engine.read.tensors import TensorReader
 from ckptool.errors import CkptoolError
 from ckptool.storage.files import Files
-
-if TYPE_CHECKING:
-    from ckptool.engine.read.numbers import Array
 
 
 class Moment:
