@@ -28,10 +28,9 @@ from ckptool.commands.options.extract import ExtractOptions
 from ckptool.commands.options.prune import PruneOptions
 from ckptool.commands.options.question import Question
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.steps import StepChoice
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions
-from ckptool.commands.options.verify import CompareOptions, SalvageOptions, VerifyOptions
+from ckptool.commands.options.verify import SalvageOptions, VerifyOptions
 from ckptool.commands.reshard.reshard import ReshardReport, prepare_reshard
 from ckptool.engine.progress import Progress
 from ckptool.engine.ranks import join_ranks
@@ -284,10 +283,8 @@ def compare(
     from ckptool.commands.verify.compare.against import against
 
     place, arguments = _place(path, options)
-    keywords = Keywords("compare", arguments, CompareKeywords)
-    parsed, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)
-    comparing = keywords.options(CompareOptions)
-    return against(place, location(other), parsed, rewrite, comparing, Progress(progress))
+    question = Keywords("compare", arguments, CompareKeywords).options(Question)
+    return against(place, location(other), question, Progress(progress))
 
 
 @with_keywords(VerifyRunKeywords)

@@ -10,8 +10,7 @@ from ckptool.api.commands import OnProgress
 from ckptool.api.keywords import CompareKeywords, MergeKeywords
 from ckptool.commands.merge import MergeReport, prepare_merge
 from ckptool.commands.options.merge import MergeOptions
-from ckptool.commands.options.rewrite import RewriteOptions
-from ckptool.commands.options.verify import CompareOptions, VerifyOptions
+from ckptool.commands.options.question import Question
 from ckptool.engine.progress import Progress
 from ckptool.engine.ranks import join_ranks
 
@@ -55,7 +54,5 @@ def verify_merge(
     """
     from ckptool.commands.merge.against import against_recipe
 
-    keywords = Keywords("verify_merge", options, CompareKeywords)
-    parsed, rewrite = keywords.options(VerifyOptions), keywords.options(RewriteOptions)
-    how = keywords.options(CompareOptions), Progress(progress)
-    return against_recipe(Path(recipe), location(path), parsed, rewrite, *how)
+    question = Keywords("verify_merge", options, CompareKeywords).options(Question)
+    return against_recipe(Path(recipe), location(path), question, Progress(progress))

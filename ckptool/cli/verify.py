@@ -74,15 +74,15 @@ def _answer(source: Location, question: Question, progress: Progress, ranks: Ran
     """Answer the question about one checkpoint."""
     from ckptool.commands.verify.answer import Suite, answer
 
-    how = question.check, question.rewrite, question.comparison, progress
     if question.against is not None:
         from ckptool.commands.verify.compare.against import against
 
-        return _compare(against(source, question.against, *how), question)
+        return _compare(against(source, question.against, question, progress), question)
     if question.recipe is not None:
         from ckptool.commands.merge.against import against_recipe
 
-        return _compare(against_recipe(question.recipe, source, *how), question)
+        compared = against_recipe(question.recipe, source, question, progress)
+        return _compare(compared, question)
     report = answer(source, question, progress, ranks)
 
     def show() -> None:

@@ -42,7 +42,7 @@ from format_tables import FIXTURES
 from trials import trials
 
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.options.rewrite import RewriteOptions
+from ckptool.commands.options.question import Question
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.compare.values import value_digest
 from ckptool.commands.verify.manifest.build import build_manifest
@@ -302,7 +302,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def manifest_of(source: Path, target: Path) -> set[str]:
     """Write the manifest of an unharmed checkpoint; the files that it records, below ``source``."""
-    report = build_manifest(source, target, VerifyOptions(workers=1), RewriteOptions())
+    report = build_manifest(source, target, Question(check=VerifyOptions(workers=1)))
     assert report.ok
     files = json.loads(target.read_text())["files"]
     root = report.path if report.path.is_dir() else report.path.parent
@@ -312,7 +312,7 @@ def manifest_of(source: Path, target: Path) -> set[str]:
 def is_proved(folder: Path, manifest: Path, usual: Counter[str]) -> bool:
     try:
         options = VerifyOptions(workers=1, quick=True, strict=True, ignore=tuple(usual))
-        return check_manifest(folder, manifest, options, RewriteOptions()).ok
+        return check_manifest(folder, manifest, Question(check=options)).ok
     except CkptoolError:
         return False
 

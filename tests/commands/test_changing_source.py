@@ -19,10 +19,10 @@ import ckptool
 from ckptool.commands.convert import prepare
 from ckptool.commands.inspect.stats import stats
 from ckptool.commands.open import open_checkpoint
-from ckptool.commands.options.rewrite import RewriteOptions
+from ckptool.commands.options.question import Question
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
-from ckptool.commands.options.verify import CompareOptions, SalvageOptions, VerifyOptions
+from ckptool.commands.options.verify import SalvageOptions, VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.compare.against import against
 from ckptool.commands.verify.manifest.build import build_manifest
@@ -150,8 +150,7 @@ def test_verify_says_so(change: Callable[[Path], None], source: Path, tmp_path: 
     assert not found.ok
     assert "file-changed" in {one.code for one in found.findings}
     other = save(tmp_path / "other.safetensors", "aa", "bb", 1)
-    options = VerifyOptions(), RewriteOptions(), CompareOptions()
-    found = against(other, source, *options, progress).verify
+    found = against(other, source, Question(), progress).verify
     assert not found.ok
     assert "file-changed" in {one.code for one in found.findings}
 
@@ -188,7 +187,7 @@ def test_a_store_that_names_no_version(at: str, source: Path, out: Path) -> None
 def test_the_manifest_of_a_changing_source_is_not_written(source: Path, tmp_path: Path) -> None:
     progress = AtTheBeginning(lambda: rewrite(source))
     target = tmp_path / "m.json"
-    report = build_manifest(source, target, VerifyOptions(), RewriteOptions(), progress)
+    report = build_manifest(source, target, Question(), progress)
     assert not report.ok
     assert not (tmp_path / "m.json").exists()
 

@@ -19,6 +19,7 @@ from ckptool.cli.app import app
 from ckptool.commands.convert import prepare
 from ckptool.commands.inspect.stats import stats
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.question import Question
 from ckptool.commands.options.rewrite import MapOptions, RewriteOptions
 from ckptool.commands.options.run import RunOptions
 from ckptool.commands.options.target import ConvertOptions, ReshardOptions, TransferOptions
@@ -29,7 +30,6 @@ from ckptool.commands.verify.verify import verify
 from ckptool.core.sharding.placement import parse_mesh, parse_rule
 from ckptool.storage.url import RemotePath, location
 
-COMPARED = CompareOptions()
 TO_SAVE = ConvertOptions("torch-save")
 
 
@@ -199,11 +199,10 @@ def test_a_map_opens_items_from_what_is_read(
         transfer = TransferOptions(verify=False)
         options = ReshardOptions(parse_mesh("1"), to="dcp", rewrite=rewriting, transfer=transfer)
         prepare_reshard(place, out / "two", options).run()
-        plain = RewriteOptions()
-        same = against(out / "two", out / "one.safetensors", VerifyOptions(), plain, COMPARED)
+        same = against(out / "two", out / "one.safetensors", Question())
         assert same.verify.ok
     else:
-        same = against(place, out / "one.safetensors", VerifyOptions(), rewriting, COMPARED)
+        same = against(place, out / "one.safetensors", Question(rewrite=rewriting))
         assert same.verify.ok
     read = [each for each in s3.of("GetObject") if each.name == "__0_0.distcp"]
     assert sum(each.sent for each in read) <= times * 1.02 * size
@@ -227,8 +226,7 @@ def test_whoever_reads_items_opens_them_from_what_is_read(command: str, many: Pa
     if command == "stats":
         assert len(stats(open_checkpoint(place), ["*"]).stats) == 480
     else:
-        options = VerifyOptions(), RewriteOptions(), CompareOptions()
-        assert against(place, many / "m.safetensors", *options).verify.ok
+        assert against(place, many / "m.safetensors", Question()).verify.ok
     assert place.store.traffic.received <= 1.02 * size
     assert place.store.traffic.requests <= few_requests(size)
 

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from ckptool.commands.merge import open_merged
 from ckptool.commands.merge.recipe import read_recipe
 from ckptool.commands.options.merge import ExpressionOptions
+from ckptool.commands.options.question import Question
 from ckptool.commands.options.rewrite import RewriteOptions
-from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.verify.compare.against import AgainstReport, Comparison, Side, other_side
 from ckptool.commands.verify.findings import SIDES
 from ckptool.engine.progress import UNWATCHED, Progress
@@ -18,12 +18,7 @@ from ckptool.storage.url import Location
 
 
 def against_recipe(
-    recipe: Path,
-    merged: Location,
-    options: VerifyOptions,
-    rewriting: RewriteOptions,
-    comparing: CompareOptions,
-    progress: Progress = UNWATCHED,
+    recipe: Path, merged: Location, question: Question, progress: Progress = UNWATCHED
 ) -> AgainstReport:
     """Compare what a recipe computes with the checkpoint that was merged by it.
 
@@ -31,9 +26,8 @@ def against_recipe(
     as ``against`` and ``merge`` do.
     """
     merge = read_recipe((), ExpressionOptions(recipe=recipe), proves=True)
-    uncast = replace(rewriting, casts=None)
-    opened = open_merged(merge, options.read, uncast).opened
-    sides = Side(SIDES[0], recipe, lambda: opened), other_side(merged, options, comparing)
-    return Comparison(sides, RewriteOptions(casts=rewriting.casts), options, comparing).run(
-        progress
-    )
+    uncast = replace(question.rewrite, casts=None)
+    opened = open_merged(merge, question.check.read, uncast).opened
+    sides = Side(SIDES[0], recipe, lambda: opened), other_side(merged, question)
+    of_result = replace(question, rewrite=RewriteOptions(casts=question.rewrite.casts))
+    return Comparison(sides, of_result).run(progress)

@@ -11,9 +11,10 @@ from msgspec.structs import replace
 
 from ckptool.commands.convert import ConvertReport, prepare
 from ckptool.commands.document import Report
+from ckptool.commands.options.question import Question
 from ckptool.commands.options.steps import StepChoice
 from ckptool.commands.options.target import ConvertOptions
-from ckptool.commands.options.verify import CompareOptions, VerifyOptions
+from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.assessment import Assessor
 from ckptool.commands.runs.order import open_run
 from ckptool.commands.runs.search import as_one_step
@@ -229,10 +230,9 @@ class _Conversion(Struct):
         """Return how a target differs from what would be written there; None if it does not."""
         options = self.options
         verify = VerifyOptions(read=options.read, workers=options.transfer.run.workers)
+        question = Question(check=verify, rewrite=options.rewrite)
         try:
-            comparison = against(
-                source, target, verify, options.rewrite, CompareOptions(), self.progress
-            )
+            comparison = against(source, target, question, self.progress)
         except SourceError as error:
             return str(error)
         return None if comparison.ok else comparison.verify.summary

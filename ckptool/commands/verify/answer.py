@@ -34,21 +34,18 @@ def answer(
 
     Or write its manifest. Several ``ranks`` share the work only if it is verified by itself.
     """
-    options, rewrite, manifest = question.check, question.rewrite, question.manifest
-    if question.like.like is not None:
+    if (other := question.like.like) is not None:
         from ckptool.commands.verify.compare.like import verify_like
 
-        form = question.comparison.other_format
-        return verify_like(path, question.like, options, rewrite, progress, form)
-    if manifest.write_manifest is not None:
+        return verify_like(path, other, question, progress)
+    if (target := question.manifest.write_manifest) is not None:
         from ckptool.commands.verify.manifest.build import build_manifest
 
-        target, overwrite = manifest.write_manifest, manifest.overwrite
-        return build_manifest(path, target, options, rewrite, progress, overwrite=overwrite)
-    if manifest.manifest is not None:
+        return build_manifest(path, target, question, progress)
+    if (manifest := question.manifest.manifest) is not None:
         from ckptool.commands.verify.manifest.check import check_manifest
 
-        return check_manifest(path, manifest.manifest, options, rewrite, progress)
+        return check_manifest(path, manifest, question, progress)
     from ckptool.commands.verify.verify import verify
 
-    return verify(path, options, progress, ranks)
+    return verify(path, question.check, progress, ranks)

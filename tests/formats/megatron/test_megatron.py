@@ -12,9 +12,10 @@ import pytest
 from conftest import case, convert_to, read_back
 
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.question import Question
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
-from ckptool.commands.options.verify import CompareOptions, VerifyOptions
+from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.compare.against import against
 from ckptool.commands.verify.verify import verify
 from ckptool.core.catalog import Extent
@@ -143,7 +144,7 @@ def test_a_rule_that_nobody_knows_is_a_conflict_that_tp_rule_settles(
     verifying = VerifyOptions(ReadOptions(tp_rules=rules))
     assert verify(run, verifying).ok
     one = RewriteOptions(Selection(select=("model.my.own.weight",)))
-    assert against(run, out / "model", verifying, one, CompareOptions()).verify.ok
+    assert against(run, out / "model", Question(check=verifying, rewrite=one)).verify.ok
     wanted = case("megatron_torch").truth[
         "model.decoder.layers.0.self_attention.linear_proj.weight"
     ]

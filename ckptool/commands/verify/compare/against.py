@@ -11,9 +11,8 @@ from msgspec.structs import replace
 
 from ckptool.commands.document import Report, document, plain
 from ckptool.commands.open import PART_NAMED, OpenedCheckpoint, Opens, open_checkpoint
+from ckptool.commands.options.question import Question
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.options.rewrite import RewriteOptions
-from ckptool.commands.options.verify import CompareOptions, VerifyOptions
 from ckptool.commands.verify.checks.consistency import conflict_problems
 from ckptool.commands.verify.codes import is_error, require_codes
 from ckptool.commands.verify.compare.coverage import (
@@ -98,31 +97,27 @@ class AgainstReport(Report, frozen=True):
 
 
 def against(
-    path: Location,
-    other: Location,
-    options: VerifyOptions,
-    rewriting: RewriteOptions,
-    comparing: CompareOptions,
-    progress: Progress = UNWATCHED,
+    path: Location, other: Location, question: Question, progress: Progress = UNWATCHED
 ) -> AgainstReport:
     """Compare the checkpoint at ``path`` with another; all differences are collected.
 
     The first side is rewritten as by ``convert`` before it is compared, so that with the same
-    options an export equals its source. Of ``options.read``, only ``per_rank`` applies to the other
+    options an export equals its source. Of how that is read, only ``per_rank`` applies to the other
     side too. Raises NotFound, Unrecognized or UsageError if there is nothing to compare.
     """
-    require_codes(options.ignore)
-    one = Side(SIDES[0], path, lambda: open_checkpoint(path, options.read, **_AS_THEY_ARE))
-    two = other_side(other, options, comparing)
+    read = question.check.read
+    require_codes(question.check.ignore)
+    one = Side(SIDES[0], path, lambda: open_checkpoint(path, read, **_AS_THEY_ARE))
+    two = other_side(other, question)
     if torch_save.FORMAT.name in (one.format, two.format) and one.format != two.format:
         one.rename_as_one_file()
         two.rename_as_one_file()
-    return Comparison((one, two), rewriting, options, comparing).run(progress)
+    return Comparison((one, two), question).run(progress)
 
 
-def other_side(place: Location, options: VerifyOptions, comparing: CompareOptions) -> Side:
+def other_side(place: Location, question: Question) -> Side:
     """Return the side that is compared with the first, which opens what it can."""
-    read = ReadOptions(comparing.other_format, per_rank=options.read.per_rank)
+    read = ReadOptions(question.comparison.other_format, per_rank=question.check.read.per_rank)
     return Side(SIDES[1], place, lambda: open_checkpoint(place, read, **_AS_THEY_ARE))
 
 
@@ -195,9 +190,7 @@ class Comparison(Struct):
     """
 
     sides: tuple[Side, Side]
-    rewriting: RewriteOptions
-    options: VerifyOptions
-    comparing: CompareOptions
+    question: Question
     problems: list[Problem] = field(default_factory=list)
     matches: list[str] = field(default_factory=list)
     inner: list[str] = field(default_factory=list)
@@ -220,7 +213,7 @@ class Comparison(Struct):
         if one is None or other is None:
             return
         try:
-            alignment = align(one, self.rewriting, other.catalog, other.path)
+            alignment = align(one, self.question.rewrite, other.catalog, other.path)
         except (Damaged, Hostile) as error:
             self.sides[0].problems += error.problems
             return
@@ -238,12 +231,13 @@ class Comparison(Struct):
         """Open the containers of the tensors whose values can be compared."""
         one, other = (side.readable(self.matches) for side in self.sides)
         self._compare_inner(one, other)
+        casts = self.question.comparison.cast
         for name in [*self.matches, *self.inner]:
             if name in one.tensors and name in other.tensors:
                 first, second = one.tensors[name], other.tensors[name]
-                if self.comparing.cast and is_computed(first):
+                if casts and is_computed(first):
                     first = as_type(first, second.dtype)  # rounded once, as by convert
-                is_cast = self.comparing.cast and first.dtype != second.dtype
+                is_cast = casts and first.dtype != second.dtype
                 self.pairs.append(TensorPair(first, second, is_cast))
 
     def _compare_inner(self, one: Catalog, other: Catalog) -> None:
@@ -271,7 +265,7 @@ class Comparison(Struct):
         """Return whether the values of a tensor can be compared; note differing types."""
         if name not in other.tensors:
             return False
-        problem = differing_type(one.tensors[name], other.tensors[name], self.comparing)
+        problem = differing_type(one.tensors[name], other.tensors[name], self.question.comparison)
         self.problems += [problem] if problem is not None else []
         return problem is None
 
@@ -280,12 +274,13 @@ class Comparison(Struct):
         opened = [side.opened for side in self.sides if side.opened and side.catalog]
         if len(opened) < 2:
             return
-        self.problems += differing_companions(opened[0], opened[1], self.rewriting)
+        self.problems += differing_companions(opened[0], opened[1], self.question.rewrite)
         self._open_pairs()
-        workers = self.options.workers or max(side.source.policy.workers for side in opened)
+        workers = self.question.check.workers or max(side.source.policy.workers for side in opened)
         reads = (CheckedSource(opened[0].source), CheckedSource(opened[1].source))
         progress.begin(self._nbytes)
-        result = compare(self.pairs, reads, self.comparing.tolerance, workers, progress)
+        tolerance = self.question.comparison.tolerance
+        result = compare(self.pairs, reads, tolerance, workers, progress)
         self.beyond = result.ranges.counts
         for name, (number, error) in result.unreadable.items():
             causes = (p if p.tensor else p.within(name, tensor=name) for p in error.problems)
@@ -324,7 +319,7 @@ class Comparison(Struct):
             tensors=len(self.pairs),
             ignored=tuple(ignored),
         )
-        strict = self.options.strict
+        strict = self.question.check.strict
         failures = report.count_failures(strict)
         coverage = self._coverage()
         summary = self._summary(failures, coverage, list_unread(report.fails(strict)))
@@ -340,7 +335,7 @@ class Comparison(Struct):
 
     def findings(self) -> tuple[list[Finding], list[Finding]]:
         """Return the problems between the two and of either side, and the ignored errors."""
-        ignore = self.options.ignore
+        ignore = self.question.check.ignore
         between = [*self.problems, *(tensor.problem for tensor in self.differing)]
         groups = [Findings(self.sides[0].catalog, {}, ignore).of(between)]
         groups += [side.findings(ignore) for side in self.sides]
@@ -381,7 +376,8 @@ class Comparison(Struct):
 
     def _equal_text(self) -> str:
         """Return what is equal, and how it was compared."""
-        how = "bit by bit" if self.comparing.tolerance is None else "within the tolerance"
+        is_exact = self.question.comparison.tolerance is None
+        how = "bit by bit" if is_exact else "within the tolerance"
         different = {tensor.name for tensor in self.differing}
         equal = [pair for pair in self.pairs if pair.one.name not in different]
         compared = sum(pair.one.nbytes for pair in equal)

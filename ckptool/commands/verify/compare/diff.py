@@ -12,6 +12,7 @@ from ckptool.commands.document import Report, document, plain
 from ckptool.commands.open import no_collecting, open_checkpoint
 from ckptool.commands.options.declaration import changed
 from ckptool.commands.options.diff import DiffOptions
+from ckptool.commands.options.question import Question
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import Severity
@@ -154,7 +155,8 @@ def diff(
     if options.values and two.opened is not None and _is_model(two):
         raise UsageError(f"{two.opened.path}: a model without values to compare with")
     verify = VerifyOptions(read=options.read, workers=options.workers)
-    comparison = Comparison((one, two), options.rewrite, verify, options.compare)
+    question = Question(check=verify, rewrite=options.rewrite, comparison=options.compare)
+    comparison = Comparison((one, two), question)
     comparison.compare_structure()
     if options.values:
         comparison.compare_content(progress)

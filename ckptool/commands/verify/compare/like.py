@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Iterator
 from msgspec.structs import replace
 
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint
+from ckptool.commands.options.question import Question
 from ckptool.commands.options.read import ReadOptions
-from ckptool.commands.options.rewrite import RewriteOptions
-from ckptool.commands.options.verify import LikeOptions, VerifyOptions
+from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.codes import Severity
 from ckptool.commands.verify.compare.lineup import LineUp, line_up
 from ckptool.commands.verify.compare.model import is_model, open_other
@@ -38,41 +38,35 @@ _BUFFERS = ("rotary_emb.inv_freq", "rope.cache", "freqs_cis", "_extra_state")
 
 
 def verify_like(
-    path: Location,
-    comparing: LikeOptions,
-    options: VerifyOptions,
-    rewriting: RewriteOptions,
-    progress: Progress = UNWATCHED,
-    other_format: str | None = None,
+    path: Location, other: Location, question: Question, progress: Progress = UNWATCHED
 ) -> VerifyReport:
-    """Verify the checkpoint at ``path``, and compare its model with that of ``comparing.like``.
+    """Verify the checkpoint at ``path``, and compare its model with that of ``other``.
 
-    That is a checkpoint of any format, or a config.json. ``rewriting`` gives its names, if ckptool
+    That is a checkpoint of any format, or a config.json. The rewriting gives its names, if ckptool
     finds no way to them. Raises as ``verify`` and ``open_other`` do, UsageError for a pattern that
-    no tensor of both matches, or if ``--like`` is missing.
+    no tensor of both matches.
     """
-    if comparing.like is None:
-        raise UsageError("--expect-changed and --expect-equal need --like OTHER")
+    options, comparing = question.check, question.like
     if options.quick and (comparing.expect_changed or comparing.expect_equal):
         raise UsageError("--expect-changed and --expect-equal read data: not with --quick")
-    reference = open_other(comparing.like, ReadOptions(other_format), ())
+    reference = open_other(other, ReadOptions(question.comparison.other_format), ())
     verification = examine(path, options, progress)
     report = verification.report()
     opened = _open_readable(verification, options)
     if opened is None:
-        summary = f"FAILED: cannot be read, so not compared with {comparing.like}"
+        summary = f"FAILED: cannot be read, so not compared with {other}"
         return replace(report, ok=False, summary=summary)
-    lined = line_up(opened, reference, rewriting)
+    lined = line_up(opened, reference, question.rewrite)
     if lined.is_unlike:
-        return verification.report([_unlike_problem(lined, comparing.like)])
+        return verification.report([_unlike_problem(lined, other)])
     explained = _explained(report, opened.catalog)
     problems = [
-        *_differing_names(lined, explained, comparing.like),
-        *_differing_shapes(lined, comparing.like),
+        *_differing_names(lined, explained, other),
+        *_differing_shapes(lined, other),
     ]
-    problems += _unexpected((opened, reference), lined, comparing, options, progress)
+    problems += _unexpected((opened, reference), lined, question, progress)
     report = verification.report(problems)
-    return replace(report, summary=f"{report.summary}; {_found_text(lined, comparing.like)}")
+    return replace(report, summary=f"{report.summary}; {_found_text(lined, other)}")
 
 
 def _open_readable(verification: Verification, options: VerifyOptions) -> OpenedCheckpoint | None:
@@ -147,11 +141,11 @@ def _differing_shapes(lined: LineUp, other: Location) -> Iterator[Problem]:
 def _unexpected(
     sides: tuple[OpenedCheckpoint, OpenedCheckpoint],
     lined: LineUp,
-    comparing: LikeOptions,
-    options: VerifyOptions,
+    question: Question,
     progress: Progress,
 ) -> Iterator[Problem]:
     """Yield the tensors that are equal to the other's and should have changed, or the reverse."""
+    comparing = question.like
     matches = [
         n for n in lined.common if lined.one.tensors[n].shape == lined.other.tensors[n].shape
     ]
@@ -165,7 +159,7 @@ def _unexpected(
     if twice := {*changed} & {*equal}:
         raise UsageError(f"{min(twice)}: expected to be changed, and to be equal")
     names = [name for name in matches if name in {*changed, *equal}]
-    differing, problems = _differing_tensors(sides, lined, names, options, progress)
+    differing, problems = _differing_tensors(sides, lined, names, question.check, progress)
     yield from problems
     unread = {problem.tensor for problem in problems}
     for name in names:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from msgspec.structs import replace
 
 from ckptool.commands.open import OpenedCheckpoint, open_checkpoint, require_sound
+from ckptool.commands.options.question import Question
 from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.rewrite import rewrite
@@ -44,20 +45,15 @@ _UNPROVED = ("sharding-unrecorded", UNREAD)
 
 
 def build_manifest(
-    path: Location,
-    target: Location,
-    options: VerifyOptions,
-    rewriting: RewriteOptions,
-    progress: Progress = UNWATCHED,
-    *,
-    overwrite: bool = False,
+    path: Location, target: Location, question: Question, progress: Progress = UNWATCHED
 ) -> VerifyReport:
     """Verify the checkpoint at ``path``, read all of it, and write its manifest unless it fails.
 
-    ``rewriting`` is done first, as by ``convert``; the manifest is then of the result, without
+    The rewriting is done first, as by ``convert``; the manifest is then of the result, without
     files. Ignored errors count, too. Raises as verify does, Unsupported if the manifest cannot be
     written.
     """
+    options, overwrite = question.check, question.manifest.overwrite
     require_replaceable(target, overwrite=overwrite)
     require_codes(options.ignore)
     # Ignored damage would count as the truth from then on.
@@ -67,10 +63,10 @@ def build_manifest(
     report, opened = verification.report(), open_unless_damaged(path, options)
     if not report.ok or opened is None:
         return _failure(report, target, options)
-    result = rewrite(opened, rewriting, check=require_sound)
+    result = rewrite(opened, question.rewrite, check=require_sound)
     files: list[str] = []
     hashes: Mapping[str, str] = {}
-    if rewriting == RewriteOptions():
+    if question.rewrite == RewriteOptions():
         files, hashes = sorted(file_sizes(opened.catalog)), verification.content.read.digests
     manifest, problems, nbytes = measure(opened, result.catalog, options, progress, files, hashes)
     problems += [

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from msgspec.structs import replace
 
+from ckptool.commands.options.question import Question
 from ckptool.commands.options.rewrite import RewriteOptions
-from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.compare.coverage import align, amount, rewritten_coverage
 from ckptool.commands.verify.compare.names import Counterpart, holds_no_values
 from ckptool.commands.verify.findings import NOTHING_COMPARED, VerifyReport
@@ -31,18 +31,15 @@ _LONGEST_VALUE = 80
 
 
 def check_manifest(
-    path: Location,
-    recorded_in: Location,
-    options: VerifyOptions,
-    rewriting: RewriteOptions,
-    progress: Progress = UNWATCHED,
+    path: Location, recorded_in: Location, question: Question, progress: Progress = UNWATCHED
 ) -> VerifyReport:
     """Verify the checkpoint at ``path``, read all of it, and compare it with a manifest.
 
-    Its data is read only for the manifest, unless ``options`` request a sample or a search for NaN.
-    ``rewriting`` is done first, as by ``convert``; files are then not compared. Raises as verify
+    Its data is read only for the manifest, unless a sample or a search for NaN is requested. The
+    rewriting is done first, as by ``convert``; files are then not compared. Raises as verify
     does, NotFound or Damaged if there is no manifest.
     """
+    options, rewriting = question.check, question.rewrite
     manifest = read_manifest(recorded_in)
     if options.sample == 1 and not options.fail_nonfinite:
         options = replace(options, quick=True)

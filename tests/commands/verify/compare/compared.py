@@ -9,6 +9,7 @@ import torch
 from conftest import taken
 from msgspec.structs import replace
 
+from ckptool.commands.options.question import Question
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.verify import CompareOptions, VerifyOptions
@@ -21,7 +22,7 @@ def against(one: Path, other: Path, **options: Any) -> AgainstReport:
     selection = taken(Selection, options)
     rewrite = replace(taken(RewriteOptions, options), selection=selection)
     comparison = CompareOptions(**options)
-    return run_against(one, other, verify, rewrite, comparison)
+    return run_against(one, other, Question(check=verify, rewrite=rewrite, comparison=comparison))
 
 
 def codes(report: AgainstReport) -> set[str]:

@@ -14,8 +14,8 @@ from recipes.damage import DAMAGE
 from safetensors.torch import save_file
 from verify.compare.compared import against, codes, state
 
-from ckptool.commands.options.rewrite import RewriteOptions
-from ckptool.commands.options.verify import CompareOptions, VerifyOptions
+from ckptool.commands.options.question import Question
+from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.verify.compare.against import against as run_against
 from ckptool.core.box import Box, row_major_strides
 from ckptool.core.casts import Casts
@@ -113,8 +113,8 @@ def test_a_damaged_file_of_one_side_is_one_finding(copy_of: Callable[[str], Path
 
 def test_what_is_ignored_is_not_equal_to_anything(saved: Callable[..., tuple[Path, Path]]) -> None:
     one, other = saved(increased)
-    options = VerifyOptions(ignore=("tensor-differs",))
-    summary = run_against(one, other, options, RewriteOptions(), CompareOptions()).verify.summary
+    question = Question(check=VerifyOptions(ignore=("tensor-differs",)))
+    summary = run_against(one, other, question).verify.summary
     assert summary.startswith(f"EQUAL: {len(state()) - 3} tensors ")
     assert summary.endswith("; 1 error ignored: tensor-differs (one.safetensors)")
 

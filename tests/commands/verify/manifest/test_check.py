@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from recipes.damage import DAMAGE
 from safetensors.torch import load_file, save_file
 
+from ckptool.commands.options.question import Question
 from ckptool.commands.options.rewrite import RewriteOptions, Selection
 from ckptool.commands.options.target import ReshardOptions
-from ckptool.commands.options.verify import VerifyOptions
+from ckptool.commands.options.verify import ManifestOptions, VerifyOptions
 from ckptool.commands.reshard.reshard import prepare_reshard
 from ckptool.commands.verify.compare.values import canonical_text, value_text
 from ckptool.commands.verify.findings import VerifyReport
@@ -30,6 +31,7 @@ from ckptool.commands.verify.manifest.build import build_manifest
 from ckptool.commands.verify.manifest.check import check_manifest
 from ckptool.commands.verify.manifest.schema import SCHEMA, read_manifest
 from ckptool.core.sharding.placement import parse_mesh
+from ckptool.engine.progress import UNWATCHED, Progress
 from ckptool.errors import Damaged, NotFound, Unrecognized, Unsupported
 
 UNREAD = {"odd_kinds", "rank_partial"}
@@ -40,13 +42,19 @@ QUICK = VerifyOptions(quick=True)
 
 
 def write(
-    path: Path, manifest: Path, verify: VerifyOptions = QUICK, **options: Any
+    path: Path,
+    manifest: Path,
+    verify: VerifyOptions = QUICK,
+    progress: Progress = UNWATCHED,
+    *,
+    overwrite: bool = False,
 ) -> VerifyReport:
-    return build_manifest(path, manifest, verify, RewriteOptions(), **options)
+    question = Question(check=verify, manifest=ManifestOptions(overwrite=overwrite))
+    return build_manifest(path, manifest, question, progress)
 
 
 def prove(path: Path, manifest: Path, **options: Any) -> VerifyReport:
-    return check_manifest(path, manifest, VerifyOptions(), rewriting(**options))
+    return check_manifest(path, manifest, Question(rewrite=rewriting(**options)))
 
 
 def rewriting(**options: Any) -> RewriteOptions:
