@@ -13,7 +13,7 @@ from ckptool.cli.verify_output import Answer, Output
 from ckptool.commands.options import parse_place
 from ckptool.commands.options.question import Question
 from ckptool.commands.options.screen import SilentScreen
-from ckptool.commands.options.verify import FollowOptions, VerifyOptions, salvage_options
+from ckptool.commands.options.verify import salvage_options
 from ckptool.errors import Several, UsageError
 
 if TYPE_CHECKING:
@@ -40,14 +40,13 @@ def verify(source: SourcePath = ".", *, options: Question, screen: SilentScreen)
         output.show_codes()
         return
     options.require_possible()
-    place, check, following = parse_place(source, "SRC"), options.check, options.following
+    place, check, is_plain = parse_place(source, "SRC"), options.check, not options.asked
     if options.salvage is not None:
-        _salvage(place, options.salvage, check, output, overwrite=options.manifest.overwrite)
+        _salvage(place, options.salvage, options, output)
     if options.latest_good or options.every:
-        _verify_steps(place, check, output, every=options.every)
-    if following.follow or following.then is not None:
-        _follow(place, following, check, output)
-    is_plain = not options.asked
+        _verify_steps(place, options, output)
+    if options.following.follow or options.following.then is not None:
+        _follow(place, options, output)
     try:
         with (
             _ranks(is_single=check.quick or not is_plain) as ranks,
@@ -101,9 +100,7 @@ def _compare(report: AgainstReport, question: Question) -> Answer:
     return Answer([suite], lambda: show_against(report), report.to_dict)
 
 
-def _verify_steps(
-    run: Location, options: VerifyOptions, output: Output, *, every: bool
-) -> NoReturn:
+def _verify_steps(run: Location, question: Question, output: Output) -> NoReturn:
     """Verify the steps of a run, and exit.
 
     For every step, exit 0 if none has errors; for the latest good one, if there is one.
@@ -112,10 +109,10 @@ def _verify_steps(
     from ckptool.commands.verify.answer import Suite
     from ckptool.render.verify import show_latest_good, show_steps
 
-    report = verify_run(run, options, every=every)
+    report = verify_run(run, question.check, every=question.every)
 
     def show() -> None:
-        if every:
+        if question.every:
             show_steps(report)
         else:
             show_latest_good(report, quiet=output.quiet)
@@ -125,17 +122,16 @@ def _verify_steps(
         for step in report.steps
         for part in step.reports
     ]
-    output.show(Answer(suites, show, report.to_dict, is_data=True), strict=options.strict)
+    output.show(Answer(suites, show, report.to_dict, is_data=True), strict=question.check.strict)
     _end(report.ok)
 
 
-def _follow(
-    run: Location, following: FollowOptions, options: VerifyOptions, output: Output
-) -> NoReturn:
+def _follow(run: Location, question: Question, output: Output) -> NoReturn:
     """Verify steps as they are finished, until a signal; exit 0 if nothing failed by then."""
     from ckptool.commands.verify.follow import follow, require_command, run_command
     from ckptool.render.verify import show_followed
 
+    following = question.following
     if not following.follow:
         raise UsageError("--then is for each step of a run: it needs --follow")
     if output.form == "junit" or output.page is not None:
@@ -144,7 +140,7 @@ def _follow(
     then = None if following.then is None else require_command(following.then)
     ok = True
     try:
-        for report in follow(run, options):
+        for report in follow(run, question.check):
             code = run_command(then, report.path) if then and report.ok else None
             ok = ok and report.ok and not code
             if not output.quiet:
@@ -154,14 +150,7 @@ def _follow(
     _end(ok)
 
 
-def _salvage(
-    source: Location,
-    target: Location,
-    options: VerifyOptions,
-    output: Output,
-    *,
-    overwrite: bool,
-) -> NoReturn:
+def _salvage(source: Location, target: Location, question: Question, output: Output) -> NoReturn:
     """Write what is intact, show what is lost, and exit 0 if nothing is."""
     from ckptool.commands.verify.salvage.salvage import plan_salvage
     from ckptool.render.data import print_json
@@ -173,7 +162,8 @@ def _salvage(
         raise UsageError("--format junit cannot be combined with --salvage", hint=hint)
     if output.page is not None:
         raise UsageError("--html cannot be combined with --salvage, which writes a list of its own")
-    planned = plan_salvage(source, target, salvage_options(options, overwrite=overwrite))
+    how = salvage_options(question.check, overwrite=question.manifest.overwrite)
+    planned = plan_salvage(source, target, how)
     with shown_progress(quiet=output.quiet) as progress:
         report = planned.run(progress)
     if output.form == "json":
