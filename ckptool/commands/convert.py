@@ -74,7 +74,7 @@ def plan_conversion(
         _require_models_names(rewritten.map, catalog, options)
     _require_heeded(writer, options.max_shard_size, options.rewrite.metadata)
     request = Request(target.name, options.max_shard_size, options.single_rank)
-    layout = lay_out(opened, rewritten, options.rewrite, writer, request)
+    layout = lay_out(opened, rewritten, writer, request)
     plan = Plan(catalog, layout)
     report = ConvertReport.of(
         opened,
@@ -82,7 +82,7 @@ def plan_conversion(
         target,
         writer.name,
         options.transfer,
-        **fields_of(rewritten, rewritten.kept, options.rewrite),
+        **fields_of(rewritten, rewritten.kept),
         notes=(*catalog.notes, *layout.notes, *_quantized_notes(catalog, options)),
     )
     if not report.tensors and not report.objects:

@@ -65,7 +65,7 @@ class NoModel(Unsupported):
 
 
 class RewriteResult(Struct, frozen=True):
-    """The result of rewriting a checkpoint.
+    """The result of rewriting a checkpoint as ``options`` say.
 
     ``whole`` is everything that could be selected, ``kept`` the selection, ``catalog`` the result.
     ``cast`` counts the tensors cast from each type, ``dequantized`` those of each kind of
@@ -73,6 +73,7 @@ class RewriteResult(Struct, frozen=True):
     the prefixes that ``--model-only`` removed from the names.
     """
 
+    options: RewriteOptions
     whole: Catalog
     kept: Catalog
     catalog: Catalog
@@ -131,9 +132,8 @@ def rewrite(
             dropped=options.drop_metadata,
             additions=options.metadata,
         )
-    return RewriteResult(
-        source.catalog, subset, catalog, report, cast_counts, counts, renamed, selected.unwrapped
-    )
+    catalogs, unwrapped = (source.catalog, subset, catalog), selected.unwrapped
+    return RewriteResult(options, *catalogs, report, cast_counts, counts, renamed, unwrapped)
 
 
 def dequantized(

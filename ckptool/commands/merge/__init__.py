@@ -196,5 +196,5 @@ def _as_one(
     counts = dict[str, int]()
     if options.casts is not None:
         catalog, counts = cast_catalog(opened, catalog, options.casts, options.map.assets)
-    result = replace(first.rewritten, kept=catalog, whole=catalog, catalog=catalog, cast=counts)
-    return opened, result
+    result = replace(first.rewritten, options=options, whole=catalog, kept=catalog)
+    return opened, replace(result, catalog=catalog, cast=counts)

@@ -20,7 +20,6 @@ from ckptool.commands.model.beside import with_files_beside
 from ckptool.commands.model.peft import with_adapter_config
 from ckptool.commands.model.records import CONFIG, records
 from ckptool.commands.open import OpenedCheckpoint
-from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.core.catalog import Catalog
 from ckptool.core.keymap.wrappers import unwrapping_rule, wrappers_of
 from ckptool.core.layout import Layout
@@ -36,24 +35,21 @@ if TYPE_CHECKING:
 
 
 def lay_out_folder(
-    opened: OpenedCheckpoint,
-    rewritten: RewriteResult,
-    options: RewriteOptions,
-    writer: Format,
-    request: Request,
+    opened: OpenedCheckpoint, rewritten: RewriteResult, writer: Format, request: Request
 ) -> Layout:
     """Lay a converted model out with its other files, and with notes for whoever loads it.
 
     Raises UsageError if files are requested that a single file has no room for.
     """
-    catalog, assets = rewritten.catalog, options.map.assets
+    options, catalog = rewritten.options, rewritten.catalog
+    assets = options.map.assets
     is_adapter, is_model = options.selection.peft_adapter, writer.loading.is_model_folder
     names = frozenset() if assets is None else frozenset(assets_in(assets, catalog)[1])
     names = names - {CONFIG} | {ADAPTER_CONFIG} if is_adapter else names
     layout = writer.lay_out(catalog, replace(request, assets=names))
     if assets is not None and not layout.folder:
         raise UsageError("--hf-assets requires a target folder, not a single file")
-    complete = partial(_complete, opened, rewritten, options, writer)
+    complete = partial(_complete, opened, rewritten, writer)
     if is_model and assets is None and not is_adapter:
         layout = with_files_beside(opened, layout, complete)
     elif layout.folder:  # a single file has no room for a model's other files
@@ -63,14 +59,10 @@ def lay_out_folder(
 
 
 def lay_out_for_mesh(
-    opened: OpenedCheckpoint,
-    rewritten: RewriteResult,
-    options: RewriteOptions,
-    writer: Format,
-    request: Request,
+    opened: OpenedCheckpoint, rewritten: RewriteResult, writer: Format, request: Request
 ) -> Layout:
     """Lay a resharded model out with its other files, for the model that is recorded."""
-    catalog, assets = rewritten.catalog, options.map.assets
+    catalog, assets = rewritten.catalog, rewritten.options.map.assets
     configs = records(opened.source, catalog, assets) if writer.loading.is_model_folder else []
     config = ChainMap(*map(dict, configs))  # the strongest record first
     layout = writer.lay_out(catalog, replace(request, config=config))
@@ -85,7 +77,6 @@ def lay_out_for_mesh(
 def _complete(
     opened: OpenedCheckpoint,
     rewritten: RewriteResult,
-    options: RewriteOptions,
     writer: Format,
     layout: Layout,
     strict: bool,
@@ -94,7 +85,8 @@ def _complete(
 
     A ``strict`` layout has configs that may be another model's, which a part must fit, too.
     """
-    catalog, selection = rewritten.catalog, options.selection
+    catalog, options = rewritten.catalog, rewritten.options
+    selection = options.selection
     layout = with_assets(opened.source, layout, options.map.assets, rewritten.map, catalog, writer)
     if selection.peft_adapter and writer.loading.is_model_folder:
         layout = with_adapter_config(opened, catalog, layout)

@@ -185,8 +185,7 @@ def plan_reshard(
     holdings = hold(catalog, placer, writer)
     catalog = _with_companions(opened, catalog, writer)
     request = Request(target.name, placed=holdings.placed)
-    written = replace(rewritten, catalog=catalog)
-    layout = lay_out(opened, written, options.rewrite, writer, request)
+    layout = lay_out(opened, replace(rewritten, catalog=catalog), writer, request)
     plan = Plan(catalog, layout)
     report = ReshardReport.of(
         opened,
@@ -202,7 +201,7 @@ def plan_reshard(
             plan, opened.source, options.transfer.run, local=on_disk(target) is not None
         ),
         budget=options.transfer.run.budget,
-        **fields_of(rewritten, selection.catalog, options.rewrite),
+        **fields_of(rewritten, selection.catalog),
         dropped=dropped,
         notes=(*catalog.notes, *of_ranks, *layout.notes),
     )

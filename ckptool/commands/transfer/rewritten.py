@@ -41,8 +41,9 @@ class RewrittenReport(TransferReport, frozen=True, kw_only=True):
     unwrapped: tuple[str, ...] = ()
 
 
-def fields_of(result: RewriteResult, subset: Catalog, options: RewriteOptions) -> dict[str, Any]:
+def fields_of(result: RewriteResult, subset: Catalog) -> dict[str, Any]:
     """Return the fields of a report that tell of the rewriting of a selected ``subset``."""
+    options = result.options
     return {
         "map": result.map,
         "matched": (*matches_of(result.whole, options.selection), *_cast(result.catalog, options)),

@@ -6,7 +6,6 @@ from itertools import product
 
 from ckptool.commands.model.links import require_own_files
 from ckptool.commands.open import OpenedCheckpoint
-from ckptool.commands.options.rewrite import RewriteOptions
 from ckptool.commands.rewrite import RewriteResult
 from ckptool.core.layout import Layout
 from ckptool.errors import Unsupported, UsageError
@@ -51,23 +50,19 @@ def resolve_target(target: Location) -> Location:
 
 
 def lay_out(
-    opened: OpenedCheckpoint,
-    rewritten: RewriteResult,
-    how: RewriteOptions,
-    writer: Format,
-    request: Request,
+    opened: OpenedCheckpoint, rewritten: RewriteResult, writer: Format, request: Request
 ) -> Layout:
     """Lay out what a checkpoint was rewritten to.
 
     The other files of a model are a subject of their own, which is imported if there are any.
     """
-    catalog = rewritten.catalog
+    catalog, how = rewritten.catalog, rewritten.options
     needs_files = how.map.assets is not None or how.selection.peft_adapter
     if needs_files or catalog.companions or writer.loading.is_model_folder:
         from ckptool.commands.model.folder import lay_out_folder, lay_out_for_mesh
 
         lay_out_all = lay_out_folder if request.placed is None else lay_out_for_mesh
-        return lay_out_all(opened, rewritten, how, writer, request)
+        return lay_out_all(opened, rewritten, writer, request)
     layout = writer.lay_out(catalog, request)
     require_own_files(opened.source, layout.files)
     return layout
