@@ -39,6 +39,7 @@ def load(state: dict[str, Any], reader: CheckpointReader, **planner: Any) -> Non
 def test_it_is_a_storage_reader(saved: Path) -> None:
     assert isinstance(CheckpointReader(saved), StorageReader)
     assert CheckpointReader.validate_checkpoint_id(case("dcp_base").path)
+    assert CheckpointReader.validate_checkpoint_id(saved)
     assert not CheckpointReader.validate_checkpoint_id(saved.parent / "nothing")
 
 

@@ -104,11 +104,12 @@ def find_checkpoints(path: Location, source: Files) -> tuple[bool, list[Location
 
 
 def holds_checkpoint(path: Location) -> bool:
-    """Return whether a folder is a checkpoint of a known format by its names, complete or not."""
+    """Return whether a path refers to one checkpoint of a known format, complete or not."""
     try:
-        return path.is_dir() and detect(folder_at(path)) is not None
+        detect_checkpoint(path)
     except (CkptoolError, OSError):
         return False
+    return True
 
 
 def _detect(path: Location, format_name: str | None) -> Candidate:
