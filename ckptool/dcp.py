@@ -191,11 +191,12 @@ class _Entries(dict[str, Any]):
             names = looking.f_locals["state_dict"]
             if name in self.checkpoint.catalog.conflicts:
                 self.checkpoint.entry(str(name))  # raises why it cannot be read
-            raise keys_differ(self.checkpoint, match_names(self.checkpoint, names))
+            raise keys_differ(self.checkpoint, match_names(self.checkpoint, names), _LENIENT)
         return False
 
 
 _LOOKS_FOR_NAMES = "create_default_local_load_plan"
+_LENIENT = "planner=DefaultLoadPlanner(allow_partial_load=True)"
 
 
 def _describe(entry: TensorEntry) -> TensorStorageMetadata:

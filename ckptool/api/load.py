@@ -93,7 +93,7 @@ def load(
         checkpoint = checkpoint_at(path, **options)
         matched = _with_tied(match_names(checkpoint, leaves), leaves)
         if strict and (matched.missing or matched.unexpected):
-            raise keys_differ(checkpoint, matched)
+            raise keys_differ(checkpoint, matched, "strict=False")
         objects = flattened(checkpoint, leaves).objects
         stored = (name for name in matched.both if name in objects or checkpoint.has(name))
         leaves = {name: leaves[name] for name in stored}

@@ -140,8 +140,11 @@ def match_names(checkpoint: Checkpoint, names: Collection[str]) -> NameMatch:
     )
 
 
-def keys_differ(checkpoint: Checkpoint, matched: NameMatch) -> KeysDiffer:
-    """Return the error that lists one-sided names, and the keyword that would match the names."""
+def keys_differ(checkpoint: Checkpoint, matched: NameMatch, lenient: str) -> KeysDiffer:
+    """Return the error that lists one-sided names, and the keyword that would match the names.
+
+    ``lenient`` is what the caller can be told to load only names that both sides have.
+    """
     lines = [
         f"  {what} ({len(names):,}): {', '.join(list_first(names))}"
         for what, names in (("missing", matched.missing), ("unexpected", matched.unexpected))
@@ -151,13 +154,13 @@ def keys_differ(checkpoint: Checkpoint, matched: NameMatch) -> KeysDiffer:
     lines += [f"  {conflicts[name]}" for name in matched.unexpected if name in conflicts]
     error = KeysDiffer(
         f"{checkpoint.path} and the state dict do not have the same names:\n" + "\n".join(lines),
-        hint=_hint(checkpoint, matched),
+        hint=_hint(checkpoint, matched, lenient),
     )
     error.missing, error.unexpected = matched.missing, matched.unexpected
     return error
 
 
-def _hint(checkpoint: Checkpoint, matched: NameMatch) -> str:
+def _hint(checkpoint: Checkpoint, matched: NameMatch, lenient: str) -> str:
     if matched.missing and {*matched.both, *matched.missing} <= _names_of_model(checkpoint):
         return "use model_only=True to match the names"
     prefix = _other_prefix(matched)
@@ -169,11 +172,11 @@ def _hint(checkpoint: Checkpoint, matched: NameMatch) -> str:
     if any({*WRAPPERS} & {*name.split(".")} for name in matched.missing):
         return "torch.distributed.checkpoint.state_dict.get_model_state_dict(model) has plain names"
     if matched.missing:
-        return "rename with rename=[REGEX=REPLACEMENT] or map; strict=False loads what both have"
+        return f"rename with rename=[REGEX=REPLACEMENT] or map; {lenient} loads what both have"
     if all(".state." in name for name in matched.unexpected):
         creates = "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict creates it"
         return f"an optimizer has no state before its first step; {creates}"
-    return "model_only=True, select=[NAME] or drop=[NAME] exclude names, strict=False all of these"
+    return f"model_only=True, select=[NAME] or drop=[NAME] exclude names, {lenient} all of these"
 
 
 def _names_of_model(checkpoint: Checkpoint) -> set[str]:
