@@ -59,15 +59,13 @@ def _takes(value: Any, name: str) -> tuple[tuple[str, Location], ...]:
 def _rows(value: Any, name: str) -> tuple[tuple[str, int], ...]:
     """Return names and how many rows they are to have."""
     if isinstance(value, Mapping):
-        pairs = [(what, str(count)) for what, count in value.items()]
-    else:
-        halves = [text.rpartition("=")[::2] for text in TEXTS.parse(value, name)]
-        pairs = [(what.strip(), count.strip()) for what, count in halves]
+        value = [f"{what}={count}" for what, count in value.items()]
     rows = []
-    for what, written in pairs:
-        count = parse_whole(written)
+    for text in TEXTS.parse(value, name):
+        what, _, written = text.rpartition("=")
+        what, count = what.strip(), parse_whole(written.strip())
         if not what or count is None:
-            raise UsageError(f"invalid {name} '{what}={written}': expected NAME=COUNT", hint=ROWS)
+            raise UsageError(f"invalid {name} {text!r}: expected NAME=COUNT", hint=ROWS)
         rows.append((what, count))
     return tuple(rows)
 

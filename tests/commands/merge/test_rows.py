@@ -140,7 +140,7 @@ def test_a_config_of_the_former_size_is_not_kept(tmp_path: Path) -> None:
     [
         (("--rows", "embed=6000"), "--rows and --fill: one needs the other"),
         (("--fill", "mean"), "--rows and --fill: one needs the other"),
-        (("--rows", "embed", "--fill", "mean"), "expected NAME=COUNT"),
+        (("--rows", "embed", "--fill", "mean"), "invalid --rows 'embed': expected NAME=COUNT"),
         (("--rows", "embed=many", "--fill", "mean"), "expected NAME=COUNT"),
         (("--rows", "embed=" + "9" * 5000, "--fill", "mean"), "expected NAME=COUNT"),
         (("--rows", "embed=6000", "--rows", "*=6001", "--fill", "zeros"), "both mean embed.weight"),
