@@ -167,7 +167,8 @@ def _of_model(catalog: Catalog, name: str, names: Sequence[str]) -> tuple[list[s
 
 def _no_tensor(catalog: Catalog, name: str) -> UsageError:
     if "[" in name and "]" not in name:
-        return UsageError(f"{name!r}: the bracket is not closed", hint=f"'{name}]'")
+        closed = f"{name}{'...' if name.endswith('[') else ''}]"
+        return UsageError(f"{name!r}: the bracket is not closed", hint=f"'{closed}'")
     head, bracket, inner = name.rpartition("[")
     if bracket and head in catalog.tensors and name not in catalog.objects:
         return UsageError(

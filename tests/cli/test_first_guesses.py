@@ -263,9 +263,12 @@ def test_extract_writes_a_file_that_is_named_last(file: str, place: Path) -> Non
 
 
 def test_an_open_bracket_is_said(place: Path) -> None:
-    said = ckptool(place, "extract", "runs/step-1000", "lm_head.weight[0:4", code=2).stderr
-    assert "the bracket is not closed" in said
-    assert "hint: 'lm_head.weight[0:4]'" in said
+    for subscript, closed in (("[0:4", "[0:4]"), ("[", "[...]")):
+        name = f"lm_head.weight{subscript}"
+        said = ckptool(place, "extract", "runs/step-1000", name, code=2).stderr
+        assert "the bracket is not closed" in said
+        assert f"hint: 'lm_head.weight{closed}'" in said
+        ckptool(place, "extract", "runs/step-1000", f"lm_head.weight{closed}")
 
 
 PLACES = {
