@@ -257,9 +257,19 @@ def test_dcp_loads_though_a_list_lost_a_member(tmp_path: Path, out: Path) -> Non
     assert set(read_back("dcp", out / "m")) == {"list.1", "w"}
 
 
-def test_a_tensor_of_a_kind_that_is_not_read_is_refused(tmp_path: Path) -> None:
-    torch.save(torch.eye(2).to_sparse(), tmp_path / "model.pt")
-    with pytest.raises(Unsupported, match="value: not a plain tensor, but sparse tensor"):
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        (torch.eye(2).to_sparse(), "sparse tensor"),
+        (torch.eye(2, device="meta"), "meta tensor, without data"),
+    ],
+    ids=["sparse", "meta"],
+)
+def test_a_tensor_of_a_kind_that_is_not_read_is_refused(
+    tensor: torch.Tensor, kind: str, tmp_path: Path
+) -> None:
+    torch.save(tensor, tmp_path / "model.pt")
+    with pytest.raises(Unsupported, match=f"value: not a plain tensor, but {kind}"):
         prepare(tmp_path / "model.pt", tmp_path / "out.safetensors", ConvertOptions("safetensors"))
 
 

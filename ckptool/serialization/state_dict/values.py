@@ -177,6 +177,7 @@ def collect_globals(value: object) -> set[Global]:
 _CALL_TYPES = {
     "torch._utils._rebuild_qtensor": "quantized tensor",
     "torch._utils._rebuild_sparse_tensor": "sparse tensor",
+    "torch._utils._rebuild_meta_tensor_no_storage": "meta tensor, without data",
 }
 _NUMPY_TYPES = {
     "_frombuffer": "numpy.ndarray",
