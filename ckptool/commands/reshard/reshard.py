@@ -77,8 +77,7 @@ class ReshardReport(RewrittenReport, frozen=True, kw_only=True):
         ]
         more: dict[str, object] = {"over_read": self.over_read, "load": None}
         if self.costs is not None:
-            load = {"source": self.costs.from_source, "target": self.costs.from_target}
-            more |= {"read_bytes": self.costs.read_bytes, "load": load}
+            more["load"] = {"source": self.costs.from_source, "target": self.costs.from_target}
         return {
             **RewrittenReport.more(self),
             **more,

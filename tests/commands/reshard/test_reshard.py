@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import (
     GOOD,
     TENSORS_OF,
@@ -19,6 +20,7 @@ from conftest import (
 )
 from reshard_runs import MESHES, RULES, WRITERS, prepared, reshard, source
 
+import ckptool
 from ckptool.commands.open import open_checkpoint
 from ckptool.commands.options.read import ReadOptions
 from ckptool.commands.transfer import transfer as transfer_module
@@ -163,6 +165,18 @@ def test_the_dry_run_is_what_is_written(source: Path, out: Path) -> None:
     planned.run()
     sizes = {path.name: path.stat().st_size for path in (out / "r").iterdir()}
     assert sizes == {file.path: file.nbytes for file in planned.report.files}
+
+
+def test_bytes_mean_the_same_before_and_after(out: Path) -> None:
+    """What a dry run alone knows, such as the gaps that are read, has keys of its own."""
+    torch.save({"w": torch.ones(64, 64)[:, ::4]}, out / "m.pt")
+    before, after = (
+        ckptool.reshard(out / "m.pt", out / "r", mesh="2", to="dcp", dry_run=dry_run).to_dict()
+        for dry_run in (True, False)
+    )
+    same = [key for key in before if key.endswith("_bytes") and key != "free_bytes"]
+    assert {key: before[key] for key in same} == {key: after[key] for key in same}
+    assert before["over_read"] > 1
 
 
 @pytest.mark.parametrize(
