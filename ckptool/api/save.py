@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @with_keywords(SaveKeywords)
 def save(
-    tree: dict[str, Any],
+    tree: Mapping[str, Any],
     target: AnyPath,
     *,
     to: str | None = None,
@@ -69,7 +69,7 @@ def _is_one_of_several() -> bool:
     return is_begun and distributed.get_world_size() > 1
 
 
-def _open(tree: dict[str, Any]) -> OpenedCheckpoint:
+def _open(tree: Mapping[str, Any]) -> OpenedCheckpoint:
     """Return the state dict as an open checkpoint, each storage of its tensors as a file."""
     catalog, source = _collect(tree)
     for name, entry in catalog.tensors.items():
@@ -82,7 +82,7 @@ def _open(tree: dict[str, Any]) -> OpenedCheckpoint:
     return open_memory(catalog, source)
 
 
-def _collect(tree: dict[str, Any], rank: int = 0) -> tuple[Catalog, MemoryFiles]:
+def _collect(tree: Mapping[str, Any], rank: int = 0) -> tuple[Catalog, MemoryFiles]:
     """Return what this rank holds of a state dict, each storage of its tensors as a file."""
     import torch
 

@@ -38,16 +38,16 @@ class StateLeaf(Struct, frozen=True):
         self.container[self.key] = value
 
 
-def leaves_of(state_dict: dict[str, Any], *, saved: bool = False) -> dict[str, StateLeaf]:
+def leaves_of(state_dict: Mapping[str, Any], *, saved: bool = False) -> dict[str, StateLeaf]:
     """Return every leaf by the name of its catalog entry: its keys joined by dots.
 
     Flattens as DCP does (torch 2.4 to 2.13): dicts are entered, lists if they contain a dict or a
     tensor; and, as in catalogs, tuples if they contain a tensor. If it is to be ``saved``, empty
-    dicts are leaves, and Counters, whose class is kept. Raises TypeError for anything but a dict
-    and for a module or optimizer in it, UsageError if two leaves have the same name, or if it has
-    no end.
+    dicts are leaves, and Counters, whose class is kept, and it may be any mapping. Raises TypeError
+    for anything but a dict and for a module or optimizer in it, UsageError if two leaves have the
+    same name, or if it has no end.
     """
-    if not isinstance(state_dict, dict):
+    if not isinstance(state_dict, Mapping if saved else dict):
         raise TypeError(f"a state dict is a dict, not {_kind(state_dict)}")
     try:
         found = list(_leaves((), state_dict, Counter if saved else ()))

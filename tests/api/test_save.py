@@ -84,6 +84,14 @@ def test_safetensors_of_a_plain_model(out: Path) -> None:
     assert told[-1][0] == told[-1][1] > 0
 
 
+def test_the_state_dict_of_an_open_checkpoint_is_saved(out: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "step": 3}, out / "m.pt")
+    ckptool.save(ckptool.open(out / "m.pt").state_dict(), out / "n.pt")
+    saved = torch.load(out / "n.pt")
+    assert torch.equal(saved.pop("model.w"), torch.ones(2))
+    assert saved == {"step": 3}
+
+
 class Custom:
     pass
 
