@@ -324,15 +324,29 @@ def test_verify_says_that_a_chunk_is_outside_of_any_tensor(
     assert (outcome.kind, "chunk-outside" in outcome.message) == ("reported", True), outcome
 
 
-@pytest.mark.parametrize(("name", "path"), [("w", ("x",)), ("x", ("w",)), ("x", ("x", 3))])
+@pytest.mark.parametrize(
+    ("name", "path"), [("w", ("x",)), ("x", ("w",)), ("x", ("x", 3)), ("w", None), ("x", None)]
+)
 def test_verify_names_what_has_another_path(
-    name: str, path: tuple[str | int, ...], tmp_path: Path
+    name: str, path: tuple[str | int, ...] | None, tmp_path: Path
 ) -> None:
     """Of a value, too: torch's converter to one file puts it there, or finds no such key."""
     pytest.importorskip("torch")
     source = b.value_dcp(tmp_path / "src" / "ck", b.program(number(7)))
     metadata = pickle.loads((source / ".metadata").read_bytes())
-    metadata.planner_data = {"w": ("w",), "x": ("x",), name: path}
+    paths = {"w": ("w",), "x": ("x",), name: path}
+    metadata.planner_data = {name: path for name, path in paths.items() if path is not None}
     (source / ".metadata").write_bytes(pickle.dumps(metadata))
     outcome = attack(source, to=(VERIFY,))
     assert (outcome.kind, "name-mismatch" in outcome.message) == ("reported", True), outcome
+
+
+@pytest.mark.parametrize("name", ["TensorStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"])
+def test_verify_names_a_class_that_torch_does_not_have(name: str, tmp_path: Path) -> None:
+    """Such a file reads like any other, but torch cannot load it."""
+    source = b.value_dcp(tmp_path / "src" / "ck", b.program(number(7)))
+    data = (source / ".metadata").read_bytes()
+    assert name.encode() in data
+    (source / ".metadata").write_bytes(data.replace(name.encode(), name.upper().encode()))
+    outcome = attack(source, to=(VERIFY,))
+    assert (outcome.kind, outcome.message) == ("reported", "unknown-global"), outcome

@@ -176,6 +176,7 @@ def _catalog(
         for name in source.files
         if RANK_METADATA.fullmatch(name) and name not in parsed and METADATA in parsed
     ]
+    notes += inventory.unplaced()
     version = next((m.version for m in parsed.values() if m.version), None)
     is_lightning = META in source.files
     info = {"writer": WRITER if is_lightning else "torch.distributed.checkpoint"}

@@ -61,6 +61,15 @@ class Inventory(Struct):
         """Return the path of a name in the state dict."""
         return self.paths.get(name, (name,))
 
+    def unplaced(self) -> list[Problem]:
+        """Return a problem for each name without a path, where others have one."""
+        names = [*self.types, *self.values] if self.paths else []
+        return [
+            Problem(f"{name}: planner_data has no path for it", "name-mismatch", tensor=name)
+            for name in names
+            if name not in self.paths
+        ]
+
 
 def take_inventory(source: Source, parsed: Mapping[str, DcpMetadata]) -> Inventory:
     """Collect the content of the metadata files, with its contradictions."""

@@ -48,7 +48,7 @@ class DcpMetadata(Struct, frozen=True):
 
     ``items`` are those in no table, by name and chunk offset; the offset is None for a bytes item.
     ``positions`` has the byte of the first occurrence of each global of the pickle, without mere
-    records, which trainers have of their own (OLMo-core 3.0 ``_StorageInfo``).
+    records of other packages than torch: trainers have their own (OLMo-core 3.0 ``_StorageInfo``).
 
     Megatron-core records more. ``plans`` are, for each rank, the name and offset of every chunk it
     intended to save, in its own order (None if they were not recorded). ``reformulated`` are the
@@ -79,9 +79,14 @@ def parse(data: bytes, what: str) -> DcpMetadata:
         except Damaged as error:
             raise Damaged(error.message.recoded("metadata-unreadable")) from None
         del data  # for a large one as much as all columns take
-        inert = loaded.globals.records
-        positions = {(i.module, i.name): at for i, at in loaded.globals.items() if i not in inert}
+        found, records = loaded.globals, loaded.globals.records
+        named = {i: at for i, at in found.items() if i not in records or _is_of_torch(i)}
+        positions = {(i.module, i.name): at for i, at in named.items()}
         return _metadata(loaded.value, positions, what)
+
+
+def _is_of_torch(item: Global) -> bool:
+    return item.module.partition(".")[0] == "torch"
 
 
 def _metadata(value: Any, positions: dict[tuple[str, str], int], what: str) -> DcpMetadata:

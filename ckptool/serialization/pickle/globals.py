@@ -207,6 +207,15 @@ _KNOWN = _expand(
         "torch.storage": "UntypedStorage TypedStorage",
         "torch.torch_version": "TorchVersion",
         "torch.fx.passes.shape_prop": "TensorMetadata",
+        "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta"
+        " BytesStorageMetadata TensorStorageMetadata ChunkStorageMetadata TensorProperties"
+        " _MEM_FORMAT_ENCODING",
+        "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+        "torch.distributed.checkpoint.hf_storage": "_HFStorageInfo",
+        "torch.distributed.checkpoint._hf_utils": "_HFStorageInfo",
+        "torch.distributed.checkpoint.planner": "SavePlan WriteItem WriteItemType TensorWriteData"
+        " BytesIOWriteData",
+        "torch.distributed.checkpoint.state_dict": "StateDictOptions",
         "torch.distributed.remote_device": "_remote_device",
         "mmengine.logging.history_buffer": "HistoryBuffer",
         "megatron.core.rerun_state_machine": "RerunState RerunMode RerunDiagnostic",
@@ -218,7 +227,7 @@ _KNOWN = _expand(
 )
 _KNOWN_PACKAGES = tuple(
     "torch.distributed.tensor. torch.distributed._tensor. torch.distributed.device_mesh."
-    " torch.distributed._mesh_layout. torch.distributed._shard. torch.distributed.checkpoint."
+    " torch.distributed._mesh_layout. torch.distributed._shard."
     " megatron.core.dist_checkpointing. nvidia_resiliency_ext.checkpointing."
     " bytecheckpoint.checkpointer. torchao. megatron.core.enums."
     " megatron.core.transformer.enums.".split()
