@@ -31,6 +31,10 @@ _MOST_TOKENS = 32 * _MOST_ENTRIES
 """What Python parses in seconds. Most entries have 21 quotes, brackets, commas and colons."""
 _MOST_DIGITS = 20
 """Those of 2**64; to convert millions of them takes the square of their number."""
+_MOST_LEVELS = 127
+"""Brackets within brackets that the library parses (serde_json)."""
+_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _INTEGERS = {int}
 _TOO_LARGE = 1 << 63
 _ZEROS = bytes.maketrans(b"123456789", b"000000000")
@@ -178,7 +182,15 @@ def _parse(text: bytes, file: str) -> dict[str, Any]:
         )
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{file}: the header is not valid JSON: {error}") from None
+    if (levels := _count_levels(text)) > _MOST_LEVELS:
+        message = f"{file}: the header has {levels:,} levels of brackets; safetensors reads up to"
+        raise Damaged(f"{message} {_MOST_LEVELS}")
     return cast(dict[str, Any], header)
+
+
+def _count_levels(text: bytes) -> int:
+    brackets = _TEXT.sub(b"", text).translate(None, _NO_BRACKETS)
+    return max(itertools.accumulate(1 if bracket in b"[{" else -1 for bracket in brackets))
 
 
 def require_within_limits(text: bytes, file: str) -> None:

@@ -29,6 +29,8 @@ SAFETENSORS: dict[str, Callable[[], bytes]] = {
     "header shorter than its JSON": lambda: le(10, 8) + b.safetensors({"w": b.entry()})[8:],
     "seven bytes": lambda: b"\1" * 7,
     "nested 1,000,000 deep": lambda: b.safetensors(nested(1_000_000)),
+    "unknown field nested as deep as is read": lambda: rewritten(more=json.loads(nested(124))),
+    "unknown field nested deeper": lambda: rewritten(more=json.loads(nested(125))),
     "objects nested deep": lambda: b.safetensors(b'{"a":' * 200_000 + b"1" + b"}" * 200_000),
     "name twice": lambda: b.safetensors(
         b'{"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},'
@@ -135,6 +137,7 @@ DAMAGED_SAFETENSORS = (
     "metadata a number",
     "header in utf-16",
     "offsets an object",
+    "unknown field nested deeper",
 )
 
 
@@ -145,6 +148,14 @@ def test_safetensors_that_must_be_refused(name: str, tmp_path: Path) -> None:
     path.write_bytes(SAFETENSORS[name]())
     outcome = attack(path, to=("safetensors",))
     assert (outcome.kind, outcome.exit_code) == ("error", 3), str(outcome)
+
+
+def test_a_field_that_safetensors_reads_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "src" / "x.safetensors"
+    path.parent.mkdir()
+    path.write_bytes(SAFETENSORS["unknown field nested as deep as is read"]())
+    outcome = attack(path, to=("safetensors",))
+    assert outcome.kind == "ok", str(outcome)
 
 
 def index(weight_map: Any, **more: Any) -> bytes:
