@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache, partial
-from typing import Literal, TypeVar
+from functools import cached_property, lru_cache, partial
+from typing import Generic, Literal, TypeVar
 
 from msgspec import Struct, field
 
@@ -55,6 +55,8 @@ TAKES = (
 _FEW = 3
 _LONGEST = 1.0
 """Seconds of the processor for one pattern and one name."""
+_MOST_PATTERNS = 1 << 14
+_NAME, _NO_DOT = re.compile(r"[\w.-]+"), re.compile(r"[^.]")
 _AT_ONCE = re.compile(r"[^*+?{|]*")
 """A pattern without repetitions and alternatives, as most are: it is matched in no time."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -81,7 +83,7 @@ _KNOWN = frozenset(
 )
 
 
-class Settings(Struct, frozen=True):
+class Settings(Struct, frozen=True, dict=True):
     """What adapter_config.json says of a LoRA that decides what it is merged to."""
 
     place: str
@@ -103,7 +105,7 @@ class Settings(Struct, frozen=True):
 
     def rank_of(self, key: str) -> int:
         """Return the rank of a module or parameter, as PEFT finds it by its name."""
-        return self._find(self.rank_pattern, key, self.r)
+        return self._ranks.find(key, self.r)
 
     def scale_of(self, key: str) -> float:
         """Return what the product of a module's matrices is multiplied by."""
@@ -115,20 +117,26 @@ class Settings(Struct, frozen=True):
 
         It looked for rank and alpha under the first pattern of either that fits.
         """
-        patterns = {pattern: pattern for pattern in (*self.rank_pattern, *self.alpha_pattern)}
-        first = self._find(patterns, key, "")
-        former = self.alpha_pattern.get(first, self.lora_alpha)
-        return not self.peft_version and former != self._alpha_of(key)
+        if self.peft_version:
+            return False
+        former = self.alpha_pattern.get(self._either.find(key, ""), self.lora_alpha)
+        return former != self._alpha_of(key)
 
     def _alpha_of(self, key: str) -> float:
-        return self._find(self.alpha_pattern, key, self.lora_alpha)
+        return self._alphas.find(key, self.lora_alpha)
 
-    def _find(self, patterns: Mapping[str, _Value], key: str, usual: _Value) -> _Value:
-        """Return the value of the first pattern that a name ends with, the usual one without."""
-        try:
-            return next(_matching(patterns, key), usual)
-        except Unsupported as error:
-            raise error.within(self.place) from None
+    @cached_property
+    def _ranks(self) -> _Patterns[int]:
+        return _Patterns(self.place, self.rank_pattern)
+
+    @cached_property
+    def _alphas(self) -> _Patterns[float]:
+        return _Patterns(self.place, self.alpha_pattern)
+
+    @cached_property
+    def _either(self) -> _Patterns[str]:
+        patterns = (*self.rank_pattern, *self.alpha_pattern)
+        return _Patterns(self.place, {pattern: pattern for pattern in patterns})
 
     def tokens_of(self, module: str) -> tuple[int, ...]:
         """Return the rows of an embedding that were trained apart; none if nothing says so."""
@@ -284,22 +292,56 @@ def _settings(record: Record, where: str) -> Settings:
         raise Unsupported(f"{where}: {error}") from None
 
 
-def _matching(patterns: Mapping[str, _Value], key: str) -> Iterator[_Value]:
-    """Yield the values of the patterns that a name ends with, as PEFT matches them.
+class _Patterns(Generic[_Value]):
+    """The values of patterns, of which the first that a name ends with counts, as in PEFT.
 
-    Raises Unsupported for one that takes too long, as anybody may write such.
+    Most are names themselves, of which only a dot may also be another character. They are looked
+    up, not tried one by one: an adapter may have thousands, one for each module.
     """
-    for pattern, value in patterns.items():
+
+    def __init__(self, place: str, values: Mapping[str, _Value]) -> None:
+        self._place = place
+        self._values = list(values.items())
+        self._names = {p: number for number, p in enumerate(values) if _NAME.fullmatch(p)}
+        self._shapes = {_NO_DOT.sub(" ", name) for name in self._names}
+        self._others = [number for number, p in enumerate(values) if p not in self._names]
+        if len(self._others) > _MOST_PATTERNS:
+            message = f"{place}: {len(self._others):,} patterns that are more than names; ckptool"
+            raise Unsupported(f"{message} tries up to {_MOST_PATTERNS:,}", "limit-exceeded")
+
+    def find(self, key: str, usual: _Value) -> _Value:
+        """Return the value of the first pattern that a name ends with, the usual one without."""
+        none = len(self._values)
+        endings, numbers = self._endings(key), self._others
+        if "\n" in key:  # the one character that a dot is not
+            endings, numbers = iter(()), [*range(none)]
+        first = min((self._names.get(ending, none) for ending in endings), default=none)
+        tried = (number for number in numbers if number < first and self._fits(number, key))
+        first = next(tried, first)
+        return self._values[first][1] if first < none else usual
+
+    def _endings(self, key: str) -> Iterator[str]:
+        """Yield the endings of a name, with dots where the names of a shape have them."""
+        for shape in self._shapes:
+            start = len(key) - len(shape)
+            if start == 0 or (start > 0 and key[start - 1] == "."):
+                pairs = zip(shape, key[start:], strict=True)
+                yield "".join("." if dot == "." else letter for dot, letter in pairs)
+
+    def _fits(self, number: int, key: str) -> bool:
+        """Try a pattern; Unsupported if it takes too long, as anybody may write such."""
+        pattern, _ = self._values[number]
         try:
-            if _ending(pattern)(key):
-                yield value
+            return bool(_ending(pattern)(key))
+        except Unsupported as error:
+            raise error.within(self._place) from None
         except TimeoutError:
-            message = f"pattern {_short(pattern)} takes more than"
+            message = f"{self._place}: pattern {_short(pattern)} takes more than"
             message += f" {_LONGEST:g} s to match {key}"
             raise Unsupported(message, "limit-exceeded", hint="simplify it there") from None
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=_MOST_PATTERNS)
 def _ending(pattern: str) -> Callable[[str], object]:
     """Return what matches a name that ends with a pattern; Unsupported if it is none."""
     whole = rf"(.*\.)?({pattern})$"

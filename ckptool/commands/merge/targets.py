@@ -234,14 +234,14 @@ def _orient(targets: Sequence[Target], tensors: Tensors, settings: Settings) -> 
     Raises Unsupported for other shapes or ranks, Undetermined for a square that nothing decides.
     """
     orders = _orders_of_modules(tensors)
+    either = {turned: replace(settings, fan_in_fan_out=turned) for turned in (False, True)}
     pairs = list[tuple[Target, set[bool]]]()
     for target in targets:
         entry, key = tensors[target.name], _kind(target)
         # an adapter's config says it of the last module with a LoRA, and PEFT goes by each one's
         is_turned = True in (orders.get(key) or {settings.fan_in_fan_out})
-        module_settings = replace(settings, fan_in_fan_out=is_turned)
-        _require_fit(target, entry, module_settings)
-        pairs.append((target, _sides(target, entry, module_settings)))
+        _require_fit(target, entry, either[is_turned])
+        pairs.append((target, _sides(target, entry, either[is_turned])))
     for target, sides in pairs:
         is_matrix = target.experts or len(tensors[target.name].shape) == 2
         if len(sides) == 1 and is_matrix and not target.lora.is_embedding:

@@ -169,11 +169,20 @@ class _Ranks:
     def __init__(self, config: Record) -> None:
         r: Any = config.get("r", _DEFAULT_RANK)
         patterns: Any = config.get("rank_pattern")
-        self._patterns: dict[str, Any] = patterns if isinstance(patterns, dict) else {}
-        self._usual = r
+        patterns = patterns if isinstance(patterns, dict) else {}
+        self._usual: tuple[int, Any] = (len(patterns), r)
+        self._whole, self._ends = dict[str, tuple[int, Any]](), dict[str, tuple[int, Any]]()
+        self._others: list[tuple[int, Any]] = []
+        for key, numbered in zip(patterns, enumerate(patterns.values()), strict=True):
+            plain = key.removeprefix("^").removesuffix("$")
+            if _PLAIN.fullmatch(plain):
+                (self._whole if key[:1] == "^" else self._ends).setdefault(plain, numbered)
+            else:
+                self._others.append(numbered)
+        self._lengths = {*map(len, self._ends)}
         self.unusable = {
             where: rank
-            for where, rank in {"r": r, **self._patterns}.items()
+            for where, rank in {"r": r, **patterns}.items()
             if type(rank) is not int or rank < 1
         }
         parameters: Any = config.get("target_parameters")
@@ -193,15 +202,11 @@ class _Ranks:
         return bool(self._parameters_of(module))
 
     def _ranks_of(self, name: str) -> Iterator[int]:
-        for key, rank in self._patterns.items():
-            plain = key.removeprefix("^").removesuffix("$")
-            is_plain = _PLAIN.fullmatch(plain) is not None
-            if is_plain and name != plain and (key[:1] == "^" or not name.endswith(f".{plain}")):
-                continue
-            yield rank
-            if is_plain:
-                return
-        yield self._usual
+        ends = (name[len(name) - length :] for length in self._lengths if length <= len(name))
+        found = [self._ends.get(end, self._usual) for end in ends if f".{name}".endswith(f".{end}")]
+        number, rank = min([*found, self._whole.get(name, self._usual)])
+        yield from (other for at, other in self._others if at < number)
+        yield rank
 
     def _parameters_of(self, module: str) -> list[str]:
         return [

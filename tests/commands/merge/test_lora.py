@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -525,11 +527,26 @@ def test_a_scale_that_older_versions_have_otherwise_is_noted(
     assert ("model.q.weight: scaled as since PEFT 0.14" in said) == is_noted
 
 
-def test_a_config_that_names_each_module_as_eva_does_is_compiled_once() -> None:
+def test_a_config_that_names_each_module_as_eva_does_is_not_tried_name_by_name() -> None:
     ranks = {f"layers.{n}.of.them": 4 for n in range(800)}
-    settings, before = Settings("config", 8, 8, rank_pattern=ranks), _ending.cache_info().misses
+    settings, before = Settings("config", 8, 8, rank_pattern=ranks), _ending.cache_info()
     assert {settings.scale_of(name) for name in [*ranks][-3:]} == {2}
-    assert _ending.cache_info().misses - before == len(ranks)
+    assert _ending.cache_info() == before
+
+
+def test_patterns_are_matched_as_by_peft() -> None:
+    """Of any that fit, the first counts, whether it is a name or more; a dot is any character."""
+    random = Random(7)
+    for _ in range(300):
+        patterns = ["".join(random.choices("ab.-", k=random.randint(1, 4))) for _ in range(6)]
+        patterns += [f"({p})?{q}[ab]" for p, q in zip(patterns, "ab", strict=False)]
+        random.shuffle(patterns)
+        ranks = {pattern: number for number, pattern in enumerate(patterns)}
+        settings = Settings("config", -1, 8, rank_pattern=ranks)
+        for _ in range(20):
+            key = "".join(random.choices("ab.\n-", [9, 9, 9, 1, 1], k=random.randint(0, 6)))
+            fitting = (ranks[p] for p in ranks if re.match(rf"(.*\.)?({p})$", key))
+            assert settings.rank_of(key) == next(fitting, -1), (key, patterns)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
