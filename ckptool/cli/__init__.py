@@ -75,6 +75,8 @@ def _show_failure(error: Exception) -> int:
     An unexpected one that an interruption brought about is one: a signal may come where Python
     takes or releases a lock, and the lock is then not as the code around it left it.
     """
+    if isinstance(error, OSError) and error.filename is None and not _can_print():
+        error.filename = "stdout"
     failure = known_error(error)
     if isinstance(failure, InternalError) and (code := _interruption_behind(error)) is not None:
         return _show_interruption(code, error)
@@ -91,6 +93,16 @@ def _show_failure(error: Exception) -> int:
         with suppress(OSError):  # nothing can be said; the exit code still tells
             os.write(2, f"error: {ascii(str(failure.message))[1:-1]}\n".encode())
     return failure.exit_code
+
+
+def _can_print() -> bool:
+    """Return whether what was printed can be written; if not, print no more of it."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until the end)
+        return False
+    return True
 
 
 def _print_json_error(error: CkptoolError) -> None:
