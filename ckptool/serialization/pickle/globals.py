@@ -81,12 +81,25 @@ in a partial is a global too, and judged by itself.
 _DOTTED = frozenset([Global(SHARDED_MODULE, "ShardedTensor.ProcessGroupState")])
 """Dotted names in real checkpoints; any other could reach hidden attributes of a class."""
 
+_MEMORY_FORMATS = frozenset(
+    f"torch.{name}"
+    for name in "contiguous_format preserve_format channels_last channels_last_3d".split()
+)
+
+
+def _is_memory_format(item: Global) -> bool:
+    """Return whether a global is one of torch's memory formats.
+
+    They have no module of their own: protocol 4 names the first one that has a ``torch``.
+    """
+    return item.name in _MEMORY_FORMATS and not _is_code(item.module)
+
 
 def can_run_code(item: Global) -> bool:
     """Return whether calling this global could run code or touch the system."""
     if item.module in (*_BUILTINS, "__builtins__"):
         return item.name not in _SAFE_BUILTINS and item.name != "getattr"
-    if is_numpy(item):
+    if is_numpy(item) or _is_memory_format(item):
         return False
     if ("." in item.name and item not in _DOTTED) or item.name.startswith("__"):
         return True
@@ -259,7 +272,8 @@ def is_known(item: Global) -> bool:
 
 def is_harmless(item: Global) -> bool:
     """Return whether a global is, by its name, a class of a package whose classes contain data."""
-    return item.module.partition(".")[0] in _HARMLESS_PACKAGES and is_class(item)
+    is_data = is_class(item) or _is_memory_format(item)
+    return is_data and item.module.partition(".")[0] in _HARMLESS_PACKAGES
 
 
 def is_member(owner: Any, name: Any) -> bool:

@@ -148,3 +148,13 @@ def test_safetensors_leave_numpy_out_and_say_so(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "a.pt")
     report = ckptool.convert(tmp_path / "a.pt", tmp_path / "out", to="safetensors")
     assert any("not carried: scalars.float64 (numpy scalar)" in note for note in report.notes)
+
+
+def test_memory_formats_of_protocol_4_are_no_code(tmp_path: Path) -> None:
+    """Their name has a dot, as has one that reaches hidden attributes of a class."""
+    state = {"w": torch.ones(2), "format": torch.channels_last}
+    torch.save(state, tmp_path / "m.pt", pickle_protocol=4)
+    report = ckptool.convert(tmp_path / "m.pt", tmp_path / "out.pt", to="torch-save", fsync=False)
+    assert [note for note in report.notes if note.startswith("not carried: format")]
+    codes = {finding.code for finding in ckptool.verify(tmp_path / "m.pt").findings}
+    assert "hostile-global" not in codes
