@@ -22,6 +22,8 @@ _AGAIN = 0.01
 """Seconds after which a signal that Python ignored is sent again."""
 _MMAP_THRESHOLD = -3
 """``M_MMAP_THRESHOLD`` of glibc's malloc.h."""
+_NO_ROOM = "failed to map segment"
+"""What the dynamic linker says of a library that memory does not suffice for."""
 
 
 def set_up(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -141,6 +143,9 @@ def known_error(error: BaseException) -> CkptoolError:
         )
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return Unsupported("not enough memory", hint="use a smaller --budget")
+    if isinstance(error, ImportError) and _NO_ROOM in str(error):
+        hint = "raise the limit of memory (ulimit -v, the container's)"
+        return Unsupported("not enough memory to load a package", hint=hint)
     if isinstance(error, OSError):
         return failure_of(error)
     if isinstance(error, RecursionError):

@@ -100,6 +100,7 @@ def ran(words: list[str], error: BaseException, monkeypatch: pytest.MonkeyPatch)
         (OSError(12, "Cannot allocate memory"), 4, "not enough memory"),
         (OSError(116, "Stale file handle", "/runs/1"), 5, "/runs/1: Stale file handle"),
         (ImportError("no numpy"), 4, "cannot import a package: no numpy"),
+        (ImportError("x.so: failed to map segment"), 4, "not enough memory to load a package"),
     ],
 )
 def test_no_error_ends_in_a_traceback(
