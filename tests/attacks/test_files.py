@@ -12,10 +12,13 @@ import pytest
 from attack_harness import attack, attack_all
 from honest_files import W, require_honest
 
+import ckptool
 from ckptool.commands.convert import prepare
 from ckptool.commands.open import open_checkpoint
+from ckptool.commands.options.files import text_of
 from ckptool.commands.options.target import ConvertOptions
-from ckptool.errors import CkptoolError
+from ckptool.commands.verify.manifest import schema
+from ckptool.errors import CkptoolError, Damaged, UsageError
 
 STATE = b.program(b.dct(w=b.tensor()))
 
@@ -289,3 +292,20 @@ def test_nothing_outside_the_target_is_written(tmp_path: Path) -> None:
     assert set(outcomes[0].tensors.values()) == {W}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["src", "src.target"]
     assert sorted(p.name for p in (tmp_path / "src").iterdir()) == ["x.pt"]
+
+
+def sound(folder: Path) -> Path:
+    path = folder / "m.safetensors"
+    path.write_bytes(b.safetensors({"w": b.entry()}))
+    return path
+
+
+def test_a_file_that_an_option_names_may_have_no_end() -> None:
+    with pytest.raises(UsageError, match="more than 67,108,864 characters"):
+        text_of(Path("/dev/zero"), "--plan")
+
+
+def test_a_manifest_may_have_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "_LARGEST", 1 << 20)
+    with pytest.raises(Damaged, match="too large for a manifest"):
+        ckptool.verify(sound(tmp_path), manifest="/dev/zero")

@@ -117,6 +117,14 @@ def require_replaceable(path: Location, *, overwrite: bool) -> None:
         require_marked(disk, MARK, noun="manifest")
 
 
+def _read(path: Location) -> bytes:
+    """Return the bytes of a file, no more than one too many of a device without end."""
+    if (disk := on_disk(path)) is None:
+        return path.read_bytes()
+    with disk.open("rb") as file:
+        return file.read(_LARGEST + 1)
+
+
 def read_manifest(path: Location) -> CheckpointManifest:
     """Read a manifest from a file.
 
@@ -124,9 +132,10 @@ def read_manifest(path: Location) -> CheckpointManifest:
     what was written, or is incomplete.
     """
     try:
-        if (disk := on_disk(path)) is not None and (size := disk.stat().st_size) > _LARGEST:
-            raise Damaged(f"{path}: {size:,} bytes; too large for a manifest")
-        text = path.read_bytes().decode()
+        data = _read(path)
+        if len(data) > _LARGEST:
+            raise Damaged(f"{path}: more than {_LARGEST:,} bytes; too large for a manifest")
+        text = data.decode()
     except OSError as error:
         raise NotFound(
             f"{path}: cannot be read: {(error.strerror or str(error)).lower()}", hint=_WRITES
