@@ -54,6 +54,8 @@ def _whole(words: str) -> str:
 
 _OPTIMIZERS = "(?:adam)?optim(?:izer)?(?:[gd]|states?)?"
 _SCHEDULERS = "(?:lr)?sched(?:uler)?(?:[gd]|states?)?"
+_DOMAINS = "(?:[-_](?:a2?b?|b2?a?))?"
+"""What CycleGAN's networks are for: ``G_A``, ``D_B``, ``netG_A2B``."""
 _ROLES = (
     Role("optimizer", "opt|optims?|optimizers?", "optim", _OPTIMIZERS, beside=True, state=True),
     Role("optimizer", "adam", "adam", "adamw", beside=True),  # models may be called so, too
@@ -71,14 +73,15 @@ _ROLES = (
     Role("model", "models?|weights|actor|policy|unet", "model|weights|adapter"),
     Role(
         None,
-        "value|reward|ref|dis|disc|discriminator|netd|do?",
+        rf"value|reward|ref|dis|disc|discriminator|(?:net)?d{_DOMAINS}|do",
         extra_words="swa|ewma|polyak|avg|averaged?",
         beside=True,
     ),
     Role(
         None,
         "module|net|network|weight|params?|masters?|student|teacher|vae|transformer|controlnet"
-        "|encoder|decoder|backbone|head|classifier|gen|generator|netg|g|lora",
+        "|encoder|decoder|backbone|head|classifier|gen|generator|lora"
+        rf"|(?:net)?g{_DOMAINS}",
         extra_words="enc|dec",
     ),
     Role(None, "amp|trainer|train|training|extra|states?|dict", empty=True),

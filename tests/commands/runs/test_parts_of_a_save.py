@@ -669,3 +669,15 @@ def test_a_run_may_be_called_as_a_part(tmp_path: Path) -> None:
         torch.save({"w": WEIGHT}, folder / "model.pt")
     torch.save(OPTIMIZER, folder / "optimizer.pt")
     assert all(step.ok for step in checked(tmp_path / "weights" / "teacher_student").steps)
+
+
+@pytest.mark.parametrize("names", ["{}_net_G_A {}_net_G_B {}_net_D_A {}_net_D_B",
+                                   "netG_A2B_{} netG_B2A_{} netD_A_{} netD_B_{}"])  # fmt: skip
+def test_networks_of_two_domains_are_one_step(names: str, tmp_path: Path) -> None:
+    """CycleGAN's, models/base_model.py: no network of a step is a step of its own."""
+    for epoch in (5, 10):
+        for name in names.format(*[epoch] * 4).split():
+            torch.save({"0.weight": torch.rand(8, 4)}, tmp_path / f"{name}.pth")
+    assert [(s.number, s.ok, len(s.beside)) for s in checked(tmp_path).steps] == [
+        (10, True, 3), (5, True, 3)
+    ]  # fmt: skip
