@@ -53,6 +53,8 @@ def _summary(report: PruneReport) -> Line:
     if stripped:
         parts.append((f"the optimizer of {plural(len(stripped), 'step')}", stripped))
     what = " and ".join(f"{name}, {size(sum(s.freed for s in steps))}" for name, steps in parts)
+    if all(step.ok is None for step in report.steps):
+        good = "no step was verified"
     if not going and not stripped and not report.leftovers:
         return [f"nothing to remove; {good}"]
     if report.removed:

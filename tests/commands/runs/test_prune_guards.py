@@ -408,3 +408,10 @@ def test_a_number_that_is_recorded_but_not_called_a_step_stays(tmp_path: Path) -
     report = pruned(tmp_path, keep_last=1)
     why = "its name does not say that its number is a step"
     assert {(step.fate, step.reason) for step in report.steps} == {("keep", why)}
+
+
+def test_steps_that_stay_by_their_names_are_not_said_to_be_bad(tmp_path: Path) -> None:
+    """As Lingua saves: none of them is verified."""
+    run = steps(tmp_path / "run", "0000000010", "0000000020")
+    result = CliRunner().invoke(app, ["prune", str(run), "--keep-last", "1"])
+    assert result.stdout.endswith("\nnothing to remove; no step was verified\n")
