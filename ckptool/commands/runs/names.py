@@ -50,7 +50,7 @@ _COUNTED = (
 _METRIC = (
     r"(?:loss|acc|accuracy|auc|auroc|ap|map|f1|iou|miou|dice|bleu|rouge|ppl|perplexity|wer|cer|psnr"
     r"|ssim|fid|score|metric|err|error|mse|mae|rmse|r2|recall|precision|top[15]|val|valid|eval|test"
-    r"|reward|return|kl|em|mrr|ndcg|nll|bp[bc]|elbo|tokens|samples)"
+    r"|rew(?:ard)?|return|kl|em|mrr|ndcg|nll|bp[bc]|elbo|tokens|samples)"
 )
 _IS_METRIC = rf"(?i)(?<![a-z]){_METRIC}(?![a-z])"
 _VALUE = r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?%?"

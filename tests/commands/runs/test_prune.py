@@ -298,3 +298,17 @@ def test_nothing_of_one_checkpoint_would_go(one: Case) -> None:
     with suppress(CkptoolError):
         report = pruned(one.path, quick=True)
         assert not report.of_fate("remove")
+
+
+def test_steps_that_are_all_called_the_last_are_steps(tmp_path: Path) -> None:
+    """rl_games 1.6, common/a2c_common.py: each save is the last, and says its reward."""
+    for epoch in (10, 20, 30):
+        state = {"model": {"w": torch.rand(4)}, "optimizer": {"state": {}}, "epoch": epoch}
+        torch.save(state, tmp_path / f"last_Ant_ep_{epoch}_rew_{epoch * 3.5 - 50}.pth")
+        torch.save(state, tmp_path / f"best-last_ep_{epoch}.pth")
+    torch.save(state, tmp_path / "last_ep_40.pth")
+    assert fates(pruned(tmp_path, 1)) == {
+        "last_Ant_ep_30_rew_55.0.pth": "keep", "last_Ant_ep_20_rew_20.0.pth": "remove",
+        "last_Ant_ep_10_rew_-15.0.pth": "remove", "last_ep_40.pth": "keep",
+        **{f"best-last_ep_{epoch}.pth": "keep" for epoch in (10, 20, 30)},
+    }  # fmt: skip

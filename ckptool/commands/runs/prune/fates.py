@@ -30,6 +30,7 @@ from ckptool.storage.commit_note import unfinished_problem
 from ckptool.storage.url import Location
 
 _NUMBER = re.compile("[0-9]+")
+_LAST = re.compile(r"(?i)(?<![a-z])(?:last|latest)(?![a-z])")
 Notify = Callable[[str], None]
 Fate = Literal["keep", "strip", "remove", "leave"]
 _UNCALLED = "its name does not say that its number is a step"
@@ -254,9 +255,17 @@ class _Decision(Struct, dict=True):
         number = step.number
         if every is not None and number is not None and number % every == 0:
             return f"every {every:,} steps" if every > 1 else "every step"
-        if is_spared(step.path.name):
+        if is_spared(step.path.name) and not self._is_one_of_many(step):
             return "its name says that it is no step among many"
         return None
+
+    def _is_one_of_many(self, step: Step) -> bool:
+        """Return whether more than one step of its kind is called the last: each was, once.
+
+        As rl_games' ``last_Ant_ep_200_rew_35.1.pth``.
+        """
+        alike = [other for other in self.steps if other.name.kind == step.name.kind]
+        return len(alike) > 1 and not is_spared(_LAST.sub("", step.path.name))
 
     def _ambiguity(self, step: Step) -> str | None:
         """Return why a step may not be what its name says; None if it is clear."""
