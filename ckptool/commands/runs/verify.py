@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -96,7 +96,12 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     if newest is not None and (damaged := assessor.damaged_beside(newest)):
         reports |= {report.path: report for report in damaged}
         models, newest = [newest], None
-    chosen, model = "" if newest is None else _describe_choice(opened, newest), None
+    chosen, model = "", None
+    if newest is not None:
+        series = opened.by_series[newest.series]
+        after = (reports.get(step.path) for step in series[series.index(newest) + 1 :])
+        passed = [report.path for report in after if report is not None and report.ok]
+        chosen = _describe_choice(opened, newest, passed)
     for step in () if newest is not None else models:
         # it was passed over by its metadata alone
         reports[step.path] = assessor.assess(step, reads=not options.quick).report
@@ -106,10 +111,15 @@ def verify_run(run: Location, options: VerifyOptions, *, every: bool) -> RunRepo
     return RunReport(run, (*reports.values(),), len(opened.steps), every, chosen, model)
 
 
-def _describe_choice(run: Run, step: Step) -> str:
-    """Return how a step was found to be the newest, with what speaks against it."""
+def _describe_choice(run: Run, step: Step, passed: Collection[Location] = ()) -> str:
+    """Return how a step was found to be the newest, with what speaks against it.
+
+    Newer ones of its series that are models alone were ``passed`` over, as torchtitan's last.
+    """
     later_step = written_after(run, step)
-    doubt = "" if later_step is None else f"; {later_step.path.name} was written later"
+    doubt = "".join(f"; {path.name}, which is newer, is a model alone" for path in passed)
+    if later_step is not None and later_step.path not in passed:
+        doubt += f"; {later_step.path.name} was written later"
     doubt += "".join(f"; {source} names {other}" for source, other in _other_latest(run, step))
     with suppress(TransferError):
         lost = dangling_pointers(run)

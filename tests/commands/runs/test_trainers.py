@@ -259,6 +259,8 @@ def test_a_last_step_of_the_model_alone_is_not_gone_on_from(format_: str, tmp_pa
     report = ckptool.verify_run(run, every=True)
     assert [step.export for step in report.steps] == [True, False, False, False]
     assert report.ok
+    for chosen in (report.chosen, ckptool.verify_run(run).chosen):
+        assert chosen == "by the step in its name; step-4, which is newer, is a model alone"
     assert latest(run) == "step-3"
     assert prune(run) == {"step-1", "step-2"}
 
