@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import case
 from fault_server import refuse
 from prune_runs import names_in, pruned
@@ -294,3 +295,18 @@ def test_a_pointer_to_a_step_that_is_not_there(
     chosen = verify_run(run, VerifyOptions(), every=False).chosen
     assert chosen.endswith(f"; {file} names {text.strip()}, which is not there") == lost
     assert ("is not there" in chosen) == lost
+
+
+def test_what_describes_a_step_keeps_none(tmp_path: Path) -> None:
+    """wenet, utils/train_utils.py: each save has a file of settings and counts beside it."""
+    for epoch, step in ((1, 8), (2, 16), (3, 24)):
+        for name in (f"epoch_{epoch}", f"step_{step}"):
+            torch.save({"w": torch.rand(4)}, tmp_path / f"{name}.pt")
+            settings = f"tag: {name}\nepoch: {epoch}\nstep: {step}\nmodel_dir: /w/exp\n"
+            (tmp_path / f"{name}.yaml").write_text(settings)
+    assert named(tmp_path) == set()
+    with (tmp_path / "epoch_3.yaml").open("a") as file:
+        file.write("init_from: epoch_1.pt\n")
+    assert named(tmp_path) == {"epoch_1.pt"}
+    (tmp_path / "resume.yaml").write_text("epoch: 2\n")
+    assert named(tmp_path) == {"epoch_1.pt", "epoch_2.pt"}

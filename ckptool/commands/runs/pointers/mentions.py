@@ -76,10 +76,8 @@ class StepNames:
         self._steps: dict[str, list[Step]] = {}
         for step in run.steps:
             for entry in step.entries:
-                stem = re.sub(r"\.[a-z]\w*(?:\.tar)?$", "", entry.name)
-                for name in dict.fromkeys(
-                    [entry.name.strip(), stem] if step.parts else [entry.name]
-                ):
+                names = [entry.name.strip(), _stem(entry.name)] if step.parts else [entry.name]
+                for name in dict.fromkeys(names):
                     self._steps.setdefault(name, []).append(step)
         self._numbered: dict[int | None, list[Step]] = {}
         for step in run.steps:
@@ -99,15 +97,29 @@ class StepNames:
         text = decode(data)
         if text is None:
             return
-        steps = list(self.in_text(_base_in(text) if name == ADAPTER_CONFIG else text, folder))
+        text_of_steps = _base_in(text) if name == ADAPTER_CONFIG else text
+        own_steps = [*self._described_by(file)]
+        named_steps = self.in_text(text_of_steps, folder, counts=not own_steps)
+        steps = [step for step in named_steps if step not in own_steps]
         if (re.fullmatch(POINTERS, name) or MUST_NAME.fullmatch(name)) and (
             _is_broken_json(name, text) or (not steps and self._is_cut(text.strip()))
         ):
             raise unreadable(self._run.path / file, f"it ends early, with {text.strip()[-40:]!r}")
         yield from steps
 
-    def in_text(self, text: str, folder: str) -> Iterator[Step]:
-        """Yield the steps that a text of a file in a folder of the run names or counts."""
+    def _described_by(self, file: str) -> Iterator[Step]:
+        """Yield the steps that a file describes, what it counts being theirs.
+
+        It lies beside each under its name, as wenet's ``epoch_3.yaml`` beside ``epoch_3.pt``.
+        """
+        beside = self._run.path / file
+        if beside.suffix in (".yaml", ".yml", ".json"):
+            for step in self._steps.get(_stem(beside.name), ()):
+                if any(entry.parent == beside.parent for entry in step.entries):
+                    yield step
+
+    def in_text(self, text: str, folder: str, *, counts: bool = True) -> Iterator[Step]:
+        """Yield the steps that a text of a file in a folder of the run names, or also counts."""
         try:
             leaves = list(_leaves(json.loads(text)))
         except (ValueError, RecursionError):
@@ -122,7 +134,7 @@ class StepNames:
         numbers += (number for key, number in _counted(text) if not key or _counts(key))
         for head, name in names:
             yield from self._by_name(head, name, folder)
-        for number in dict.fromkeys(numbers):
+        for number in dict.fromkeys(numbers) if counts else ():
             yield from self._by_number(number, folder)
 
     def _find_names(self, text: str) -> Iterator[tuple[str, str]]:
@@ -162,6 +174,10 @@ class StepNames:
         """Return whether a text is empty, or the beginning of a step's name."""
         last = re.split(r"[/\\\s\"']", text)[-1]
         return not text or any(name.startswith(last) for name in self._steps if last)
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"\.[a-z]\w*(?:\.tar)?$", "", name)
 
 
 def _base_in(config: str) -> str:
