@@ -87,8 +87,9 @@ _KERAS = FileKind(
 _ZIP_OF_OTHERS = FileKind(
     "a zip archive of other files",
     "unzip FILE -d FOLDER, then run ckptool on FOLDER",
-    rb"PK\x03\x04(?!.{26,126}/data\.pkl)",  # 26 bytes before the first name, a folder of up to 100
-    r".*\.(?:zip|mar)",
+    # 26 bytes before the first name, a folder of up to 100, and no other archive inside
+    rb"PK\x03\x04(?!(?:(?!PK\x03\x04).){26,126}/data\.pkl)",
+    r".*\.(?:zip|mar|mdlus)",  # of TorchServe, and of PhysicsNeMo, which has a model.pt
 )
 _KINDS = (
     *_PLACEHOLDERS,
@@ -240,7 +241,7 @@ def _zip_kind(names: Collection[str], file: str) -> FileKind | None:
     if "model.weights.h5" in names:
         return _KERAS
     is_torchs = any(name.rpartition("/")[2] == "data.pkl" for name in names)
-    if is_torchs or not file.endswith((".zip", ".mar")):
+    if is_torchs or not file.endswith((".zip", ".mar", ".mdlus")):
         return None
     return _ZIP_OF_OTHERS
 

@@ -671,6 +671,19 @@ def test_a_run_may_be_called_as_a_part(tmp_path: Path) -> None:
     assert all(step.ok for step in checked(tmp_path / "weights" / "teacher_student").steps)
 
 
+def test_a_checkpoint_in_a_zip_archive_is_to_be_unpacked(tmp_path: Path) -> None:
+    """PhysicsNeMo 2.2, core/module.py: ``model.pt`` begins within what tells kinds apart."""
+    torch.save({"w": WEIGHT}, tmp_path / "model.pt")
+    with ZipFile(tmp_path / "MLP.0.1.mdlus", "w") as archive:
+        archive.write(tmp_path / "model.pt", "model.pt")
+        archive.writestr("args.json", "{}")
+    (tmp_path / "model.pt").unlink()
+    for path in (tmp_path, tmp_path / "MLP.0.1.mdlus"):
+        with pytest.raises(Unrecognized, match="a zip archive of other files") as refused:
+            ckptool.inspect(path)
+        assert "unzip MLP.0.1.mdlus -d FOLDER" in str(refused.value.hint)
+
+
 @pytest.mark.parametrize("names", ["{}_net_G_A {}_net_G_B {}_net_D_A {}_net_D_B",
                                    "netG_A2B_{} netG_B2A_{} netD_A_{} netD_B_{}"])  # fmt: skip
 def test_networks_of_two_domains_are_one_step(names: str, tmp_path: Path) -> None:
