@@ -48,6 +48,7 @@ _MORE_STEPS = (
 _EPOCHS = (
     *("epoch", "meta.epoch", "trainer.epoch", "train_state.epoch", "state.epoch", "cur_epoch"),
     *("start_epoch", "last_epoch", "extra_state.train_iterator.epoch"),  # YOLOX, RT-DETR, fairseq
+    "reporter.epoch",  # ESPnet
 )
 _HEADS = ("", "app.")
 """Where values are: as the top of a checkpoint, or in the AppState of torch's recipe of DCP."""

@@ -268,6 +268,11 @@ TRAINERS = (
         spared=r"model\.pt\.(?:best|avg\d+)",
     ),
     Trainer(
+        "ESPnet",
+        "espnet 01d307c, espnet2/train/trainer.py; the optimizer is in checkpoint.pth alone",
+        step=r"(?P<epoch>\d+)epoch\.pth",
+    ),
+    Trainer(
         "OneTrainer",
         "OneTrainer, modules/trainer/GenericTrainer.py: models in save, for use",
         step=r"(?:.*[-_])?(?P<date>\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)-(?:backup|save)"

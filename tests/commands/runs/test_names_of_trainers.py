@@ -103,3 +103,22 @@ def test_models_that_are_saved_to_be_evaluated_below_files_of_ranks(tmp_path: Pa
     assert [step.path.name for step in report.steps if step.export] == [
         "teacher_checkpoint.pth"
     ] * 2
+
+
+def test_espnet_counts_epochs_and_goes_on_from_what_records_the_last(tmp_path: Path) -> None:
+    for epoch in range(1, 13):
+        weight = {"w": torch.rand(16, 8)}
+        state = {"model": weight, "reporter": {"epoch": epoch}, "optimizers": [OPTIMIZER]}
+        for name, saved_state in ((f"{epoch}epoch.pth", weight), ("checkpoint.pth", state)):
+            torch.save(saved_state, tmp_path / name)
+            age(tmp_path / name, epoch)
+    (tmp_path / "valid.acc.best.pth").symlink_to("3epoch.pth")
+    report = ckptool.verify_run(tmp_path)
+    assert report.latest_good is not None
+    assert report.latest_good.path.name == "checkpoint.pth"
+    assert report.chosen == "by the epoch that it records"
+    assert removed(tmp_path) == {f"{epoch}epoch.pth" for epoch in range(1, 12) if epoch != 3}
+    (tmp_path / "checkpoint.pth").write_bytes(b"")
+    alone = ckptool.verify_run(tmp_path)
+    assert alone.latest_good is not None
+    assert alone.latest_good.path.name == "12epoch.pth"
