@@ -15,7 +15,7 @@ from ckptool.commands.model.records import (
     is_causal,
 )
 from ckptool.core.catalog import Catalog, TensorEntry
-from ckptool.core.dtype import BY_NAME
+from ckptool.core.dtype import BY_NAME, DType
 from ckptool.core.quantization.names import kinds, packed_names
 from ckptool.errors import Problem
 
@@ -273,7 +273,11 @@ def _compare_ties(config: Record, catalog: Catalog) -> Iterator[Difference]:
 
 
 def _compare_dtypes(configs: Sequence[Record], catalog: Catalog) -> Iterator[Difference]:
-    """Compare the type of most elements with those of a config and its text_config."""
+    """Compare the type of most elements with those of a config and its text_config.
+
+    One that a type of the config holds exactly loses nothing when the model is loaded: torchtune
+    copies the config of its base, whatever it trains in.
+    """
     pairs = [
         (key, str(config[key]).removeprefix("torch."))
         for config in configs
@@ -281,8 +285,16 @@ def _compare_dtypes(configs: Sequence[Record], catalog: Catalog) -> Iterator[Dif
         if config.get(key)
     ]
     types, main = [name for _, name in pairs], main_dtype(catalog)
-    if pairs and main is not None and main not in types and all(name in BY_NAME for name in types):
+    if not pairs or main is None or not all(name in BY_NAME for name in types):
+        return
+    if not any(_holds(BY_NAME[name], BY_NAME[main]) for name in types):
         yield f"{_join(dict(pairs))}, but most elements are {main}", None
+
+
+def _holds(dtype: DType, other: DType) -> bool:
+    """Return whether a type has all numbers of another, which is not quantized."""
+    is_wider = dtype.exponent >= other.exponent and dtype.mantissa >= other.mantissa
+    return dtype is other or (dtype.kind == "float" and is_wider and not other.is_float8)
 
 
 def main_dtype(catalog: Catalog) -> str | None:

@@ -81,6 +81,19 @@ def test_a_config_of_another_model(change: dict[str, Any], words: str, out: Path
         convert_to("safetensors", bare, out / "copy", map=assets)
 
 
+def test_a_config_of_a_wider_type_loses_nothing(out: Path) -> None:
+    """As of torchtune, which copies that of the base."""
+    wide = CONFIG | {"torch_dtype": "float32"}
+    for dtype in (torch.bfloat16, torch.float16):
+        state = {name: values.to(dtype) for name, values in llama().items()}
+        source = folder(out / str(dtype), wide, **state)
+        assert codes(source) == []
+        convert_to("safetensors", source, out / f"{dtype}-copy")
+    half = CONFIG | {"torch_dtype": "float16"}
+    state = {name: values.bfloat16() for name, values in llama().items()}
+    assert codes(folder(out / "half", half, **state)) == ["config-mismatch"]
+
+
 def test_a_head_that_is_not_there(out: Path) -> None:
     tensors = {name: values for name, values in llama().items() if name != "lm_head.weight"}
     assert codes(folder(out / "m", CONFIG, **tensors)) == ["config-mismatch"]
