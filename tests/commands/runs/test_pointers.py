@@ -308,5 +308,6 @@ def test_what_describes_a_step_keeps_none(tmp_path: Path) -> None:
     with (tmp_path / "epoch_3.yaml").open("a") as file:
         file.write("init_from: epoch_1.pt\n")
     assert named(tmp_path) == {"epoch_1.pt"}
-    (tmp_path / "resume.yaml").write_text("epoch: 2\n")
+    torch.save({"w": torch.rand(4)}, tmp_path / "latest.pt")
+    (tmp_path / "latest.yaml").write_text("epoch: 2\n")
     assert named(tmp_path) == {"epoch_1.pt", "epoch_2.pt"}

@@ -113,7 +113,8 @@ class StepNames:
         It lies beside each under its name, as wenet's ``epoch_3.yaml`` beside ``epoch_3.pt``.
         """
         beside = self._run.path / file
-        if beside.suffix in (".yaml", ".yml", ".json"):
+        is_pointer = MUST_NAME.fullmatch(beside.name) is not None
+        if beside.suffix in (".yaml", ".yml", ".json") and not is_pointer:
             for step in self._steps.get(_stem(beside.name), ()):
                 if any(entry.parent == beside.parent for entry in step.entries):
                     yield step
