@@ -36,10 +36,10 @@ def verify(source: SourcePath = ".", *, options: Question, screen: SilentScreen)
 
     output = Output.of(options.form, as_json=screen.as_json, quiet=screen.quiet)
     output = output._replace(page=require_page(options.html))
+    options.require_possible()
     if options.codes:
         output.show_codes()
         return
-    options.require_possible()
     place, check, is_plain = parse_place(source, "SRC"), options.check, not options.asked
     if options.salvage is not None:
         _salvage(place, options.salvage, options, output)

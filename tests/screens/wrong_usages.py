@@ -73,6 +73,7 @@ WRONG_USAGES: dict[str, tuple[str, ...]] = {
         "inspect dcp_base --format csv --depth 1 --values",
         "verify dcp_base --seed 3",
         "verify dcp_base --quick --sample 5%",
+        "verify dcp_base --codes --manifest list.json",
         "verify dcp_base --overwrite",
         "verify dcp_base --salvage out --quick",
         "extract dcp_base w --resume",

@@ -153,7 +153,7 @@ _MANIFESTS = ("--write-manifest", "--manifest")
 _BY_NAME = (*_OTHERS, "--like", *_MANIFESTS)
 """The questions about tensors by their names, which may be others than SRC's own."""
 _ASKED = {
-    **{flag: flag for flag in (*_BY_NAME, "--follow", "--salvage")},
+    **{flag: flag for flag in (*_BY_NAME, "--follow", "--salvage", "--codes")},
     "--latest-good": _OF_RUN,
     "--all": _OF_RUN,
 }

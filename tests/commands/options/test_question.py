@@ -46,6 +46,7 @@ def test_what_is_asked(question: Question, asked: list[str], checks: tuple[str, 
     ("question", "words"),
     [
         (Question(against=OTHER, salvage=OTHER), "--against and --salvage: one at a time"),
+        (Question(every=True, codes=True), "--latest-good or --all and --codes: one at a time"),
         (Question(VerifyOptions(sample=0.5), OTHER), "--against compares every byte"),
         (Question(VerifyOptions(allow_nonfinite=True)), "--allow-nonfinite is for runs"),
         (Question(VerifyOptions(quick=True, sample=0.5)), "--quick and --sample: one at a time"),
