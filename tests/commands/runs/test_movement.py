@@ -322,6 +322,18 @@ def test_momentum_that_is_lost(tmp_path: Path) -> None:
     assert reasons(run, ignore=("moments-zero",)) == {}
 
 
+def test_moments_that_are_lost_with_the_steps_that_they_count(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    path = run / "checkpoint-50/optimizer.pt"
+    state = torch.load(path)
+    for tensor in (tensor for each in state["state"].values() for tensor in each.values()):
+        tensor.zero_()
+    torch.save(state, path)
+    why = "moments-zero: state.0.exp_avg: all momentum is zero, but not in checkpoint-40:"
+    assert reasons(run)["checkpoint-50"].startswith(why)
+    assert [*reasons(run)] == ["checkpoint-50"]
+
+
 def test_a_mean_that_is_lost_and_counts_no_steps(tmp_path: Path) -> None:
     """As of Lion, which keeps nothing else."""
     run = train(tmp_path)

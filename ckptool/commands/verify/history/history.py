@@ -228,9 +228,10 @@ def _zero_momentum(save: Save, predecessors: Sequence[Save]) -> Iterator[Problem
     momenta = save.momenta
     if not momenta.entries or not momenta.are_zero:
         return
-    for name, momentum in ((save.name, save.momenta) for save in predecessors):
+    for old in predecessors:
+        momentum = old.state.only(momenta.entries.keys() & old.state.entries.keys())
         if momentum.entries and not momentum.are_zero:
-            message = f"{next(iter(momenta.entries))}: all momentum is zero, but not in {name}"
+            message = f"{next(iter(momenta.entries))}: all momentum is zero, but not in {old.name}"
             yield Problem(f"{message}: a resume begins it again", "moments-zero")
             return
 

@@ -138,8 +138,8 @@ class Save(Struct, frozen=True, dict=True):
 
     @cached_property
     def momenta(self) -> Matrices:
-        """The momentum of each matrix that counts no steps: of SGD and Muon, or Lion's mean."""
-        kinds = {MOMENTUM} if self.steps_taken else _MEANS
+        """The momentum of each matrix, of optimizers that count no steps or have taken none."""
+        kinds = {MOMENTUM} if any(self.steps_taken.values()) else _MEANS
         names = self.state.entries
         return self.state.only(name for name in names if StateName.of(name).kind in kinds)
 
