@@ -52,12 +52,12 @@ def _whole(words: str) -> str:
     return rf"(?<![a-z])(?:{words})(?![a-z])"
 
 
-_OPTIMIZERS = "(?:adam)?optim(?:izer)?(?:[gd]|states?)?"
+_OPTIMIZERS = "adamopt(?:im(?:izer)?)?(?:[gd]|states?)?|opt(?:im(?:izer)?)?states?"
 _SCHEDULERS = "(?:lr)?sched(?:uler)?(?:[gd]|states?)?"
 _DOMAINS = "(?:[-_](?:a2?b?|b2?a?))?"
 """What CycleGAN's networks are for: ``G_A``, ``D_B``, ``netG_A2B``."""
 _ROLES = (
-    Role("optimizer", "opt|optims?|optimizers?", "optim", _OPTIMIZERS, beside=True, state=True),
+    Role("optimizer", "opt(?:im(?:izer)?s?)?[gd]?", "optim", _OPTIMIZERS, beside=True, state=True),
     Role("optimizer", "adam", "adam", "adamw", beside=True),  # models may be called so, too
     Role(
         "scheduler", "sched|schedulers?", "sched", _SCHEDULERS, beside=True, state=True, empty=True

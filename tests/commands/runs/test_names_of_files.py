@@ -43,6 +43,16 @@ def test_the_generator_and_the_rest_of_hifigan_are_one_step(tmp_path: Path) -> N
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["opt{}_{}.pth", "optim{}_{}.pth", "optimizer_{}_{}.pth"])
+def test_the_optimizers_of_a_gan_are_no_steps_of_their_own(name: str, tmp_path: Path) -> None:
+    for step in (10, 20):
+        for half in "GD":
+            torch.save({"w": WEIGHT}, tmp_path / f"net{half}_{step}.pth")
+            torch.save(OPTIMIZER, tmp_path / name.format(half, step))
+    report = ckptool.verify_run(tmp_path, every=True)
+    assert [(step.ok, len(step.beside)) for step in report.steps] == [(True, 3), (True, 3)]
+
+
 def test_an_entry_of_a_store_of_files_is_no_step(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     torch.save({"w": WEIGHT}, tmp_path / "blobs" / ("0f" * 20))
