@@ -74,6 +74,7 @@ SPOILED: dict[str, Callable[[State], object]] = {
     "a mean of squares below zero": in_moment("exp_avg_sq", -INF),
     "the second infinite mean of squares": in_squares,
     "infinite masters": in_moment("master_param", INF),
+    "a learning rate": lambda state: state["optimizer"]["param_groups"][0].update(lr=NAN),
     "masters": lambda state: state["optimizer"].update(fp32_from_fp16=[WEIGHT * NAN]),
 }
 WRITERS: dict[str, Callable[[State, Path], object]] = {

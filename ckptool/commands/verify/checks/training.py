@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
+from math import isnan
 
 from ckptool.commands.open import Survey
 from ckptool.commands.verify.checks.begun_later import code_of_fewer
 from ckptool.commands.verify.checks.content import locate_whole
 from ckptool.commands.verify.checks.measures import measure_each
-from ckptool.commands.verify.checks.optimizer_names import StateName, groups_of
+from ckptool.commands.verify.checks.optimizer_names import RATE, StateName, groups_of
 from ckptool.core.catalog import Catalog, Container, Place, RankStep, TensorEntry
 from ckptool.core.state_category import is_of_data, state_category
 from ckptool.core.text import list_some
@@ -39,7 +40,12 @@ _FEW_VALUES = 8
 
 
 def optimizer_problems(catalog: Catalog) -> Iterator[Problem]:
-    """Yield optimizer state that lacks a kind that other parameters have."""
+    """Yield optimizer state that lacks a kind that other parameters have, and rates of NaN."""
+    objects = catalog.objects.items()
+    rates = (n for n, e in objects if type(e.value) is float and isnan(e.value))
+    for name in filter(RATE.fullmatch, rates):
+        message = f"{name}: the learning rate is NaN, and so are all weights after the next step"
+        yield Problem(message, "not-finite").with_counts(nan=1)
     kinds: dict[str, set[str]] = defaultdict(set)
     by_first: dict[str, set[str]] = defaultdict(set)
     for name, entry in catalog.tensors.items():
