@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import chain
@@ -18,7 +18,11 @@ from ckptool.commands.options.read import AS_DETECTED, ReadOptions
 from ckptool.commands.options.verify import VerifyOptions
 from ckptool.commands.runs.assessment import Assessor
 from ckptool.commands.runs.order import open_run
-from ckptool.commands.runs.pointers.pointers import find_pointers, is_pointer
+from ckptool.commands.runs.pointers.pointers import (
+    dangling_pointers,
+    find_pointers,
+    is_pointer,
+)
 from ckptool.commands.runs.records import has_optimizer
 from ckptool.commands.runs.search import as_one_step
 from ckptool.commands.runs.steps import Run, Step
@@ -54,12 +58,14 @@ class StepSummary(Struct, frozen=True):
 class RunSummary(Report, frozen=True):
     """The steps of the run at ``path``, newest first; ``mentions`` are other files naming one.
 
+    ``dangling`` are files such as ``latest`` that name what is no step of it, by what they name.
     ``parts`` are the checkpoints in it, if it is one step itself.
     """
 
     path: Location
     steps: tuple[StepSummary, ...]
     mentions: tuple[str, ...] = ()
+    dangling: Mapping[str, str] = {}
     parts: tuple[Location, ...] = ()
 
     schema: ClassVar = "inspect-run"
@@ -78,8 +84,10 @@ def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:
     """
     opened = as_one_step(open_run(run, options))
     pointers: dict[Location, list[str]] = {}
+    dangling: dict[str, str] = {}
     with suppress(TransferError):  # a pointer that cannot be read; the steps can be
         pointers = find_pointers(opened)
+        dangling = dict(dangling_pointers(opened))
     assessor = Assessor(opened, VerifyOptions(read=options, quick=True), thorough=True)
     sources = dict.fromkeys(chain.from_iterable(pointers.values()))
     mentions = tuple(source for source in sources if not is_pointer(opened, source))
@@ -88,7 +96,7 @@ def list_steps(run: Location, options: ReadOptions = AS_DETECTED) -> RunSummary:
         names = [name for name in pointers.get(step.path, ()) if name not in mentions]
         steps.append(_describe(step, opened, assessor, names[0] if names else None))
     parts = next((step.parts for step in opened.steps if step.path == run), ())
-    return RunSummary(run, tuple(steps), mentions, parts)
+    return RunSummary(run, tuple(steps), mentions, dangling, parts)
 
 
 def _describe(step: Step, run: Run, assessor: Assessor, pointer: str | None) -> StepSummary:

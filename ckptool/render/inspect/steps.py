@@ -42,6 +42,7 @@ def steps_lines(run: RunSummary, screen: Console) -> list[Text]:
         result.append(line)
         result += [Text(f"      {part}", "dim") for part in _wrap(step.reasons, screen)]
     remarks = [f"{s.pointer} points to {_name(s, run)}" for s in run.steps if s.pointer is not None]
+    remarks += [f"{file} names {other}, which is not there" for file, other in run.dangling.items()]
     if run.mentions:
         remarks.append(f"steps are also named in {list_some(run.mentions, 3)}")
     result += [Text(), *(Text(f"  {visible(line)}") for line in remarks)] if remarks else []

@@ -87,6 +87,13 @@ def test_a_run_whose_trainer_names_the_latest_is_listed(
     assert ckptool.open(tmp_path).step == step
 
 
+def test_a_pointer_to_a_step_that_is_not_there(run: Path) -> None:
+    (run / "latest").write_text("step-9")
+    told = json.loads(invoke(run, "--json").stdout)
+    assert told["dangling"] == {"latest": "step-9"}
+    assert "  latest names step-9, which is not there" in invoke(run).stdout.splitlines()
+
+
 def test_files_that_only_mention_steps_are_one_line(run: Path) -> None:
     for name in ("README.md", "train.sh", "a.txt", "b.txt"):
         (run / name).write_text("resumed from step-5, see step-7\n")
