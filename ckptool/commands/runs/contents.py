@@ -27,7 +27,7 @@ from ckptool.storage.url import Location, within
 _STATE = re.compile(
     r"(?i).+\.(?:pt|py?th|th|bin|pkl|pickle|ckpt|safetensors|npz|npy|msgpack|distcp|tar|joblib|state)"
     r"|\.metadata|(?:.*_)?(?:states?|progress|meta|metadata|ckpt)(?:_\d+)?\.(?:json|ya?ml|txt)"
-    r"|adapter_config\.json"  # without it PEFT loads no adapter
+    r"|(?:adapter_)?config\.json"  # without it transformers loads no model, and PEFT no adapter
 )
 _DCP = re.compile(r"__(\d+)_\d+\.distcp|\.metadata")
 _DCP_FILES = "files of torch.distributed.checkpoint"

@@ -27,6 +27,8 @@ _NOT_WHOLE = frozenset(
     " crc-mismatch legacy-stream storage-mismatch".split()
 )
 """Codes of a file that is not all there; what else is in it is its trainer's own."""
+_NOT_WHOLE_ARCHIVE = frozenset(["zip-structure", "crc-mismatch"])
+"""The same of a file whose name says not what it is for: it need not be of torch.save."""
 _ANOTHER = frozenset(
     "weights-differ-from-masters moments-negative moments-zero moments-copied counts-differ"
     " optimizer-incomplete optimizer-extra optimizer-shape weight-zero zeros-at-end"
@@ -62,9 +64,9 @@ def damaged_side_files(
                 continue
             if _is_record(name):
                 yield from _broken_record(file, size, name)
-            elif name.endswith(".json") and 0 < size <= _SMALL:
+            elif name.endswith(".json") and size <= _SMALL:
                 yield from _cut_off(file, name)
-            elif name.endswith(_OF_TORCH) and role_of(name) not in (None, "model"):
+            elif name.endswith(_OF_TORCH) and _may_be_of_training(name, size):
                 neighbours = [v for v in examined if v.surveyed.path == file.parent]
                 yield from _broken_archive(file, name, neighbours, options)
 
@@ -72,6 +74,12 @@ def damaged_side_files(
 def _is_record(name: str) -> bool:
     is_of_training = name.endswith(".json") and "/" not in name and role_of(name) == "record"
     return is_of_training or re.fullmatch(LAST_RECORD, name) is not None
+
+
+def _may_be_of_training(name: str, size: int) -> bool:
+    """Return whether a file may be a trainer's; models are checked elsewhere, as far as read."""
+    role = role_of(name)
+    return role != "model" and (role is not None or size <= _SMALL)
 
 
 def _broken_archive(
@@ -85,13 +93,15 @@ def _broken_archive(
     except Unrecognized:  # an empty state
         return
     except (CkptoolError, OSError) as error:
-        yield f"{name}: {error}".replace(f"{name}: {file}: ", f"{name}: ")
+        if role_of(name) is not None:
+            yield f"{name}: {error}".replace(f"{name}: {file}: ", f"{name}: ")
         return
+    not_whole = _NOT_WHOLE_ARCHIVE if role_of(name) is None else _NOT_WHOLE
     for finding in report.findings:
         is_state = role_of(name) == "optimizer" and finding.code not in options.ignore
         faults = faults_in([finding] if is_state else [], catalog, options)
         fault, accepted = next(faults, (finding, ""))
-        if accepted or finding.code in _NOT_WHOLE:
+        if accepted or finding.code in not_whole:
             text = fault.first_line(f"{name.rpartition('/')[2]}: ")
             yield f"{finding.code}: {name}: {text}{accepted}"
             return
@@ -137,10 +147,14 @@ def _ends_training(affected: Affected) -> bool:
 def _cut_off(file: Location, name: str) -> Iterator[str]:
     """Yield why a file in JSON is not whole, whatever is in it: it ends inside of something.
 
-    Some are not quite JSON, such as lines of it, or have comments; a log may be a list without end.
+    Some are not quite JSON, such as lines of it, or have comments; a log may be a list without end,
+    or have nothing in it yet.
     """
     try:
         text = file.read_bytes().decode().rstrip()
+        if text and not text.strip("\0"):
+            yield f"metadata-unreadable: {name}: has nothing but zeros, as after a crash"
+            return
         json.loads(text)
     except NoAnswer:
         raise

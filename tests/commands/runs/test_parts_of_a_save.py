@@ -254,6 +254,35 @@ def test_an_adapter_lacks_the_config_by_which_it_is_loaded(tmp_path: Path) -> No
     assert before.ok
 
 
+def save_model_of_trainer(run: Path, step: int) -> Path:
+    (folder := run / f"checkpoint-{step}").mkdir()
+    save_file({"w": WEIGHT + step}, folder / "model.safetensors")
+    torch.save({"lr": 0.1}, folder / "training_args.bin")
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    (folder / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+    return folder
+
+
+def test_a_model_lacks_the_config_by_which_it_is_loaded(tmp_path: Path) -> None:
+    folders = [save_model_of_trainer(tmp_path, step) for step in (1, 2, 3)]
+    assert checked(tmp_path).ok
+    (folders[2] / "config.json").unlink()
+    newest, *others = checked(tmp_path).steps
+    assert newest.reasons == ("config is missing; every earlier whole step has it",)
+    assert all(step.ok for step in others)
+
+
+def test_arguments_that_are_cut_off_as_by_a_sync_that_ended(tmp_path: Path) -> None:
+    folders = [save_model_of_trainer(tmp_path, step) for step in (1, 2)]
+    (folders[1] / "notes.pt").write_bytes(b"no archive")
+    assert checked(tmp_path).ok
+    file = folders[1] / "training_args.bin"
+    file.write_bytes(file.read_bytes()[:400])
+    newest, before = checked(tmp_path).steps
+    assert before.ok
+    assert "training_args.bin: " in newest.reasons[0]
+
+
 @pytest.mark.parametrize("left", ['{"global_step": ', ""])
 def test_a_record_of_training_that_is_cut_off(left: str, tmp_path: Path) -> None:
     """Whichever trainer writes it: here SimpleTuner, beside what accelerate saves."""
@@ -278,6 +307,7 @@ def test_a_record_of_training_that_is_cut_off(left: str, tmp_path: Path) -> None
         ('{"step": 1}\n{"step": 2}\n', True),
         ('[\n{"step": 1},\n{"step": 2},\n', True),
         ("", True),
+        ("\0" * 14, False),
     ],
 )
 def test_any_file_in_json_that_ends_too_early(left: str, is_whole: bool, tmp_path: Path) -> None:
@@ -292,7 +322,7 @@ def test_any_file_in_json_that_ends_too_early(left: str, is_whole: bool, tmp_pat
     newest, before = checked(tmp_path).steps
     assert before.ok
     assert newest.ok == is_whole
-    assert all("groups.json: ends too early" in reason for reason in newest.reasons)
+    assert all("metadata-unreadable: training_state/groups.json: " in r for r in newest.reasons)
 
 
 @pytest.mark.parametrize(
