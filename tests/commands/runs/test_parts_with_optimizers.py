@@ -62,3 +62,38 @@ def test_a_part_of_an_earlier_step(part: str, tmp_path: Path) -> None:
 def test_a_part_that_is_lost(part: str, tmp_path: Path) -> None:
     (train(tmp_path) / f"{part}_{LATER}.pth").unlink()
     assert [*reasons(tmp_path).values()] == [f"{part} is missing; every earlier whole step has it"]
+
+
+NETS = {"G": (32, 16), "D": (16, 8)}
+
+
+def train_gan(run: Path, shapes: dict[str, tuple[int, int]], discriminated: int) -> Path:
+    """Train a GAN, of which the discriminator is trained in some steps alone."""
+    torch.manual_seed(0)
+    nets = {half: nn.Linear(*shape) for half, shape in shapes.items()}
+    optimizers = {half: torch.optim.AdamW(net.parameters()) for half, net in nets.items()}
+    for step in range(1, LATER + 1):
+        for half in "GD" if step <= discriminated else "G":
+            nets[half](torch.randn(8, shapes[half][0])).square().mean().backward()
+            optimizers[half].step()
+        for half, net in nets.items():
+            torch.save(net.state_dict(), run / f"net{half}_{step}.pth")
+            torch.save(optimizers[half].state_dict(), run / f"opt{half}_{step}.pth")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("shapes", "discriminated"), [(NETS, LATER), (NETS, 2), (dict.fromkeys("GD", (16, 8)), LATER)]
+)
+def test_a_gan(shapes: dict[str, tuple[int, int]], discriminated: int, tmp_path: Path) -> None:
+    assert reasons(train_gan(tmp_path, shapes, discriminated)) == {}
+
+
+@pytest.mark.parametrize("half", NETS)
+@pytest.mark.parametrize("part", ["net", "opt"])
+def test_half_of_a_gan_of_an_earlier_step(part: str, half: str, tmp_path: Path) -> None:
+    train_gan(tmp_path, NETS, LATER)
+    shutil.copy(tmp_path / f"{part}{half}_3.pth", tmp_path / f"{part}{half}_{LATER}.pth")
+    what = "its weights are those" if part == "net" else "its optimizer is that"
+    [reason] = reasons(tmp_path).values()
+    assert f"{what} of net{half}_3.pth, but not" in reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import PurePath
@@ -313,9 +314,11 @@ def _has(survey: Survey, part: str) -> bool:
 def _optimizer_of(model: Survey, parts: Sequence[tuple[Survey, bool, bool]]) -> Survey | None:
     """Return the only part with an optimizer, if ``model`` is the only one with a model.
 
-    A part says whether it has a model, and whether an optimizer. If the names of several say the
-    same, such as ``trunk_3.pth`` and ``trunk_optimizer_3.pth``, or fairseq2's ``model/sdp_00.pt``,
-    only they count. Of two models one may be frozen; no optimizer trains an average.
+    Of several, it is the only one that has state of this model's shapes, and of no other's: as of
+    the halves of a GAN. A part says whether it has a model, and whether an optimizer. If the names
+    of several say the same, such as ``trunk_3.pth`` and ``trunk_optimizer_3.pth``, or fairseq2's
+    ``model/sdp_00.pt``, only they count. Of two models one may be frozen; no optimizer trains an
+    average.
     """
     name = without_words(model.path.name)
     namesakes = [part for part in parts if without_words(part[0].path.name) == name]
@@ -324,8 +327,20 @@ def _optimizer_of(model: Survey, parts: Sequence[tuple[Survey, bool, bool]]) -> 
     group = [part for part in group if part[0] is model or not AVERAGE.search(part[0].path.name)]
     models = [part for part, has_model, _ in group if has_model]
     states = [part for part, _, has_state in group if has_state]
+    if len(models) > 1 and len(states) > 1:
+        states = [part for part in states if _has_shapes_of(part, model)]
+        models = [part for part in models if any(_has_shapes_of(s, part) for s in states)]
     is_alone = len(models) == len(states) == 1 and models[0] is model
     return states[0] if is_alone else None
+
+
+def _has_shapes_of(optimizer: Survey, model: Survey) -> bool:
+    """Return whether an optimizer has state of each matrix of a model, and of no other."""
+    shapes = Counter(entry.shape for entry in matrices_of(model, "model").entries.values())
+    by_kind: dict[str, Counter[Index]] = defaultdict(Counter)
+    for name, entry in matrices_of(optimizer, "optimizer").entries.items():
+        by_kind[StateName.of(name).kind][entry.shape] += 1
+    return shapes in by_kind.values()
 
 
 def _is_row(shape: Index) -> bool:
