@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 import ckptool
 
@@ -208,6 +209,44 @@ def test_a_scheduler_of_the_step_before(tmp_path: Path) -> None:
     assert reasons(run) == {}
     change(run, lr_sched=old, other=old | {"_last_lr": [1e-3 / 40]})  # another has taken over
     assert reasons(run) == {}
+
+
+@pytest.mark.parametrize(
+    "set_rate",
+    [
+        pytest.param(lambda group: group.update(lr=1e-4), id="by hand"),
+        pytest.param(lambda group: group.update(swa_lr=1e-5, lr=2.4e-5), id="by SWALR"),
+    ],
+)
+def test_a_rate_that_its_scheduler_gives_no_longer(
+    set_rate: Callable[[dict[str, Any]], object], tmp_path: Path
+) -> None:
+    run = plain_run(tmp_path)
+    groups = torch.load(run / "ckpt_40.pt")["optimizer"]["param_groups"]
+    set_rate(groups[0])
+    content = torch.load(run / "ckpt_40.pt")["optimizer"] | {"param_groups": groups}
+    change(run, lr_sched=torch.load(run / "ckpt_30.pt")["lr_sched"], optimizer=content)
+    assert reasons(run) == {}
+
+
+@pytest.mark.parametrize("name", ["scheduler_{}.pt", "checkpoint-{}/scheduler.pt"])
+def test_the_file_of_a_scheduler_of_the_step_before(name: str, tmp_path: Path) -> None:
+    run = plain_run(tmp_path)
+    for path in [*run.iterdir()]:
+        content, step = torch.load(path), path.stem.rpartition("_")[2]
+        (file := run / name.format(step)).parent.mkdir(exist_ok=True)
+        torch.save(content.pop("lr_sched"), file)
+        beside = file.with_name(file.name.replace("scheduler", "optimizer"))
+        torch.save(content.pop("optimizer"), beside)
+        path.unlink()
+        if file.parent == run:
+            torch.save(content, run / f"model_{step}.pt")
+        else:
+            save_file(content["model"], file.parent / "model.safetensors")
+    assert reasons(run) == {}
+    shutil.copy(run / name.format(30), run / name.format(40))
+    [reason] = reasons(run).values()
+    assert f"{(run / name.format(40)).name}.last_epoch is 30, as in " in reason
 
 
 def test_one_of_schedulers_that_counts_epochs_of_the_step_before(tmp_path: Path) -> None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import TypeGuard
 
-from ckptool.commands.open import Survey
-from ckptool.commands.runs.names import parse_name
 from ckptool.commands.verify.checks.meaning.counts import UNCOUNTED
 from ckptool.commands.verify.checks.meaning.trainer_counts import number_in
-from ckptool.commands.verify.history.saves import Save
+from ckptool.commands.verify.history.saves import Save, kind_of
 from ckptool.core.catalog import Catalog
 from ckptool.core.state_category import state_category
 from ckptool.errors import Problem
@@ -30,6 +29,10 @@ _COUNT = re.compile(
 """What a value is called that counts all of a training: no limit, nor what was best."""
 _SCHEDULED, _RATES = ".last_epoch", "._last_lr"
 """What a scheduler counts, and the rates that it gave last, by the ends of their names."""
+_OF_SWA = ".swa_lr"
+"""What torch's SWALR adds to each group of an optimizer."""
+_FAR = 2
+"""How many times as far as before a rate changes at most if its scheduler gives it."""
 _BASE, _LIMITS = ".base_lrs", (".T_max", ".total_iters", ".total_steps")
 """The rates that a warm-up leads to, and how many steps a scheduler takes at most."""
 
@@ -54,8 +57,8 @@ def old_counts(save: Save, last: Save, older: Save) -> Iterator[Problem]:
     scheduled = {name for name in scheduled if not _has_done(save, name)}
     if scheduled and 0 < growth[_TAKEN] <= more[_TAKEN] and _has_other_rate(*saves):
         name = min(scheduled)
-        message = f"{name} is {counts[name]:,}, as in {last.name}, but {_TAKEN} has gone on by"
-        message += f" {more[_TAKEN]:,.0f}, and has another learning rate than it gave"
+        message = f"{_label(name, save)} is {counts[name]:,}, as in {last.name}, but {_TAKEN} has"
+        message += f" gone on by {more[_TAKEN]:,.0f}, and has another learning rate than it gave"
         yield Problem(f"{message}: they are of two saves", _DIFFER)
     for name in stopped:
         went_on = [*_with_count(name, save, growth, more, old_counts)]
@@ -118,23 +121,19 @@ def _counts_epochs(name: str) -> bool:
 def _label(name: str, save: Save) -> str:
     """Return the name of a count, with the name of the file beside the save that has it."""
     for other in save.others:
-        head = f"{_kind_of(other)}{_IN}"
-        if name.startswith(head):
-            return f"{other.path.name}: {name.removeprefix(head)}"
+        kind = kind_of(other.path)
+        if name.startswith((f"{kind}{_IN}", f"{kind}.")):
+            return f"{other.path.name}{name.removeprefix(kind)}"
     return name
 
 
 def _counts_of(save: Save) -> Mapping[str, int]:
     """Return what a save counts, and what files beside it do, as of the other half of a GAN."""
-    counts = {**dict(_own_counts(save.survey.catalog)), **save.counts}
+    counts = {**dict(_own_counts(save.survey.catalog)), **dict(_scheduled(save)), **save.counts}
     for other in save.others:
-        own = (item for item in _own_counts(other.catalog) if not item[0].endswith(_SCHEDULED))
-        counts |= {f"{_kind_of(other)}{_IN}{name}": count for name, count in own}
+        own = _own_counts(other.catalog)
+        counts |= {f"{kind_of(other.path)}{_IN}{name}": count for name, count in own}
     return counts
-
-
-def _kind_of(other: Survey) -> str:
-    return parse_name(other.path.name, is_folder=False).kind
 
 
 def _are_twins(one: str, other: str) -> bool:
@@ -143,15 +142,22 @@ def _are_twins(one: str, other: str) -> bool:
 
 
 def _own_counts(catalog: Catalog | None) -> Iterator[tuple[str, int]]:
-    """Yield what values count, by their names: steps, epochs, the steps of a scheduler."""
-    objects = catalog.objects if catalog else {}
-    for name, entry in objects.items():
-        if type(entry.value) is not int or not 0 <= entry.value < UNCOUNTED:
-            continue
-        is_scheduled = name.endswith(_SCHEDULED) and _beside(name, _RATES) in objects
+    """Yield what values at the top count, by their names: steps, epochs."""
+    for name, entry in catalog.objects.items() if catalog else ():
         is_count = len(entry.path) == 1 and _COUNT.fullmatch(name) is not None
-        if (is_scheduled or is_count) and state_category(entry) != "optimizer":
+        if is_count and _is_number(entry.value) and state_category(entry) != "optimizer":
             yield name, entry.value
+
+
+def _scheduled(save: Save) -> Iterator[tuple[str, int]]:
+    """Yield the steps of schedulers, by their names."""
+    for name, value in save.values.items():
+        if name.endswith(_SCHEDULED) and _beside(name, _RATES) in save.values and _is_number(value):
+            yield name, value
+
+
+def _is_number(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < UNCOUNTED
 
 
 def _has_done(save: Save, name: str) -> bool:
@@ -164,8 +170,17 @@ def _has_done(save: Save, name: str) -> bool:
 
 
 def _has_other_rate(save: Save, last: Save, older: Save) -> bool:
-    """Return whether only the last two saves have a rate that a scheduler gave, not this one."""
-    return _gave_rate(last) and _gave_rate(older) and not _gave_rate(save)
+    """Return whether only the last two saves have a rate that a scheduler gave, not this one.
+
+    If it goes on as before, the scheduler gave it, too, but is of another save. Where it jumps, a
+    user has set it, or SWA's scheduler, which trainings save or not.
+    """
+    if any(name.endswith(_OF_SWA) for name in save.optimizer_values):
+        return False
+    rate, last_rate, older_rate = (max(item.rates, default=0.0) for item in (save, last, older))
+    change, before = rate - last_rate, last_rate - older_rate
+    goes_on = 0 < change * before <= _FAR * before**2
+    return goes_on and _gave_rate(last) and _gave_rate(older) and not _gave_rate(save)
 
 
 def _gave_rate(save: Save) -> bool:

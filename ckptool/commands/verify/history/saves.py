@@ -6,6 +6,7 @@ import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import PurePath
 
@@ -38,13 +39,17 @@ from ckptool.commands.verify.history.matrices import (
     Matrices,
     matrices_of,
 )
+from ckptool.core.catalog import ObjectEntry
 from ckptool.core.state_category import AVERAGE, without_averages
+from ckptool.errors import CkptoolError
 from ckptool.formats.companions import trainer_optimizer
-from ckptool.serialization.file_roles import without_words
+from ckptool.serialization.file_roles import role_of, without_words
 from ckptool.serialization.pickle.records import Call
+from ckptool.serialization.state_dict.leaves import read_file_leaves
 from ckptool.storage.url import Location, within
 
 _MEANS = frozenset(["exp_avg", MOMENTUM])
+_OF_TORCH = (".pt", ".pth", ".bin")
 _LARGEST = 1e-3
 """How much of a gradient counts at most for a step that is not divided by its size."""
 
@@ -146,9 +151,29 @@ class Save(Struct, frozen=True, dict=True):
 
     @cached_property
     def values(self) -> Mapping[str, object]:
-        """Its values that are no tensors, by their names."""
+        """Its values that are no tensors, by their names, and those of schedulers beside it."""
         catalog = self.survey.catalog
-        return {name: entry.value for name, entry in catalog.objects.items()} if catalog else {}
+        own = {name: entry.value for name, entry in catalog.objects.items()} if catalog else {}
+        return {**self._schedules_inside, **self._schedules_beside, **own}
+
+    @property
+    def _schedules_beside(self) -> Mapping[str, object]:
+        """The values of schedulers in files beside it, after the kind of these."""
+        files = ((kind_of(o.path), o.catalog) for o in self.others if _is_schedule(o.path.name))
+        pairs = ((kind, catalog.objects) for kind, catalog in files if catalog)
+        return {f"{kind}.{n}": e.value for kind, objects in pairs for n, e in objects.items()}
+
+    @property
+    def _schedules_inside(self) -> Mapping[str, object]:
+        """The values of schedulers in files that no checkpoint of its folder is read from."""
+        source, catalog = self.survey.source, self.survey.catalog
+        read = catalog.files if catalog else ()
+        values: dict[str, object] = {}
+        for file in filter(_is_schedule, source.files.keys() - read):
+            with suppress(CkptoolError):  # said by its own check
+                leaves = read_file_leaves(source, file, prefix=(file,))
+                values |= {name: leaf.value for name, leaf in leaves.items()}
+        return values
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
@@ -192,13 +217,19 @@ class Save(Struct, frozen=True, dict=True):
         counts = self.steps_taken.values()
         return max((count for count in counts if count < UNCOUNTED), default=0)
 
+    @property
+    def optimizer_values(self) -> Mapping[str, ObjectEntry]:
+        """The values of the optimizer that are no tensors, by their names."""
+        survey = self.optimizer
+        return survey.catalog.objects if survey is not None and survey.catalog is not None else {}
+
     @cached_property
     def rates(self) -> list[float]:
         """The learning rates of the optimizer that are finite numbers, or tensors of one."""
         survey = self.optimizer
         if survey is None or survey.catalog is None:
             return []
-        values = (e.value for n, e in survey.catalog.objects.items() if RATE.fullmatch(n))
+        values = (e.value for n, e in self.optimizer_values.items() if RATE.fullmatch(n))
         values = (simple_value(v) if isinstance(v, Call) else v for v in values)  # as numpy gives
         rates = [value for value in values if type(value) in (int, float)]
         tensors = (n for n, e in survey.catalog.tensors.items() if e.elements == 1)
@@ -276,6 +307,15 @@ class Save(Struct, frozen=True, dict=True):
         if name is None or predecessor._means.get(weight) != name:
             return None
         return not self.state.only([name]).are_equal_to(predecessor.state)
+
+
+def kind_of(place: Location) -> str:
+    """Return the name of a file without its numbers, as other steps have it."""
+    return parse_name(place.name, is_folder=False).kind
+
+
+def _is_schedule(file: str) -> bool:
+    return "/" not in file and file.endswith(_OF_TORCH) and role_of(file) == "scheduler"
 
 
 def saves_in(step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath, Save]:
