@@ -169,6 +169,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def read_at_most(path: Path, limit: int) -> bytes:
+    """Return a file, or that many bytes of it: a device or a pipe has no size, maybe no end."""
+    data = bytearray()
+    with path.open("rb") as file:
+        while piece := file.read(min(1 << 20, limit - len(data))):
+            data += piece
+    return bytes(data)
+
+
 def write_whole(path: Path, data: bytes, *, mark: bytes) -> None:
     """Create or replace a small file: at any moment the old one is there, or the new one.
 

@@ -301,7 +301,7 @@ def sound(folder: Path) -> Path:
 
 
 def test_a_file_that_an_option_names_may_have_no_end() -> None:
-    with pytest.raises(UsageError, match="more than 67,108,864 characters"):
+    with pytest.raises(UsageError, match="more than 67,108,864 bytes"):
         text_of(Path("/dev/zero"), "--plan")
 
 

@@ -8,27 +8,28 @@ from typing import Any
 
 from ckptool.core.text import nearest
 from ckptool.errors import UsageError
+from ckptool.storage.disk import read_at_most
 
 _LARGEST = 64 << 20
-"""Characters of a file: millions of names. A device, or a pipe, may have no end."""
+"""Bytes of a file: millions of names."""
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def text_of(path: Path, option: str) -> str:
     """Read the text of a file; UsageError, starting with the option, if it cannot be read."""
     try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(_LARGEST + 1)
+        data = read_at_most(path, _LARGEST + 1)
     except FileNotFoundError:
         raise UsageError(f"{option} {path}: no such file", hint=_meant(path, option)) from None
     except OSError as error:
         reason = (error.strerror or "unknown reason").lower()
         raise UsageError(f"{option} {path}: cannot be read: {reason}") from None
+    if len(data) > _LARGEST:
+        raise UsageError(f"{option} {path}: more than {_LARGEST:,} bytes")
+    try:
+        return data.decode().replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UsageError(f"{option} {path}: not UTF-8 text: {error.reason}") from None
-    if len(text) > _LARGEST:
-        raise UsageError(f"{option} {path}: more than {_LARGEST:,} characters")
-    return text
 
 
 def table_of(path: Path, option: str, hint: str | None = None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct, ValidationError, convert, to_builtins
@@ -30,9 +31,9 @@ from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 from ckptool.commands.verify.compare.values import canonical_text, text_digest
 from ckptool.core.dtype import BY_NAME
 from ckptool.errors import Damaged, NotFound, Unsupported
-from ckptool.storage.disk import nearest_folder, require_marked
-from ckptool.storage.place import on_disk, write_file
-from ckptool.storage.url import Location
+from ckptool.storage.disk import nearest_folder, read_at_most, require_marked
+from ckptool.storage.place import by_place, on_disk, write_file
+from ckptool.storage.url import Location, RemotePath
 
 SCHEMA = "ckptool.manifest/1"
 MARK = b'{\n"schema": "ckptool.manifest/'
@@ -117,14 +118,6 @@ def require_replaceable(path: Location, *, overwrite: bool) -> None:
         require_marked(disk, MARK, noun="manifest")
 
 
-def _read(path: Location) -> bytes:
-    """Return the bytes of a file, no more than one too many of a device without end."""
-    if (disk := on_disk(path)) is None:
-        return path.read_bytes()
-    with disk.open("rb") as file:
-        return file.read(_LARGEST + 1)
-
-
 def read_manifest(path: Location) -> CheckpointManifest:
     """Read a manifest from a file.
 
@@ -132,7 +125,7 @@ def read_manifest(path: Location) -> CheckpointManifest:
     what was written, or is incomplete.
     """
     try:
-        data = _read(path)
+        data = by_place(path, partial(read_at_most, limit=_LARGEST + 1), RemotePath.read_bytes)
         if len(data) > _LARGEST:
             raise Damaged(f"{path}: more than {_LARGEST:,} bytes; too large for a manifest")
         text = data.decode()
