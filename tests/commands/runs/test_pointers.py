@@ -311,3 +311,18 @@ def test_what_describes_a_step_keeps_none(tmp_path: Path) -> None:
     torch.save({"w": torch.rand(4)}, tmp_path / "latest.pt")
     (tmp_path / "latest.yaml").write_text("epoch: 2\n")
     assert named(tmp_path) == {"epoch_1.pt", "epoch_2.pt"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("epoch_3.yaml", "epoch: 3\nbest_epoch: 1\n"),
+        ("epoch_3.json", '{"epoch": 3, "best": {"epoch": 1}}'),
+        ("checkpoint.json", '{"epoch": 1}'),
+    ],
+)
+def test_what_lies_beside_a_step_may_count_another(name: str, text: str, tmp_path: Path) -> None:
+    for stem in ("epoch_1", "epoch_2", "epoch_3", "checkpoint"):
+        torch.save({"w": torch.rand(4)}, tmp_path / f"{stem}.pt")
+    (tmp_path / name).write_text(text)
+    assert "epoch_1.pt" in named(tmp_path)

@@ -29,6 +29,8 @@ MUST_NAME = re.compile(
     r"(?<!\.lock)(?<!\.done)(?<!\.log)(?<!\.success)(?<!\.pid)"
 )
 """Names of files that are nothing if they name no step; an empty marker need not."""
+_OF_ANOTHER = re.compile(r"(?i)latest|last|best|keep|pinned|resume")
+"""What a file that describes a step may count of another."""
 _COUNTS = re.compile(r"(?i).*(?:step|iter|epoch|latest|last|best|checkpoint|ckpt|resume|keep).*")
 _LENGTH = re.compile(
     r"(?i)(?:.*[^a-z])?epochs|.*(?:max|total|num|warmup|cooldown|decay|accum(?:ulation)?|save|eval"
@@ -99,7 +101,8 @@ class StepNames:
             return
         text_of_steps = _base_in(text) if name == ADAPTER_CONFIG else text
         own_steps = [*self._described_by(file)]
-        named_steps = self.in_text(text_of_steps, folder, counts=not own_steps)
+        counts = not own_steps or _OF_ANOTHER.search(text) is not None
+        named_steps = self.in_text(text_of_steps, folder, counts=counts)
         steps = [step for step in named_steps if step not in own_steps]
         if (re.fullmatch(POINTERS, name) or MUST_NAME.fullmatch(name)) and (
             _is_broken_json(name, text) or (not steps and self._is_cut(text.strip()))
@@ -108,7 +111,7 @@ class StepNames:
         yield from steps
 
     def _described_by(self, file: str) -> Iterator[Step]:
-        """Yield the steps that a file describes, what it counts being theirs.
+        """Yield the numbered steps that a file describes, what it counts being theirs.
 
         It lies beside each under its name, as wenet's ``epoch_3.yaml`` beside ``epoch_3.pt``.
         """
@@ -116,7 +119,8 @@ class StepNames:
         is_pointer = MUST_NAME.fullmatch(beside.name) is not None
         if beside.suffix in (".yaml", ".yml", ".json") and not is_pointer:
             for step in self._steps.get(_stem(beside.name), ()):
-                if any(entry.parent == beside.parent for entry in step.entries):
+                is_beside = any(entry.parent == beside.parent for entry in step.entries)
+                if is_beside and step.number is not None:
                     yield step
 
     def in_text(self, text: str, folder: str, *, counts: bool = True) -> Iterator[Step]:
