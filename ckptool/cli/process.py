@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ckptool.errors import CkptoolError, Damaged, InternalError, Unsupported, failure_of
 from ckptool.version import __version__
@@ -29,6 +30,7 @@ _NO_ROOM = "failed to map segment"
 def set_up(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Prepare the process for a command line: closed streams, signals, memory."""
     _open_closed_streams()
+    _keep_unwritten_lines()
     end_on_signals()
     if not _writes_to_sockets(arguments, environment):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -44,6 +46,18 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def _keep_unwritten_lines() -> None:
+    """Buffer each line of stdout where Python buffers nothing (PYTHONUNBUFFERED).
+
+    What a full disk does not take is then still there, which shows that stdout is what is full.
+    """
+    stdout: Any = sys.stdout
+    if isinstance(getattr(stdout, "buffer", None), io.RawIOBase):
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(stdout.buffer), stdout.encoding, stdout.errors, line_buffering=True
+        )
 
 
 def _writes_to_sockets(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:

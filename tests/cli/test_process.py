@@ -58,10 +58,11 @@ def test_a_report_that_finds_no_room_is_no_answer(path: str, code: int, full: st
     assert subprocess.run(line, stderr=subprocess.DEVNULL, check=False).returncode == code
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", ["verify $1", "verify --json $1", "inspect $1"])
-def test_a_full_stdout_is_named_once(words: str) -> None:
+def test_a_full_stdout_is_named_once(words: str, unbuffered: str) -> None:
     line = ["sh", "-c", f'exec "$0" -m ckptool {words} >/dev/full', sys.executable, str(DCP)]
-    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(line, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     first, *rest = done.stderr.splitlines()
     assert (done.returncode, first) == (5, "error: stdout: No space left on device")
