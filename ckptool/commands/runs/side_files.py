@@ -85,6 +85,7 @@ def _may_be_of_training(name: str, size: int) -> bool:
 def _broken_archive(
     file: Location, name: str, neighbours: Sequence[Verification], options: VerifyOptions
 ) -> Iterator[str]:
+    role = role_of(name)
     try:
         strict = replace(options, ignore=())
         report, catalog = examine_side_file(file, strict, neighbours)
@@ -93,12 +94,12 @@ def _broken_archive(
     except Unrecognized:  # an empty state
         return
     except (CkptoolError, OSError) as error:
-        if role_of(name) is not None:
+        if role is not None:
             yield f"{name}: {error}".replace(f"{name}: {file}: ", f"{name}: ")
         return
-    not_whole = _NOT_WHOLE_ARCHIVE if role_of(name) is None else _NOT_WHOLE
+    not_whole = _NOT_WHOLE_ARCHIVE if role is None else _NOT_WHOLE
     for finding in report.findings:
-        is_state = role_of(name) == "optimizer" and finding.code not in options.ignore
+        is_state = role == "optimizer" and finding.code not in options.ignore
         faults = faults_in([finding] if is_state else [], catalog, options)
         fault, accepted = next(faults, (finding, ""))
         if accepted or finding.code in not_whole:

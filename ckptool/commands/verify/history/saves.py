@@ -327,9 +327,9 @@ def saves_in(step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath,
     """
     surveys = [*checkpoints]
     outermost = [survey for inside, survey in surveys if not inside]
-    holds_models = not any(_has(survey, "model") for survey in outermost)
-    trained = [survey for _, survey in surveys] if holds_models else outermost
-    parts = [(part, _has(part, "model"), _has(part, "optimizer")) for part in trained]
+    parts = [_Part(survey) for survey in outermost]
+    holds_models = not any(part.shapes for part in parts)
+    parts = [_Part(survey) for _, survey in surveys] if holds_models else parts
     beside = (survey for survey in outermost if survey.path in step.beside)
     others = tuple(survey for survey in beside if not step.is_of_rank(survey.path))
     saves: dict[PurePath, Save] = {}
@@ -347,40 +347,52 @@ def saves_in(step: Step, checkpoints: Iterable[StepSurvey]) -> Mapping[PurePath,
     return saves
 
 
-def _has(survey: Survey, part: str) -> bool:
-    return bool(matrices_of(survey, part).entries)
+class _Part(Struct, frozen=True, dict=True):
+    """One of a step's checkpoints that lie beside each other."""
+
+    survey: Survey
+
+    @cached_property
+    def shapes(self) -> Counter[Index]:
+        """How many matrices of its model have each shape."""
+        return Counter(e.shape for e in matrices_of(self.survey, "model").entries.values())
+
+    @cached_property
+    def state_shapes(self) -> Mapping[str, Counter[Index]]:
+        """The same of its optimizer's state, by the kinds of that."""
+        by_kind: dict[str, Counter[Index]] = defaultdict(Counter)
+        for name, entry in matrices_of(self.survey, "optimizer").entries.items():
+            by_kind[StateName.of(name).kind][entry.shape] += 1
+        return by_kind
+
+    def may_train(self, model: _Part) -> bool:
+        """Return whether it has state of each matrix of a model, and of no other."""
+        return model.shapes in self.state_shapes.values()
 
 
-def _optimizer_of(model: Survey, parts: Sequence[tuple[Survey, bool, bool]]) -> Survey | None:
-    """Return the only part with an optimizer, if ``model`` is the only one with a model.
+def _optimizer_of(survey: Survey, parts: Sequence[_Part]) -> Survey | None:
+    """Return the only part with an optimizer, if this one is the only one with a model.
 
     Of several, it is the only one that has state of this model's shapes, and of no other's: as of
-    the halves of a GAN. A part says whether it has a model, and whether an optimizer. If the names
-    of several say the same, such as ``trunk_3.pth`` and ``trunk_optimizer_3.pth``, or fairseq2's
-    ``model/sdp_00.pt``, only they count. Of two models one may be frozen; no optimizer trains an
-    average.
+    the halves of a GAN. If the names of several say the same, such as ``trunk_3.pth`` and
+    ``trunk_optimizer_3.pth``, or fairseq2's ``model/sdp_00.pt``, only they count. Of two models one
+    may be frozen; no optimizer trains an average.
     """
-    name = without_words(model.path.name)
-    namesakes = [part for part in parts if without_words(part[0].path.name) == name]
-    is_group = len(namesakes) > 1 and any(has_state for _, _, has_state in namesakes)
+    model = next((part for part in parts if part.survey is survey), None)
+    if model is None:
+        return None
+    name = without_words(survey.path.name)
+    namesakes = [part for part in parts if without_words(part.survey.path.name) == name]
+    is_group = len(namesakes) > 1 and any(part.state_shapes for part in namesakes)
     group = namesakes if is_group else parts
-    group = [part for part in group if part[0] is model or not AVERAGE.search(part[0].path.name)]
-    models = [part for part, has_model, _ in group if has_model]
-    states = [part for part, _, has_state in group if has_state]
+    group = [p for p in group if p is model or not AVERAGE.search(p.survey.path.name)]
+    models = [part for part in group if part.shapes]
+    states = [part for part in group if part.state_shapes]
     if len(models) > 1 and len(states) > 1:
-        states = [part for part in states if _has_shapes_of(part, model)]
-        models = [part for part in models if any(_has_shapes_of(s, part) for s in states)]
+        states = [state for state in states if state.may_train(model)]
+        models = [part for part in models if any(state.may_train(part) for state in states)]
     is_alone = len(models) == len(states) == 1 and models[0] is model
-    return states[0] if is_alone else None
-
-
-def _has_shapes_of(optimizer: Survey, model: Survey) -> bool:
-    """Return whether an optimizer has state of each matrix of a model, and of no other."""
-    shapes = Counter(entry.shape for entry in matrices_of(model, "model").entries.values())
-    by_kind: dict[str, Counter[Index]] = defaultdict(Counter)
-    for name, entry in matrices_of(optimizer, "optimizer").entries.items():
-        by_kind[StateName.of(name).kind][entry.shape] += 1
-    return shapes in by_kind.values()
+    return states[0].survey if is_alone else None
 
 
 def _is_row(shape: Index) -> bool:
